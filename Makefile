@@ -1,0 +1,53 @@
+# make demo   sets up, then shows the main job on a real model; no GPU is needed
+# make test   sets up, then runs everything that CI runs
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export PYTHONHASHSEED := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types layers sizes units format clean
+
+demo: $(VENV)/.demo
+	@$(BIN)/tightfit estimate examples/train_gpt2.py --device "RTX 4060" --device "RTX 4090" --device "A100 40GB"
+	@echo
+	@$(BIN)/tightfit estimate examples/train_gpt2.py --device "RTX 4060" || test $$? -eq 1
+
+test: $(VENV)/.test lint types layers sizes units
+
+lint:
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	$(BIN)/pyrefly check
+
+layers:
+	$(BIN)/lint-imports
+
+sizes:
+	$(BIN)/python tools/check_sizes.py src tests benchmarks tools
+
+units:
+	$(BIN)/pytest -n 2 --dist loadfile
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch is installed by itself first: asked for by a range, it would pull gigabytes of CUDA libraries.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch numpy
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,dev,examples]"
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache

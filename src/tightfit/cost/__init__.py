@@ -1,0 +1,1 @@
+"""Seconds of operators, copies and collectives: a roofline with measured efficiencies."""

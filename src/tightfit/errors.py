@@ -1,0 +1,58 @@
+"""Every error that tightfit raises for its users, in one small tree.
+
+    TightfitError           exit code, and one line: what was wrong, where, what to do
+    ├── UsageError          2  a wrong argument, path, name or setting
+    │   └── UnknownDevice   2  no such card; lists the nearest names
+    ├── CaptureError        3  the workload could not be traced to its end
+    │   └── MissingExtra    3  a package that this target needs is not installed
+    ├── RecordingError      3  a recording could not be read
+    ├── DoesNotFit          1  the answer is no
+    ├── PlanError           3  no plan could be made
+    └── ApplyError          3  a plan could not be put on this model
+
+The message is one line for a person; there is never a traceback for these at the command line.
+"""
+
+from typing import ClassVar
+
+
+class TightfitError(Exception):
+    """The root: `exit_code` is what a command ends with when this error reaches it."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class UsageError(TightfitError):
+    """A wrong argument, path, name or setting."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnknownDevice(UsageError):
+    """No card of that name; the message lists the nearest names."""
+
+
+class CaptureError(TightfitError):
+    """The workload could not be traced to its end."""
+
+
+class MissingExtra(CaptureError):
+    """A package that this target needs is not installed; the message says what to install."""
+
+
+class RecordingError(TightfitError):
+    """A recording could not be read."""
+
+
+class DoesNotFit(TightfitError):
+    """The workload does not fit the budget."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PlanError(TightfitError):
+    """No plan could be made."""
+
+
+class ApplyError(TightfitError):
+    """A plan could not be put on this model."""

@@ -1,0 +1,1 @@
+"""Watches a real run: limits, rescue from out-of-memory errors, leaks."""

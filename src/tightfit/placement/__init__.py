@@ -1,0 +1,1 @@
+"""Static placement of buffers with known lifetimes: problem, solver, independent validator."""

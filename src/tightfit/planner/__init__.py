@@ -1,0 +1,1 @@
+"""Chooses options under budgets. Sees numbers only, never a technique."""

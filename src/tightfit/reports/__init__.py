@@ -1,0 +1,1 @@
+"""Recorded data to text and files; one file per output. Never looks at live objects."""

@@ -1,0 +1,1 @@
+"""Torch memory recordings: read without running code, rebuilt, replayed."""

@@ -1,0 +1,209 @@
+"""The tape: one recorded run as plain columns, the only thing that passes from tracing to simulation, planning and reports.
+
+Four tables. `operators` has a row per kernel call in the order of issue; `storages` a row per block of device memory that was asked for;
+`events` is the order in which storages are born and die (and the few other things that an allocator is told); `spans` names stretches of
+events: the steps, and what a script does besides, such as an evaluation. Columns are numpy arrays, names are indices into `strings`.
+A tape knows no torch and no card: sizes are those that were requested, before any allocator rounds them.
+"""
+
+import dataclasses
+import enum
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tightfit.errors import RecordingError
+
+SCHEMA = 1
+
+Column = npt.NDArray[Any]
+
+
+class Phase(enum.IntEnum):
+    """What the run was doing."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+    OTHER = 3
+
+
+class Category(enum.IntEnum):
+    """What a storage is for. `TEMPORARIES` die in the phase they were born in, `ACTIVATIONS` wait for the backward pass."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER_STATE = 2
+    ACTIVATIONS = 3
+    TEMPORARIES = 4
+    INPUTS = 5
+    WORKSPACE = 6
+
+
+class Source(enum.IntEnum):
+    """Who asked for a storage: a tensor, a kernel for its own scratch space, or a library for its workspace."""
+
+    TENSOR = 0
+    SCRATCH = 1
+    CUBLAS = 2
+    CUBLASLT = 3
+    CUDNN = 4
+
+
+class EventKind(enum.IntEnum):
+    """What an allocator is told. `storage` is -1 where an event concerns none; `value` is the stream of a `USE`."""
+
+    ALLOCATE = 0
+    FREE = 1
+    USE = 2  # record_stream: the block is also used on stream `value`
+    SYNCHRONIZE = 3
+    EMPTY_CACHE = 4
+
+
+class SpanKind(enum.IntEnum):
+    """`SETUP` is what comes before the first step; `STEP` the user's steps; `ASIDE` evaluation, sampling and the like."""
+
+    SETUP = 0
+    STEP = 1
+    ASIDE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Columns of one length."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, dataclasses.fields(self)[0].name))
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> Self:
+        """Builds the table from sequences, converting each to its column's type."""
+        return cls(**{f.name: np.asarray(columns[f.name], dtype=f.metadata["dtype"]) for f in dataclasses.fields(cls)})
+
+    def columns(self) -> dict[str, Column]:
+        """The columns by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def _column(dtype: str) -> Any:
+    return dataclasses.field(metadata={"dtype": dtype})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operators(Table):
+    """Kernel calls. `name`, `module`, `line` and `dtype` index `Tape.strings`; FLOPs count a multiply-add as two."""
+
+    name: Column = _column("int32")  # aten.addmm
+    module: Column = _column("int32")  # transformer.h.0.mlp.c_fc
+    line: Column = _column("int32")  # train.py:41, of the user's own code
+    dtype: Column = _column("int32")  # of the arithmetic: float16
+    phase: Column = _column("int8")
+    stream: Column = _column("int16")
+    flops: Column = _column("float64")
+    bytes_read: Column = _column("int64")
+    bytes_written: Column = _column("int64")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Storages(Table):
+    """Blocks of device memory, by the operator that asked for them (-1: none, such as a copy from the host at set-up)."""
+
+    num_bytes: Column = _column("int64")
+    category: Column = _column("int8")
+    source: Column = _column("int8")
+    operator: Column = _column("int32")
+    stream: Column = _column("int16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Events(Table):
+    """The order of births and deaths. `operator` is the number of operators issued before the event."""
+
+    kind: Column = _column("int8")
+    storage: Column = _column("int32")
+    operator: Column = _column("int32")
+    value: Column = _column("int16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Spans(Table):
+    """Named stretches of events, `begin` included and `end` not; in order and disjoint."""
+
+    name: Column = _column("int32")
+    kind: Column = _column("int8")
+    begin: Column = _column("int32")
+    end: Column = _column("int32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """Something that could not be known, where it came up, and what was taken for it."""
+
+    where: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """One recorded run. `host_peak_bytes` is the most host memory that tensors on the host held."""
+
+    target: str
+    versions: Mapping[str, str]
+    traced_for: str
+    strings: tuple[str, ...]
+    operators: Operators
+    storages: Storages
+    events: Events
+    spans: Spans
+    assumptions: tuple[Assumption, ...]
+    host_peak_bytes: int
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the tape as an npz file, whole or not at all."""
+        head = {
+            "schema": SCHEMA,
+            "target": self.target,
+            "versions": dict(self.versions),
+            "traced_for": self.traced_for,
+            "strings": self.strings,
+            "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
+            "host_peak_bytes": self.host_peak_bytes,
+        }
+        arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)
+        partial = Path(f"{os.fspath(path)}.partial")
+        partial.write_bytes(buffer.getvalue())
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            RecordingError: the file is not a tape, or one of another schema.
+        """
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                head = json.loads(arrays["head"].tobytes())
+                tables: dict[str, Any] = {
+                    name: table.from_columns({f.name: arrays[f"{name}.{f.name}"] for f in dataclasses.fields(table)})
+                    for name, table in _TABLES.items()
+                }
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise RecordingError(f"{os.fspath(path)} is not a tape that can be read: {error}") from error
+        if head.pop("schema") != SCHEMA:
+            raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
+        head["strings"] = tuple(head["strings"])
+        head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
+        return cls(**head, **tables)
+
+
+_TABLES: dict[str, type[Table]] = {"operators": Operators, "storages": Storages, "events": Events, "spans": Spans}

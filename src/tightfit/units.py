@@ -1,0 +1,51 @@
+"""Bytes and seconds as people write them, and back.
+
+Sizes are whole numbers of bytes. A unit with an `i` is a power of 1024 and one without is a power of 1000, as IEC 80000-13 has it;
+a bare `G` or `M` is taken as binary, because that is what `free`, `nvidia-smi` and CUDA users mean by it.
+"""
+
+import re
+from typing import NewType
+
+from tightfit.errors import UsageError
+
+Bytes = NewType("Bytes", int)
+Seconds = NewType("Seconds", float)
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
+_FACTORS |= {f"{prefix}ib": 1 << (10 * power) for power, prefix in enumerate("kmgt", 1)}
+_FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse(text: str) -> Bytes:
+    """The number of bytes that `text` names, such as `22GiB`, `1.5 GB`, `512M` or `4096`.
+
+    Raises:
+        UsageError: `text` is not a size.
+    """
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"'{text}' is not a size; write a number with a unit, such as 22GiB, 1.5GB or 512M")
+    return Bytes(round(float(match[1]) * factor))
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes in the largest binary unit that keeps a digit before the point: `1.50 GiB`, `-3.0 MiB`, `512 B`."""
+    for power, unit, digits in ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1)):
+        if abs(count) >= 1 << power:
+            return f"{count / (1 << power):.{digits}f} {unit}"
+    return f"{count} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in the unit that keeps three digits readable: `1.25 s`, `31.0 ms`, `8.2 us`."""
+    for factor, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.{digits}f} {unit}"
+    return f"{seconds * 1e6:.1f} us"

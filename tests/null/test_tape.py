@@ -1,0 +1,103 @@
+"""A tape keeps what it is given, and its spec catches what must not be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tightfit.errors import RecordingError
+from tightfit.tape import (
+    Assumption,
+    Category,
+    EventKind,
+    Events,
+    Operators,
+    Phase,
+    Source,
+    SpanKind,
+    Spans,
+    Storages,
+    Tape,
+)
+from tightfit.verify import verify_tape
+
+
+def small_tape() -> Tape:
+    return Tape(
+        target="toy.py:step",
+        versions={"torch": "2.13.0"},
+        traced_for="RTX 4090",
+        strings=("", "aten.mm", "linear", "toy.py:3", "float32", "step 1"),
+        operators=Operators.from_columns(
+            {
+                "name": [1],
+                "module": [2],
+                "line": [3],
+                "dtype": [4],
+                "phase": [Phase.FORWARD],
+                "stream": [0],
+                "flops": [2e6],
+                "bytes_read": [100],
+                "bytes_written": [100],
+            }
+        ),
+        storages=Storages.from_columns(
+            {
+                "num_bytes": [1000, 2000],
+                "category": [Category.PARAMETERS, Category.ACTIVATIONS],
+                "source": [Source.TENSOR, Source.TENSOR],
+                "operator": [-1, 0],
+                "stream": [0, 0],
+            }
+        ),
+        events=Events.from_columns(
+            {
+                "kind": [EventKind.ALLOCATE, EventKind.ALLOCATE, EventKind.FREE],
+                "storage": [0, 1, 1],
+                "operator": [0, 1, 1],
+                "value": [0, 0, 0],
+            }
+        ),
+        spans=Spans.from_columns({"name": [5], "kind": [SpanKind.STEP], "begin": [0], "end": [3]}),
+        assumptions=(Assumption(where="toy.py:4", what="a read"),),
+        host_peak_bytes=17,
+    )
+
+
+def test_a_tape_survives_the_round_trip(tmp_path):
+    tape = small_tape()
+    tape.save(tmp_path / "toy.npz")
+    loaded = Tape.load(tmp_path / "toy.npz")
+    for table in ("operators", "storages", "events", "spans"):
+        for name, column in getattr(tape, table).columns().items():
+            np.testing.assert_array_equal(column, getattr(getattr(loaded, table), name))
+            assert column.dtype == getattr(getattr(loaded, table), name).dtype
+    for name in ("target", "versions", "traced_for", "strings", "assumptions", "host_peak_bytes"):
+        assert getattr(tape, name) == getattr(loaded, name)
+    assert [p.name for p in tmp_path.iterdir()] == ["toy.npz"]
+
+
+def test_what_is_no_tape_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "bad.npz"
+    path.write_bytes(b"PK\x03\x04 not a tape")
+    with pytest.raises(RecordingError, match=r"bad\.npz is not a tape"):
+        Tape.load(path)
+
+
+def test_a_whole_tape_breaks_no_rule():
+    assert verify_tape(small_tape()) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "complaint"),
+    [
+        ("storage", [0, 0, 1], "not born exactly once"),
+        ("kind", [EventKind.ALLOCATE, EventKind.FREE, EventKind.ALLOCATE], "freed before it is born"),
+        ("operator", [1, 0, 0], "go back"),
+        ("storage", [0, 1, 9], "does not exist"),
+    ],
+)
+def test_broken_events_are_named(column, values, complaint):
+    tape = small_tape()
+    events = dataclasses.replace(tape.events, **{column: np.asarray(values, dtype=getattr(tape.events, column).dtype)})
+    assert any(complaint in fault for fault in verify_tape(dataclasses.replace(tape, events=events)))

@@ -1,0 +1,36 @@
+"""Fails when a file or a function has grown too long to read: 600 lines a file, 80 a function.
+
+python tools/check_sizes.py src tests ...
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+
+def too_long(path: Path) -> Iterator[str]:
+    """A sentence for each limit that the file at `path` breaks."""
+    text = path.read_text()
+    num_lines = text.count("\n")
+    if num_lines > MAX_FILE_LINES:
+        yield f"{path}: {num_lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def main(folders: list[str]) -> int:
+    """Prints what is too long below `folders`; 1 if anything is."""
+    faults = [fault for folder in folders for path in sorted(Path(folder).rglob("*.py")) for fault in too_long(path)]
+    print("\n".join(faults) or "sizes: all files and functions are within the limits")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
