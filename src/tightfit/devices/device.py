@@ -1,0 +1,114 @@
+"""A card as numbers: what it holds, how fast it moves bytes and multiplies, and what a process costs on it before its first tensor.
+
+A `Device` is plain frozen data. The catalogue reads them from TOML files that name their sources; anything that needs to know about a
+card - simulation, cost, planning, the virtual GPU - is handed one of these and looks nowhere else.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Vendor = Literal["nvidia", "amd"]
+Kind = Literal["desktop", "laptop", "workstation", "server"]
+DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8"]
+
+VENDORS: tuple[str, ...] = get_args(Vendor)
+KINDS: tuple[str, ...] = get_args(Kind)
+DTYPES: tuple[str, ...] = get_args(DType)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """What joins a card to its host. `bytes_per_second` is the limit of the link in one direction, before protocol overhead."""
+
+    kind: Literal["pcie", "nvlink-c2c"]
+    generation: int
+    num_lanes: int
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        if self.kind == "pcie":
+            return f"PCIe {self.generation} x{self.num_lanes}"
+        return "NVLink-C2C"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Device memory that a process holds besides its tensors: the driver's context with cuBLAS and cuDNN loaded.
+
+    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured` says that `num_bytes` was read off this very card
+    (else it comes from the model in `tightfit.devices.context`).
+    """
+
+    num_bytes: int
+    low_bytes: int
+    high_bytes: int
+    is_measured: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One card.
+
+    `capacity_bytes` is what the driver lets a process have in total (`cudaMemGetInfo`, torch's `total_memory`), which is less than the
+    `nominal_bytes` on the box. `flops` are dense peaks at the boost clock, multiply-add counted as two, on tensor cores where the type
+    has them and with float32 accumulation where that is slower; a type that the card lacks is absent. Register file and shared
+    memory are per multiprocessor. For AMD a multiprocessor is a compute unit and `compute_capability` what torch reports.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    vendor: Vendor
+    kind: Kind
+    architecture: str
+    isa: str
+    compute_capability: tuple[int, int]
+    num_multiprocessors: int
+    max_threads_per_multiprocessor: int
+    max_clock_hertz: float
+    nominal_bytes: int
+    capacity_bytes: int
+    register_file_bytes: int
+    shared_memory_bytes: int
+    l2_bytes: int
+    l2_bytes_per_second: float | None
+    dram: str
+    dram_bytes_per_second: float
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    link: HostLink
+    context: Context
+    source: tuple[str, ...]
+
+    @property
+    def context_bytes(self) -> int:
+        """The likely device memory of a process that has no tensor yet."""
+        return self.context.num_bytes
+
+    @property
+    def context_low_bytes(self) -> int:
+        """The least that `context_bytes` may turn out to be."""
+        return self.context.low_bytes
+
+    @property
+    def context_high_bytes(self) -> int:
+        """The most that `context_bytes` may turn out to be."""
+        return self.context.high_bytes
+
+    def flops_per_second(self, dtype: DType) -> float:
+        """The dense peak for `dtype`; where the card has no such units, that of the type that its libraries compute in instead.
+
+        tf32 falls to float32, bfloat16 and float16 to float32, float8 to bfloat16, int8 to float32 (the fallbacks of cuBLAS and torch).
+        """
+        while dtype not in self.flops:
+            dtype = _COMPUTED_IN[dtype]
+        return self.flops[dtype]
+
+
+_COMPUTED_IN: Mapping[DType, DType] = {
+    "tf32": "float32",
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float8": "bfloat16",
+    "int8": "float32",
+    "float64": "float32",
+}
