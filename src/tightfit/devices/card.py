@@ -101,7 +101,7 @@ KEYS: Mapping[str, _Key] = {
         says="'nvlink-c2c' or such as 'pcie4x16'",
     ),
     "teraflops": _Key(test=_is_teraflops, says="numbers above zero for float32 and any of " + ", ".join(DTYPES)),
-    "context_mib": _Key(test=_is_context, says="three numbers: lowest, measured, highest", is_required=False),
+    "context_mib": _Key(test=_is_context, says="three numbers: lowest, likely, highest", is_required=False),
     "source": _Key(test=lambda value: _is_texts(value) and bool(value), says="a list of where the numbers are from"),
 }
 
@@ -168,6 +168,11 @@ def _link(text: str) -> HostLink:
 
 def _context(values: Mapping[str, Any]) -> Context:
     if values["context_mib"] is None:
-        return modelled_context(vendor=values["vendor"], num_multiprocessors=values["multiprocessors"])
+        return modelled_context(
+            vendor=values["vendor"],
+            compute_capability=cast(tuple[int, int], tuple(values["compute_capability"])),
+            num_multiprocessors=values["multiprocessors"],
+            max_threads_per_multiprocessor=values["threads_per_multiprocessor"],
+        )
     low, measured, high = (round(mib * MIB) for mib in values["context_mib"])
     return Context(num_bytes=measured, low_bytes=low, high_bytes=high, is_measured=True)

@@ -36,8 +36,8 @@ class HostLink:
 class Context:
     """Device memory that a process holds besides its tensors: the driver's context with cuBLAS and cuDNN loaded.
 
-    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured` says that `num_bytes` was read off this very card
-    (else it comes from the model in `tightfit.devices.context`).
+    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured` says that the three come from readings on such a
+    card (else they come from the model in `tightfit.devices.context`).
     """
 
     num_bytes: int
@@ -95,9 +95,9 @@ class Device:
         return self.context.high_bytes
 
     def flops_per_second(self, dtype: DType) -> float:
-        """The dense peak for `dtype`; where the card has no such units, that of the type that its libraries compute in instead.
+        """The dense peak for `dtype`, in FLOP/s; where the card has no such units, that of the type that libraries compute in instead.
 
-        tf32 falls to float32, bfloat16 and float16 to float32, float8 to bfloat16, int8 to float32 (the fallbacks of cuBLAS and torch).
+        float8 falls to bfloat16, every other type to float32.
         """
         while dtype not in self.flops:
             dtype = _COMPUTED_IN[dtype]

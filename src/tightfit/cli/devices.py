@@ -1,0 +1,142 @@
+"""`tightfit devices`: the cards of the catalogue, one card in full, and the cards of this machine.
+
+The machine's own cards are asked of `nvidia-smi`, so that the command needs neither torch nor a working CUDA.
+"""
+
+import dataclasses
+import json as json_module
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.devices.catalogue import all_devices, find
+from tightfit.devices.device import Device
+from tightfit.errors import UnknownDevice
+from tightfit.units import MIB, format_bytes
+
+_PIPED_WIDTH = 160
+_QUERY = ("--query-gpu=name,memory.total", "--format=csv,noheader")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCard:
+    """A card of this machine: the name that the driver reports, its total memory in bytes, and the catalogue's name for it."""
+
+    name: str
+    total_bytes: int
+    known_as: str | None
+
+
+def devices(name: str | None = None, *, json: bool = False) -> int:
+    """Lists the known cards and those of this machine; with NAME (as people write it, or a card file), shows one card and its sources.
+
+    Args:
+        name: a card, such as 4090, "A100 40GB" or mycard.toml.
+        json: print JSON instead of a table.
+    """
+    if name is not None:
+        device = find(name)
+        if json:
+            _print_json({"schema": 1, "device": as_json(device)})
+        else:
+            _console().print(_card_table(device))
+        return 0
+    here = local_cards()
+    if json:
+        cards = [as_json(device) for device in all_devices()]
+        _print_json({"schema": 1, "devices": cards, "here": [dataclasses.asdict(card) for card in here]})
+        return 0
+    console = _console()
+    console.print(_catalogue_table(all_devices()))
+    for card in here:
+        known = f"known as {card.known_as}" if card.known_as else "not in the catalogue"
+        console.print(f"this machine: {card.name}, {format_bytes(card.total_bytes)} ({known})", highlight=False)
+    return 0
+
+
+def as_json(device: Device) -> dict[str, Any]:
+    """The card as plain JSON types; sizes in bytes, rates per second."""
+    return dataclasses.asdict(device)
+
+
+def local_cards() -> list[LocalCard]:
+    """The cards that `nvidia-smi` lists; none where that program is not installed or finds no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=30, check=False)
+    if answer.returncode != 0:
+        reason = (answer.stdout + answer.stderr).strip().partition("\n")[0]
+        print(f"nvidia-smi does not answer: {reason}", file=sys.stderr)
+        return []
+    return [_local_card(line) for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _local_card(line: str) -> LocalCard:
+    name, _, memory = line.rpartition(",")
+    name, amount = name.strip(), memory.strip().removesuffix(" MiB")
+    try:
+        known_as = find(name).name
+    except UnknownDevice:
+        known_as = None
+    return LocalCard(name=name, total_bytes=int(amount) * MIB if amount.isdigit() else 0, known_as=known_as)
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json_module.dumps(content, indent=2))
+
+
+def _catalogue_table(cards: tuple[Device, ...]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("card", no_wrap=True)
+    for heading in ("memory", "usable", "GB/s", "bf16 TFLOP/s", "fp16 TFLOP/s", "context"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("link", no_wrap=True)
+    for card in cards:
+        table.add_row(
+            card.name,
+            format_bytes(card.nominal_bytes),
+            format_bytes(card.capacity_bytes),
+            f"{card.dram_bytes_per_second / 1e9:,.0f}",
+            *(f"{card.flops[dtype] / 1e12:,.0f}" if dtype in card.flops else "-" for dtype in ("bfloat16", "float16")),
+            format_bytes(card.context_bytes),
+            str(card.link),
+        )
+    return table
+
+
+def _card_table(card: Device) -> Table:
+    table = Table(
+        box=None, show_header=False, pad_edge=False, title=card.name, title_justify="left", title_style="bold"
+    )
+    table.add_column(no_wrap=True)
+    table.add_column()
+    context, l2_speed = card.context, card.l2_bytes_per_second
+    origin = "readings" if context.is_measured else "modelled"
+    rows = {
+        "also called": ", ".join(card.aliases) or "-",
+        "architecture": f"{card.architecture}, {card.isa}, {card.kind}",
+        "multiprocessors": f"{card.num_multiprocessors} of {card.max_threads_per_multiprocessor} threads, "
+        f"up to {card.max_clock_hertz / 1e6:,.0f} MHz",
+        "memory": f"{format_bytes(card.nominal_bytes)} of {card.dram}, of which {format_bytes(card.capacity_bytes)} can be had",
+        "context": f"{format_bytes(context.num_bytes)}, from {format_bytes(context.low_bytes)} to "
+        f"{format_bytes(context.high_bytes)} ({origin})",
+        "memory bandwidth": f"{card.dram_bytes_per_second / 1e9:,.0f} GB/s",
+        "L2": format_bytes(card.l2_bytes) + (f", {l2_speed / 1e9:,.0f} GB/s" if l2_speed else ""),
+        "per multiprocessor": f"{format_bytes(card.register_file_bytes)} of registers, "
+        f"{format_bytes(card.shared_memory_bytes)} of shared memory and L1",
+        "dense TFLOP/s": ", ".join(f"{dtype} {flops / 1e12:,.4g}" for dtype, flops in card.flops.items()),
+        "link to the host": f"{card.link}, {card.link.bytes_per_second / 1e9:,.1f} GB/s each way",
+        "sources": "\n".join(card.source),
+    }
+    for key, value in rows.items():
+        table.add_row(key, value)
+    return table

@@ -1,0 +1,96 @@
+"""Seconds that each operator of a tape takes on a card: the slower of its arithmetic and its traffic, plus what any kernel costs.
+
+    seconds = max(flops / (peak x efficiency), bytes / (bandwidth x efficiency)) + launch [+ ramp]
+
+The roofline of Williams, Waterman and Patterson (2009) with a measured efficiency per class of operator. `ramp` is added to matrix products,
+convolutions and attention: filling and draining the multiprocessors costs them a fixed time, which is how the efficiency of small ones falls
+(half of it is lost where the product itself takes as long as the fixed costs). Waves that do not fill the card, and caches that hold what the
+previous kernel wrote, are not modelled. A row without FLOPs and bytes is no kernel and costs nothing.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.cost.efficiency import Efficiency, efficiency_of
+from tightfit.devices.calibration import Calibration, OperatorClass
+from tightfit.devices.device import Device, DType
+from tightfit.tape import Tape
+
+_ARITHMETIC: dict[str, DType] = {
+    "float64": "float64",
+    "complex128": "float64",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "uint8": "int8",
+}
+
+
+def operator_seconds(
+    tape: Tape,
+    device: Device,
+    calibration: Calibration | None = None,
+    *,
+    tf32_matmul: bool = False,
+    tf32_convolution: bool = True,
+) -> npt.NDArray[np.float64]:
+    """Seconds of each operator, shape `(len(tape.operators),)`, float64.
+
+    The defaults for tf32 are torch's: `torch.backends.cuda.matmul.allow_tf32` is off, `torch.backends.cudnn.allow_tf32` on.
+    """
+    operators = tape.operators
+    if not len(operators):
+        return np.zeros(0)
+    efficiency = efficiency_of(device, calibration)
+    pairs = np.stack([operators.name, operators.dtype])
+    kinds, kind_of = np.unique(pairs, axis=1, return_inverse=True)
+    rates = np.array(
+        [
+            _rates(
+                device,
+                efficiency,
+                operator_class(tape.strings[name]),
+                tape.strings[dtype],
+                tf32=(tf32_matmul, tf32_convolution),
+            )
+            for name, dtype in kinds.T
+        ]
+    )
+    flops_per_second, bytes_per_second, fixed_seconds = rates[kind_of.reshape(-1)].T
+    num_bytes = operators.bytes_read + operators.bytes_written
+    seconds = np.maximum(operators.flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
+    return np.where(is_kernel(tape), seconds, 0.0)
+
+
+def is_kernel(tape: Tape) -> npt.NDArray[np.bool_]:
+    """Which operators of `tape` run anything on the card: those that compute, read or write."""
+    operators = tape.operators
+    return (operators.flops > 0) | (operators.bytes_read > 0) | (operators.bytes_written > 0)
+
+
+def arithmetic_type(kind: OperatorClass, dtype: str, *, tf32_matmul: bool, tf32_convolution: bool) -> DType:
+    """The units that an operator of class `kind` on tensors of type `dtype` computes on.
+
+    Only matrix products, convolutions and attention use tensor cores; the rest computes in float32 whatever it stores (float64 but for doubles).
+    """
+    if kind not in TENSOR_CORE_CLASSES:
+        return "float64" if _ARITHMETIC.get(dtype) == "float64" else "float32"
+    if dtype.startswith("float8"):
+        return "float8"
+    if dtype in _ARITHMETIC:
+        return _ARITHMETIC[dtype]
+    return "tf32" if (tf32_convolution if kind == "convolution" else tf32_matmul) else "float32"
+
+
+def _rates(
+    device: Device, efficiency: Efficiency, kind: OperatorClass, dtype: str, *, tf32: tuple[bool, bool]
+) -> tuple[float, float, float]:
+    """FLOP/s, bytes/s and fixed seconds of operators of one class and type."""
+    arithmetic = arithmetic_type(kind, dtype, tf32_matmul=tf32[0], tf32_convolution=tf32[1])
+    fixed = efficiency.launch_seconds + (efficiency.ramp_seconds if kind in TENSOR_CORE_CLASSES else 0.0)
+    return (
+        device.flops_per_second(arithmetic) * efficiency.of_flops[kind],
+        device.dram_bytes_per_second * efficiency.of_bandwidth[kind],
+        fixed,
+    )

@@ -1,0 +1,39 @@
+"""Seconds of each step of a tape: the card's work or the host's issuing of it, whichever takes longer.
+
+Eager torch issues kernels one by one from the host; a card that is faster than that waits. Streams are taken to overlap perfectly, so the
+busiest one counts. What they wait for among each other, and the host's own work between steps (data loading, logging), is not in a tape.
+"""
+
+import numpy as np
+
+from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.device import Device
+from tightfit.tape import SpanKind, Tape
+
+
+def step_seconds(tape: Tape, device: Device, calibration: Calibration | None = None) -> list[float]:
+    """Seconds of each span of kind `STEP`, in order."""
+    seconds = operator_seconds(tape, device, calibration)
+    issued = is_kernel(tape) * efficiency_of(device, calibration).issue_seconds
+    streams = [tape.operators.stream == stream for stream in np.unique(tape.operators.stream)]
+    steps = []
+    for begin, end in step_operators(tape):
+        busiest = max((float(seconds[begin:end][stream[begin:end]].sum()) for stream in streams), default=0.0)
+        steps.append(max(busiest, float(issued[begin:end].sum())))
+    return steps
+
+
+def step_operators(tape: Tape) -> list[tuple[int, int]]:
+    """The first operator of each `STEP` span and the first after it.
+
+    Spans are stretches of events, and an event knows how many operators were issued before it; the last event is followed by those left.
+    """
+    issued_before = np.append(tape.events.operator, len(tape.operators))
+    spans = tape.spans
+    steps = spans.kind == SpanKind.STEP
+    return [
+        (int(issued_before[b]), int(issued_before[e]))
+        for b, e in zip(spans.begin[steps], spans.end[steps], strict=True)
+    ]

@@ -1,0 +1,61 @@
+"""How much scratch memory cuBLAS gets from torch, by card and torch version.
+
+torch takes one buffer per (handle, stream) from its caching allocator at the first matrix product and keeps it. The sizes are those of
+`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`, `getCUDABlasLtWorkspace`):
+
+* cuBLAS: `:4096:2:16:8`, that is 2 x 4096 KiB + 8 x 16 KiB = 8,519,680 bytes; 32 MiB on Hopper, and from torch 2.12 on Blackwell too
+  (pytorch #175344). ROCm: 32 MiB, on gfx942 and gfx950 128 MiB. `CUBLAS_WORKSPACE_CONFIG` overrides it.
+* cuBLASLt: up to torch 2.10 a buffer of its own, 1 MiB (pytorch #73439); from 2.11 (pytorch #168175) the cuBLAS buffer of the same stream
+  serves both. ROCm: its own, 76 MiB. `CUBLASLT_WORKSPACE_SIZE` overrides it.
+"""
+
+import re
+
+from tightfit.devices.device import Device
+from tightfit.errors import UsageError
+from tightfit.units import KIB, MIB
+
+Version = tuple[int, int]
+LATEST: Version = (2, 13)
+
+_DEFAULT_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB
+_LARGE_BYTES = 32 * MIB
+_BLACKWELL_SINCE: Version = (2, 12)
+_SHARED_SINCE: Version = (2, 11)
+_CONFIG = re.compile(r":(\d+):(\d+)")
+
+
+def torch_version(text: str) -> Version:
+    """The major and minor number of a version such as `2.13.0+cu130`."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def cublas_workspace_bytes(device: Device, *, torch: Version = LATEST, config: str | None = None) -> int:
+    """Bytes of the cuBLAS (hipBLAS) workspace of one stream.
+
+    `config` is the value of `CUBLAS_WORKSPACE_CONFIG`, `:KIB:COUNT` once or more.
+
+    Raises:
+        UsageError: `config` has another form.
+    """
+    if config is not None:
+        pairs = _CONFIG.findall(config)
+        if not pairs or "".join(f":{kib}:{count}" for kib, count in pairs) != config:
+            raise UsageError(
+                f"CUBLAS_WORKSPACE_CONFIG = '{config}' must be of the form :4096:8, sizes in KiB and counts"
+            )
+        return sum(int(kib) * KIB * int(count) for kib, count in pairs)
+    if device.vendor == "amd":
+        return 128 * MIB if device.isa in ("gfx942", "gfx950") else _LARGE_BYTES
+    major = device.compute_capability[0]
+    if major == 9 or (major >= 10 and torch >= _BLACKWELL_SINCE):
+        return _LARGE_BYTES
+    return _DEFAULT_BYTES
+
+
+def cublaslt_workspace_bytes(device: Device, *, torch: Version = LATEST) -> int:
+    """Bytes that cuBLASLt (hipBLASLt) takes on one stream besides the cuBLAS workspace: none where it shares that one."""
+    if device.vendor == "amd":
+        return 76 * MIB
+    return 0 if torch >= _SHARED_SINCE else MIB

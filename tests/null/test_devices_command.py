@@ -1,0 +1,80 @@
+"""`tightfit devices`: the catalogue, one card, and what nvidia-smi says of this machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tightfit.cli.devices import LocalCard, devices, local_cards
+from tightfit.devices.catalogue import all_devices, find
+from tightfit.errors import UnknownDevice
+from tightfit.units import MIB
+
+
+def with_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+@pytest.fixture
+def no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_lists_every_card_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert devices() == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert all(card.name in captured.out for card in all_devices())
+    assert max(map(len, captured.out.splitlines())) <= 160
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_json_round_trips_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert devices(json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["schema"] == 1
+    assert answer["here"] == []
+    assert [card["name"] for card in answer["devices"]] == [card.name for card in all_devices()]
+    assert [card["capacity_bytes"] for card in answer["devices"]] == [card.capacity_bytes for card in all_devices()]
+
+
+def test_one_card_comes_with_its_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert devices("h100 sxm") == 0
+    out = capsys.readouterr().out
+    assert "NVIDIA H100 80GB HBM3" in out
+    assert all(source in out for source in find("h100 sxm").source)
+    assert devices("h100 sxm", json=True) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["num_multiprocessors"] == 132
+
+
+def test_an_unknown_card_is_an_error() -> None:
+    with pytest.raises(UnknownDevice, match="4091"):
+        devices("4091")
+
+
+def test_cards_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB'; echo 'Odd Card 3000, 4096 MiB'")
+    assert local_cards() == [
+        LocalCard(name="NVIDIA H200", total_bytes=143_771 * MIB, known_as="NVIDIA H200"),
+        LocalCard(name="Odd Card 3000", total_bytes=4096 * MIB, known_as=None),
+    ]
+    assert devices() == 0
+    out = capsys.readouterr().out
+    assert "this machine: NVIDIA H200, 140.40 GiB (known as NVIDIA H200)" in out
+    assert "this machine: Odd Card 3000, 4.00 GiB (not in the catalogue)" in out
+
+
+def test_a_driver_that_does_not_answer_is_said_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_nvidia_smi(tmp_path, monkeypatch, "echo 'no driver is loaded' >&2; exit 9")
+    assert local_cards() == []
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "nvidia-smi does not answer: no driver is loaded\n"

@@ -1,0 +1,53 @@
+"""Workspaces of cuBLAS and cuBLASLt, as torch sizes them."""
+
+import pytest
+
+from tightfit.devices.catalogue import find
+from tightfit.devices.workspaces import cublas_workspace_bytes, cublaslt_workspace_bytes, torch_version
+from tightfit.errors import UsageError
+from tightfit.units import MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("T4", 8_519_680),
+        ("A100", 8_519_680),
+        ("4090", 8_519_680),
+        ("H200", 32 * MIB),
+        ("B200", 32 * MIB),
+        ("5090", 32 * MIB),
+        ("MI210", 32 * MIB),
+        ("MI300X", 128 * MIB),
+    ],
+)
+def test_defaults(name: str, num_bytes: int) -> None:
+    assert cublas_workspace_bytes(find(name)) == num_bytes
+
+
+def test_blackwell_had_the_small_one_before_torch_2_12() -> None:
+    assert cublas_workspace_bytes(find("B200"), torch=(2, 11)) == 8_519_680
+    assert cublas_workspace_bytes(find("H100"), torch=(2, 6)) == 32 * MIB
+
+
+def test_cublaslt_shares_the_buffer_since_torch_2_11() -> None:
+    assert cublaslt_workspace_bytes(find("A100"), torch=(2, 10)) == MIB
+    assert cublaslt_workspace_bytes(find("A100"), torch=(2, 11)) == 0
+    assert cublaslt_workspace_bytes(find("MI300X")) == 76 * MIB
+
+
+def test_the_environment_overrides_the_default() -> None:
+    assert cublas_workspace_bytes(find("H100"), config=":4096:8") == 32 * MIB
+    assert cublas_workspace_bytes(find("H100"), config=":4096:2:16:8") == 8_519_680
+    assert cublas_workspace_bytes(find("H100"), config=":16:8") == 128 * 1024
+
+
+@pytest.mark.parametrize("config", ["", "4096:8", ":4096", ":4096:8x", "none"])
+def test_another_form_is_refused(config: str) -> None:
+    with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG"):
+        cublas_workspace_bytes(find("H100"), config=config)
+
+
+def test_versions_as_torch_writes_them() -> None:
+    assert torch_version("2.13.0+cu130") == (2, 13)
+    assert torch_version("2.12.0a0+git123") == (2, 12)
