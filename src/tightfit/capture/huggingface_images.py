@@ -1,0 +1,186 @@
+"""Images for any Hugging Face model: the layout that it takes and the tokens that each one stands for.
+
+Four layouts exist: plain (rows, channels, height, width), with a dimension of frames or tiles in front of the
+channels, patches cut out by the processor with a grid that says how they lay, and patches padded to a fixed
+number. Which of them, and how many placeholder tokens the text needs, is found by running the model's own
+`get_image_features` on a twin that has shapes only, so that nothing is allocated and no figure is copied here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+DEFAULT_SIDE = 224
+"""Pixels a side where neither the config nor the user says: the ImageNet crop."""
+MAX_TILES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """One image per row: `fields` make the arguments of `forward`; each image is `num_tokens` tokens of text."""
+
+    fields: Mapping[str, Callable[[], Any]]
+    num_tokens: int
+    side: int
+
+
+def images(model: Any, config: Any, names: set[str], rows: int, side: int | None) -> Images:
+    """The images of a batch of `rows`, `side` pixels a side (None: what the config says).
+
+    Raises:
+        CaptureError: no layout of images is one that the model takes.
+    """
+    torch = importlib.import_module("torch")
+    vision = _vision(config)
+    side = side or _side(vision)
+    channels = next(
+        (getattr(vision, name) for name in ("num_channels", "in_channels", "in_chans") if hasattr(vision, name)), 3
+    )
+    frames = next((getattr(config, name) for name in ("num_frames", "frames_per_clip") if hasattr(config, name)), None)
+    if "image_grid_thw" in names:
+        return _grid(vision, rows, side, channels)
+    if "spatial_shapes" in names:
+        return _padded_patches(vision, rows, channels)
+    if "aspect_ratio_mask" in names:
+        return _tiles(vision, rows, side, channels)
+    if frames is not None:
+        name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
+        shape = (rows, frames, channels, side, side)
+        return Images(fields={name: functools.partial(torch.randn, shape)}, num_tokens=0, side=side)
+    extra = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in names else {}
+    tiles, num_tokens = None, 0
+    if _has_placeholder(config) and "input_ids" in names:
+        tiles, num_tokens = _probe(model, config, (channels, side, side), extra)
+    shape = (rows, *([tiles] if tiles else []), channels, side, side)
+    fields: dict[str, Callable[[], Any]] = {"pixel_values": functools.partial(torch.randn, shape)}
+    fields |= {name: functools.partial(value.repeat, rows, 1) for name, value in extra.items()}
+    return Images(fields=fields, num_tokens=num_tokens, side=side)
+
+
+def _vision(config: Any) -> Any:
+    """The part of a config that describes images: the one named for it, else the whole."""
+    named = (getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))
+    return next((part for part in named if hasattr(part, "to_diff_dict")), config)
+
+
+def _side(vision: Any) -> int:
+    size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or DEFAULT_SIDE
+    if isinstance(size, dict):
+        size = size["height"]
+    return size if isinstance(size, int) else max(size)
+
+
+def _has_placeholder(config: Any) -> bool:
+    return any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+
+
+def _grid(vision: Any, rows: int, side: int, channels: int) -> Images:
+    """Patches of all images behind each other, and how many in time, height and width each image has.
+
+    The still image is repeated to fill `temporal_patch_size` frames (Qwen2VLImageProcessor).
+    """
+    torch = importlib.import_module("torch")
+    merge = getattr(vision, "spatial_merge_size", 1)
+    cells = max(side // (vision.patch_size * merge), 1) * merge
+    depth = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    grid = torch.tensor([[1, cells, cells]])
+    return Images(
+        fields={
+            "pixel_values": functools.partial(torch.randn, (rows * cells**2, depth)),
+            "image_grid_thw": functools.partial(grid.repeat, rows, 1),
+        },
+        num_tokens=(cells // merge) ** 2,
+        side=side,
+    )
+
+
+def _padded_patches(vision: Any, rows: int, channels: int) -> Images:
+    """As many patches as the model takes at most, none of them padding."""
+    torch = importlib.import_module("torch")
+    cells = int(getattr(vision, "num_patches", 256) ** 0.5)
+    shape = (rows, cells**2, channels * vision.patch_size**2)
+    return Images(
+        fields={
+            "pixel_values": functools.partial(torch.randn, shape),
+            "pixel_attention_mask": functools.partial(torch.ones, shape[:2], dtype=torch.long),
+            "spatial_shapes": functools.partial(torch.full, (rows, 2), cells),
+        },
+        num_tokens=0,
+        side=cells * vision.patch_size,
+    )
+
+
+def _tiles(vision: Any, rows: int, side: int, channels: int) -> Images:
+    """One image cut into all the tiles there may be, read by cross attention: the text has no placeholders."""
+    torch = importlib.import_module("torch")
+    tiles = vision.max_num_tiles
+    return Images(
+        fields={
+            "pixel_values": functools.partial(torch.randn, (rows, 1, tiles, channels, side, side)),
+            "aspect_ratio_ids": functools.partial(torch.ones, (rows, 1), dtype=torch.long),
+            "aspect_ratio_mask": functools.partial(torch.ones, (rows, 1, tiles), dtype=torch.long),
+        },
+        num_tokens=0,
+        side=side,
+    )
+
+
+def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, Any]) -> tuple[int | None, int]:
+    """The number of tiles (None: the layout has no such dimension) and of tokens per image that the model takes."""
+    torch = importlib.import_module("torch")
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(config))
+    twin.eval()
+    holder = next((part for part in (twin, getattr(twin, "model", None)) if hasattr(part, "get_image_features")), None)
+    if holder is None:
+        return None, 0
+    dtype = next(parameter.dtype for parameter in twin.parameters())
+    arguments = dict(extra)
+    for name in inspect.signature(holder.get_image_features).parameters:
+        if name.startswith("vision_feature"):
+            arguments[name] = getattr(config, name)
+    refusals = []
+    for tiles in (None, *range(1, MAX_TILES + 1)):
+        pixels = torch.empty((1, *([tiles] if tiles else []), *image), device="meta", dtype=dtype)
+        try:
+            with torch.no_grad():
+                features = holder.get_image_features(pixel_values=pixels, **arguments)
+        except NotImplementedError:
+            # The layout is right: the model went on to look at the pixels, which a twin does not have.
+            return tiles, _num_tokens_by_config(config, image[-1])
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as refusal:
+            refusals.append(f"{type(refusal).__name__}: {refusal}")
+            continue
+        numbers = sum(tensor.numel() for tensor in _features(features))
+        return tiles, numbers // config.get_text_config().hidden_size
+    raise CaptureError(f"no layout of images suits this {config.model_type} model: {refusals[0].splitlines()[0]}")
+
+
+def _num_tokens_by_config(config: Any, side: int) -> int:
+    """Patches of a square image, merged `scale_factor` (Idefics 3) or `spatial_merge_size` (Mistral 3) a side."""
+    merge = getattr(config, "scale_factor", None) or getattr(config, "spatial_merge_size", 1)
+    return (side // _vision(config).patch_size // merge) ** 2
+
+
+def _features(result: Any) -> Iterator[Any]:
+    """The tensors that replace placeholder tokens, out of what versions of `get_image_features` return."""
+    pooled = getattr(result, "pooler_output", None)
+    if pooled is not None:
+        yield from _features(pooled)
+    elif hasattr(result, "last_hidden_state"):
+        yield result.last_hidden_state
+    elif hasattr(result, "numel"):
+        yield result
+    else:
+        for item in result:
+            yield from _features(item)

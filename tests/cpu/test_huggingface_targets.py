@@ -1,0 +1,174 @@
+"""A Hugging Face config with a task trains like the plain loop it stands for, whatever the architecture."""
+
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tightfit.capture import huggingface, huggingface_tasks
+from tightfit.capture.huggingface import HuggingFaceTarget, is_huggingface_source, load_config, workload
+from tightfit.errors import MissingExtra, UsageError
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("breadth", ROOT / "benchmarks" / "breadth.py")
+breadth = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = breadth  # dataclasses look their module up there
+spec.loader.exec_module(breadth)
+
+CASES = {case.name: case for case in breadth.cases()}
+
+
+@pytest.fixture
+def small(tmp_path):
+    return lambda name: str(breadth.write_small(CASES[name], tmp_path))
+
+
+def run(target, steps=2):
+    """The generator after `steps` steps, with the losses and the locals of its frame."""
+    generator = workload(target, device="cpu")
+    losses = [next(generator) for _ in range(steps)]
+    return losses, generator.gi_frame.f_locals
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bert", "distilbert", "albert", "canine", "mpnet", "roberta", "modernbert", "xlm-roberta"),
+        *("gpt2", "llama", "opt", "gemma2", "falcon", "phi3", "mixtral", "gpt_oss", "mamba", "lfm2"),
+        *("t5", "bart", "switch_transformers", "vit", "resnet", "convnext", "segformer", "videomae", "vit_mae"),
+        *("wav2vec2", "audio-spectrogram-transformer", "whisper", "speech_to_text", "clip", "blip"),
+    ],
+)
+def test_a_small_model_of_every_kind_trains_for_two_steps(name, small):
+    task = CASES[name].task
+    target = HuggingFaceTarget(source=small(name), task=task, batch_size=2, sequence_length=32, audio_seconds=1.0)
+    losses, frame = run(target)
+    assert all(loss.ndim == 0 and math.isfinite(loss.item()) for loss in losses)
+    assert len(frame["optimizer"].state) > 0
+
+
+def test_a_step_is_the_plain_loop(small):
+    torch.manual_seed(0)
+    target = HuggingFaceTarget(source=small("gpt2"), task="causal-lm", batch_size=2, sequence_length=16)
+    losses, frame = run(target, steps=1)
+    model, batch = frame["model"], frame["batch"]
+    assert model.training
+    assert batch["input_ids"].shape == (2, 16)
+    assert losses[0] is frame["outputs"].loss
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("bert", "masked-lm"),
+        ("gpt2", "causal-lm"),
+        ("t5", "seq2seq"),
+        ("vit", "image-classification"),
+        ("whisper", "speech-seq2seq"),
+    ],
+)
+def test_without_a_task_the_model_type_says_it(name, task):
+    assert huggingface_tasks.choose(load_config(name), None)[0] == task
+
+
+def test_the_architecture_of_a_config_says_its_task(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForTokenClassification"]})
+    )
+    assert huggingface_tasks.choose(load_config(str(tmp_path)), None)[0] == "token-classification"
+
+
+@pytest.mark.parametrize("optimizer", huggingface.OPTIMIZERS)
+def test_every_optimizer_steps(optimizer, small):
+    target = HuggingFaceTarget(source=small("gpt2"), optimizer=optimizer, sequence_length=8)
+    losses, _ = run(target)
+    assert all(math.isfinite(loss.item()) for loss in losses)
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+def test_autocast_keeps_the_weights_and_computes_in_the_small_type(autocast, small):
+    _, frame = run(HuggingFaceTarget(source=small("gpt2"), autocast=autocast, sequence_length=8), steps=1)
+    assert frame["outputs"].logits.dtype == getattr(torch, autocast)
+    assert next(frame["model"].parameters()).dtype == torch.float32
+    assert frame["scaler"].is_enabled() == (autocast == "float16")
+
+
+def test_dtype_is_that_of_the_weights_and_of_the_images(small):
+    target = HuggingFaceTarget(source=small("vit"), task="image-classification", dtype="bfloat16")
+    _, frame = run(target, steps=1)
+    assert next(frame["model"].parameters()).dtype == torch.bfloat16
+    assert frame["batch"]["pixel_values"].dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_adapters_are_all_that_trains(small):
+    _, frame = run(HuggingFaceTarget(source=small("llama"), lora_rank=4, sequence_length=8), steps=1)
+    trained = [name for name, parameter in frame["model"].named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_gradient_checkpointing_is_switched_on(small):
+    target = HuggingFaceTarget(source=small("llama"), gradient_checkpointing=True, sequence_length=8)
+    _, frame = run(target, steps=1)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in frame["model"].modules())
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("gpt2", True),
+        ("openai-community/gpt2", True),
+        ("llama-3-8b", True),
+        ("model.json", True),
+        ("train.py", False),
+        ("train.py:workload", False),
+        ("package.module:workload", False),
+        ("/no/such/folder/train.py", False),
+    ],
+)
+def test_a_source_is_told_apart_from_a_script(text, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_huggingface_source(text) is answer
+
+
+def test_a_folder_is_a_source_only_with_a_config(tmp_path):
+    assert not is_huggingface_source(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert is_huggingface_source(str(tmp_path))
+    assert load_config(str(tmp_path)).model_type == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"source": "gtp2"}, "nearest: gpt2"),
+        ({"task": "ctc"}, "has no task 'ctc'; it has causal-lm"),
+        ({"task": "poetry"}, "the tasks are|choose one of image-text"),
+        ({"optimizer": "lion"}, "choose one of adamw"),
+        ({"dtype": "int4"}, "choose one of float32"),
+        ({"sequence_length": 2000}, "has 1024 positions"),
+        ({"batch_size": 0}, "at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_the_choices(change, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        next(workload(HuggingFaceTarget(**{"source": "gpt2", **change}), device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtra, match="pip install peft"):
+        next(workload(HuggingFaceTarget(source="gpt2", lora_rank=4), device="cpu"))
+
+
+def test_positions_that_are_not_looked_up_do_not_bound_a_row(small):
+    target = HuggingFaceTarget(source=small("llama"), sequence_length=40)
+    assert next(itertools.islice(workload(target, device="cpu"), 1)).isfinite()
