@@ -25,47 +25,67 @@ _EMBEDDING = _names(
 )
 _COPY = _names(
     """copy _to_copy clone cat stack contiguous fill zero zeros ones full roll flip repeat constant_pad_nd
-    zeros_like ones_like full_like new_zeros _foreach_copy _foreach_zero"""
+    zeros_like ones_like full_like new_zeros new_ones new_full slice_backward select_backward arange scalar_tensor
+    _foreach_copy _foreach_zero"""
 )
 _REDUCTION = _names(
     """sum mean amax amin max min argmax argmin prod any all var std var_mean std_mean logsumexp cumsum cumprod norm
-    linalg_vector_norm _softmax _log_softmax softmax log_softmax nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward mse_loss"""
+    linalg_vector_norm _softmax _safe_softmax _log_softmax softmax log_softmax nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward mse_loss"""
 )
 _ELEMENTWISE = _names(
     """add sub rsub mul div neg abs exp log log1p sqrt rsqrt reciprocal pow square sin cos tanh sigmoid erf sign sgn floor round
     relu gelu silu leaky_relu elu mish hardtanh hardswish hardsigmoid softplus threshold glu clamp clamp_min clamp_max
-    where masked_fill tril triu dropout native_dropout bernoulli normal uniform addcmul addcdiv lerp maximum minimum
+    where masked_fill tril triu dropout native_dropout bernoulli normal uniform randn rand randint addcmul addcdiv lerp maximum minimum
     eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"""
+)
+
+
+_TABLES: tuple[tuple[OperatorClass, frozenset[str]], ...] = (
+    ("matmul", _MATMUL),
+    ("embedding", _EMBEDDING),
+    ("copy", _COPY),
+    ("reduction", _REDUCTION),
+    ("elementwise", _ELEMENTWISE),
+)
+_FRAGMENTS: tuple[tuple[OperatorClass, tuple[str, ...]], ...] = (
+    ("attention", ("attention", "flash_attn")),
+    ("convolution", ("convolution", "conv1d", "conv2d", "conv3d", "conv_")),
+    ("matmul", ("_rnn", "lstm", "gru")),
+    ("normalisation", ("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm")),
+    ("optimizer", ("_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")),
+)
+_LOOKUP = _names("embedding index index_select gather take masked_select")
+_NO_KERNEL = _names(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize set record_stream detach"
 )
 
 
 @functools.cache
 def operator_class(name: str) -> OperatorClass:
     """The class of the operator `name`, such as `matmul` for `aten.addmm`."""
-    base = name.split(".")[1] if "." in name else name
-    base = base.rstrip("_")
-    if "attention" in base or "flash_attn" in base:
-        return "attention"
-    if "conv" in base and "convert" not in base:
-        return "convolution"
-    if base in _COPY:
-        return "copy"
-    if base.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")):
-        return "optimizer"
-    if any(kind in base for kind in ("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm")):
-        return "normalisation_backward" if "backward" in base else "normalisation"
-    return _by_table(base)
-
-
-def _by_table(base: str) -> OperatorClass:
+    base = _base(name)
+    for kind, fragments in _FRAGMENTS:
+        if any(fragment in base for fragment in fragments):
+            return "normalisation_backward" if kind == "normalisation" and "backward" in base else kind
     forward = base.removesuffix("_backward_data").removesuffix("_backward")
-    tables: tuple[tuple[OperatorClass, frozenset[str]], ...] = (
-        ("matmul", _MATMUL),
-        ("embedding", _EMBEDDING),
-        ("reduction", _REDUCTION),
-        ("elementwise", _ELEMENTWISE),
-    )
-    for name, members in tables:
+    for kind, members in _TABLES:
         if base in members or forward in members:
-            return name
-    return "other"
+            return kind
+    return "optimizer" if base.startswith("_foreach_") else "other"
+
+
+@functools.cache
+def runs_kernel(name: str) -> bool:
+    """Whether the operator runs anything on a card: `aten.empty_like` only asks for memory."""
+    return _base(name) not in _NO_KERNEL
+
+
+@functools.cache
+def is_lookup(name: str) -> bool:
+    """Whether the operator reads of its input only what it writes, as an embedding does of its table."""
+    return _base(name) in _LOOKUP
+
+
+def _base(name: str) -> str:
+    """`add` of `aten.add_.Tensor`."""
+    return (name.split(".")[1] if "." in name else name).rstrip("_")

@@ -5,13 +5,16 @@
 The roofline of Williams, Waterman and Patterson (2009) with a measured efficiency per class of operator. `ramp` is added to matrix products,
 convolutions and attention: filling and draining the multiprocessors costs them a fixed time, which is how the efficiency of small ones falls
 (half of it is lost where the product itself takes as long as the fixed costs). Waves that do not fill the card, and caches that hold what the
-previous kernel wrote, are not modelled. A row without FLOPs and bytes is no kernel and costs nothing.
+previous kernel wrote, are not modelled. A lookup reads as many bytes as it writes, not the whole table. A row without FLOPs and bytes, or one that
+only asks for memory, is no kernel and costs nothing. Copies to and from the host are priced as if they stayed on the card: a tape does not tell.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.cost.classes import TENSOR_CORE_CLASSES, is_lookup, operator_class, runs_kernel
 from tightfit.cost.efficiency import Efficiency, efficiency_of
 from tightfit.devices.calibration import Calibration, OperatorClass
 from tightfit.devices.device import Device, DType
@@ -43,8 +46,8 @@ def operator_seconds(
     if not len(operators):
         return np.zeros(0)
     efficiency = efficiency_of(device, calibration)
-    pairs = np.stack([operators.name, operators.dtype])
-    kinds, kind_of = np.unique(pairs, axis=1, return_inverse=True)
+    num_strings = len(tape.strings)
+    kinds, kind_of = np.unique(operators.name.astype(np.int64) * num_strings + operators.dtype, return_inverse=True)
     rates = np.array(
         [
             _rates(
@@ -54,19 +57,21 @@ def operator_seconds(
                 tape.strings[dtype],
                 tf32=(tf32_matmul, tf32_convolution),
             )
-            for name, dtype in kinds.T
+            for name, dtype in zip(*divmod(kinds, num_strings), strict=True)
         ]
     )
-    flops_per_second, bytes_per_second, fixed_seconds = rates[kind_of.reshape(-1)].T
-    num_bytes = operators.bytes_read + operators.bytes_written
+    flops_per_second, bytes_per_second, fixed_seconds = rates[kind_of].T
+    looks_up = _by_name(tape, is_lookup)
+    num_bytes = operators.bytes_written + np.where(looks_up, operators.bytes_written, operators.bytes_read)
     seconds = np.maximum(operators.flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
     return np.where(is_kernel(tape), seconds, 0.0)
 
 
 def is_kernel(tape: Tape) -> npt.NDArray[np.bool_]:
-    """Which operators of `tape` run anything on the card: those that compute, read or write."""
+    """Which operators of `tape` run anything on the card: those that compute, read or write, but for those that only ask for memory."""
     operators = tape.operators
-    return (operators.flops > 0) | (operators.bytes_read > 0) | (operators.bytes_written > 0)
+    works = (operators.flops > 0) | (operators.bytes_read > 0) | (operators.bytes_written > 0)
+    return works & _by_name(tape, runs_kernel)
 
 
 def arithmetic_type(kind: OperatorClass, dtype: str, *, tf32_matmul: bool, tf32_convolution: bool) -> DType:
@@ -81,6 +86,12 @@ def arithmetic_type(kind: OperatorClass, dtype: str, *, tf32_matmul: bool, tf32_
     if dtype in _ARITHMETIC:
         return _ARITHMETIC[dtype]
     return "tf32" if (tf32_convolution if kind == "convolution" else tf32_matmul) else "float32"
+
+
+def _by_name(tape: Tape, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+    """What `holds` says of the name of each operator."""
+    names, name_of = np.unique(tape.operators.name, return_inverse=True)
+    return np.array([holds(tape.strings[name]) for name in names], dtype=np.bool_)[name_of]
 
 
 def _rates(

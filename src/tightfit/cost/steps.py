@@ -13,9 +13,16 @@ from tightfit.devices.device import Device
 from tightfit.tape import SpanKind, Tape
 
 
-def step_seconds(tape: Tape, device: Device, calibration: Calibration | None = None) -> list[float]:
-    """Seconds of each span of kind `STEP`, in order."""
-    seconds = operator_seconds(tape, device, calibration)
+def step_seconds(
+    tape: Tape,
+    device: Device,
+    calibration: Calibration | None = None,
+    *,
+    tf32_matmul: bool = False,
+    tf32_convolution: bool = True,
+) -> list[float]:
+    """Seconds of each span of kind `STEP`, in order; the options are those of `operator_seconds`."""
+    seconds = operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
     issued = is_kernel(tape) * efficiency_of(device, calibration).issue_seconds
     streams = [tape.operators.stream == stream for stream in np.unique(tape.operators.stream)]
     steps = []
