@@ -1,5 +1,6 @@
 """Card files and calibrations of the user's own: read whole, or refused with a line for each key that is wrong."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,10 @@ def test_a_wrong_calibration_is_named(tmp_path: Path, old: str, new: str, line: 
     with pytest.raises(UsageError) as caught:
         Calibration.load(path)
     assert any(fault.startswith(f"{path}: {line}") for fault in str(caught.value).splitlines())
+
+
+def test_the_examples_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-it-works" / "devices.md"
+    card, calibration = re.findall(r"```toml\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert find(written(tmp_path, card)).name == "My Card 24GB"
+    assert Calibration.load(written(tmp_path, calibration)).device == "NVIDIA H200"

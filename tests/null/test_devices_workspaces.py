@@ -2,6 +2,7 @@
 
 import pytest
 
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.workspaces import cublas_workspace_bytes, cublaslt_workspace_bytes, torch_version
 from tightfit.errors import UsageError
@@ -40,6 +41,15 @@ def test_the_environment_overrides_the_default() -> None:
     assert cublas_workspace_bytes(find("H100"), config=":4096:8") == 32 * MIB
     assert cublas_workspace_bytes(find("H100"), config=":4096:2:16:8") == 8_519_680
     assert cublas_workspace_bytes(find("H100"), config=":16:8") == 128 * 1024
+
+
+def test_a_calibration_replaces_the_default_but_not_the_environment() -> None:
+    card = find("H100")
+    calibration = Calibration(device=card.name, cublas_bytes=1000, cublaslt_bytes=2000)
+    assert cublas_workspace_bytes(card, calibration=calibration) == 1000
+    assert cublaslt_workspace_bytes(card, calibration=calibration) == 2000
+    assert cublas_workspace_bytes(card, calibration=calibration, config=":16:8") == 128 * 1024
+    assert cublas_workspace_bytes(card, calibration=Calibration(device=card.name)) == 32 * MIB
 
 
 @pytest.mark.parametrize("config", ["", "4096:8", ":4096", ":4096:8x", "none"])

@@ -11,6 +11,7 @@ torch takes one buffer per (handle, stream) from its caching allocator at the fi
 
 import re
 
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.units import KIB, MIB
@@ -31,10 +32,12 @@ def torch_version(text: str) -> Version:
     return int(major), int(minor)
 
 
-def cublas_workspace_bytes(device: Device, *, torch: Version = LATEST, config: str | None = None) -> int:
+def cublas_workspace_bytes(
+    device: Device, *, torch: Version = LATEST, config: str | None = None, calibration: Calibration | None = None
+) -> int:
     """Bytes of the cuBLAS (hipBLAS) workspace of one stream.
 
-    `config` is the value of `CUBLAS_WORKSPACE_CONFIG`, `:KIB:COUNT` once or more.
+    `config` is the value of `CUBLAS_WORKSPACE_CONFIG`, `:KIB:COUNT` once or more; it goes before what `calibration` measured.
 
     Raises:
         UsageError: `config` has another form.
@@ -46,6 +49,8 @@ def cublas_workspace_bytes(device: Device, *, torch: Version = LATEST, config: s
                 f"CUBLAS_WORKSPACE_CONFIG = '{config}' must be of the form :4096:8, sizes in KiB and counts"
             )
         return sum(int(kib) * KIB * int(count) for kib, count in pairs)
+    if calibration is not None and calibration.cublas_bytes is not None:
+        return calibration.cublas_bytes
     if device.vendor == "amd":
         return 128 * MIB if device.isa in ("gfx942", "gfx950") else _LARGE_BYTES
     major = device.compute_capability[0]
@@ -54,8 +59,10 @@ def cublas_workspace_bytes(device: Device, *, torch: Version = LATEST, config: s
     return _DEFAULT_BYTES
 
 
-def cublaslt_workspace_bytes(device: Device, *, torch: Version = LATEST) -> int:
+def cublaslt_workspace_bytes(device: Device, *, torch: Version = LATEST, calibration: Calibration | None = None) -> int:
     """Bytes that cuBLASLt (hipBLASLt) takes on one stream besides the cuBLAS workspace: none where it shares that one."""
+    if calibration is not None and calibration.cublaslt_bytes is not None:
+        return calibration.cublaslt_bytes
     if device.vendor == "amd":
         return 76 * MIB
     return 0 if torch >= _SHARED_SINCE else MIB
