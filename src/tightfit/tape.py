@@ -113,9 +113,14 @@ class Operators(Table):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Storages(Table):
-    """Blocks of device memory, by the operator that asked for them (-1: none, such as a copy from the host at set-up)."""
+    """Blocks of device memory, by the operator that asked for them (-1: none, such as a copy from the host at set-up).
+
+    `low_bytes` to `high_bytes` is the range of a size that is not known for certain; for all others both equal `num_bytes`.
+    """
 
     num_bytes: Column = _column("int64")
+    low_bytes: Column = _column("int64")
+    high_bytes: Column = _column("int64")
     category: Column = _column("int8")
     source: Column = _column("int8")
     operator: Column = _column("int32")

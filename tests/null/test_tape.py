@@ -44,6 +44,8 @@ def small_tape() -> Tape:
         storages=Storages.from_columns(
             {
                 "num_bytes": [1000, 2000],
+                "low_bytes": [1000, 1500],
+                "high_bytes": [1000, 3000],
                 "category": [Category.PARAMETERS, Category.ACTIVATIONS],
                 "source": [Source.TENSOR, Source.TENSOR],
                 "operator": [-1, 0],

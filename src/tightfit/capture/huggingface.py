@@ -39,6 +39,9 @@ OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, float]]] = {
 }
 """Name to class of `torch.optim` and the arguments that its name promises."""
 
+NUM_CHARACTERS = 32
+"""The vocabulary of a speech recogniser whose config names none (`vocab_size` of facebook/wav2vec2-base-960h)."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -121,7 +124,12 @@ def load_config(source: str) -> Any:
     if found is None:
         nearest = difflib.get_close_matches(str(model_type), [*presets(), *model_types], n=3)
         raise UsageError(f"{known_in}; nearest: {', '.join(nearest) or 'none'}")
-    return model_types[found].from_dict(fields)
+    strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    try:
+        return model_types[found].from_dict(fields)
+    except (ValueError, TypeError, strict) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{source} is not a config that a {found} model can have: {reason}") from error
 
 
 def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Tensor]:
@@ -155,7 +163,7 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     while True:
         batch = _move(make_batch(), device, dtype)
         with _autocast(target.autocast, device):
-            outputs = model(**batch)
+            outputs = _forward(model, batch)
             loss = _loss(outputs)
         if scaler.is_enabled():
             scaler.scale(loss).backward()
@@ -179,13 +187,27 @@ def _build(config: Any, task: huggingface_tasks.Task, target: HuggingFaceTarget)
     try:
         return auto_class.from_config(config, **arguments)
     except ImportError as error:
-        missing = re.search(r"requires the (\S+) library|install (\S+)|No module named '(\S+)'", str(error))
-        package = next((group for group in missing.groups() if group), "") if missing else str(error).strip()
-        raise MissingExtra(f"a {config.model_type} model needs {package}: pip install {package.lower()}") from error
+        raise _missing(config.model_type, error) from error
     except ValueError as error:
         if target.attention is None:
             raise
         raise UsageError(f"{config.model_type} with attention {target.attention!r}: {str(error).strip()}") from error
+
+
+def _forward(model: Any, batch: dict[str, Any]) -> Any:
+    """Some models import what they need only when they run: the matcher of a detector, a fused kernel."""
+    try:
+        return model(**batch)
+    except ImportError as error:
+        raise _missing(model.config.model_type, error) from error
+
+
+def _missing(model_type: str, error: ImportError) -> MissingExtra:
+    found = re.search(r"requires the (\S+) library|No module named '(\S+?)'|install (\S+)", str(error))
+    if found is None:
+        return MissingExtra(f"a {model_type} model cannot be built here: {' '.join(str(error).split())}")
+    package = next(group for group in found.groups() if group).lower()
+    return MissingExtra(f"a {model_type} model needs {package}, which is not installed: pip install {package}")
 
 
 def _adapt(model: Any, config: Any, target: HuggingFaceTarget) -> Any:
@@ -205,15 +227,21 @@ def _adapt(model: Any, config: Any, target: HuggingFaceTarget) -> Any:
 
 
 def _complete(config: Any, task: huggingface_tasks.Task) -> None:
-    """Set the ids that a default config leaves open and that a tokenizer would have brought."""
+    """Set what a default config leaves open and a tokenizer or a checkpoint would have brought."""
+    if getattr(config, "architectures", None) is None:
+        config.architectures = []
     text = config.get_text_config()
     for part in {id(config): config, id(text): text}.values():
-        if getattr(part, "pad_token_id", None) is None and task.labels == "classes":
-            part.pad_token_id = 0
-        if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
+        is_pair = getattr(part, "is_encoder_decoder", False)
+        if is_pair and getattr(part, "decoder_start_token_id", None) is None:
             part.decoder_start_token_id = 0
-        if getattr(part, "is_encoder_decoder", False) and getattr(part, "pad_token_id", None) is None:
+        if (is_pair or task.labels == "classes") and getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
+    if getattr(config, "vocab_size", 0) is None:
+        config.vocab_size = NUM_CHARACTERS
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, text.vocab_size - 1)
 
 
 def _loss(outputs: Any) -> Tensor:

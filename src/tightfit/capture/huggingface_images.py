@@ -57,9 +57,11 @@ def images(model: Any, config: Any, names: set[str], rows: int, side: int | None
         name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
         shape = (rows, frames, channels, side, side)
         return Images(fields={name: functools.partial(torch.randn, shape)}, num_tokens=0, side=side)
-    extra = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in names else {}
-    tiles, num_tokens = None, 0
-    if _has_placeholder(config) and "input_ids" in names:
+    tiles, num_tokens, extra = None, 0, {}
+    if _has_placeholder(config) and "input_ids" in names and (helper := _helper(model)) is not None:
+        asked = inspect.signature(helper).parameters.get("image_sizes")
+        if asked is not None and asked.default is inspect.Parameter.empty:
+            extra = {"image_sizes": torch.tensor([[side, side]])}
         tiles, num_tokens = _probe(model, config, (channels, side, side), extra)
     shape = (rows, *([tiles] if tiles else []), channels, side, side)
     fields: dict[str, Callable[[], Any]] = {"pixel_values": functools.partial(torch.randn, shape)}
@@ -135,18 +137,21 @@ def _tiles(vision: Any, rows: int, side: int, channels: int) -> Images:
     )
 
 
+def _helper(model: Any) -> Callable[..., Any] | None:
+    """`get_image_features` of the model or of the one inside its head."""
+    inner = getattr(model, "model", None)
+    return getattr(model, "get_image_features", None) or getattr(inner, "get_image_features", None)
+
+
 def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, Any]) -> tuple[int | None, int]:
     """The number of tiles (None: the layout has no such dimension) and of tokens per image that the model takes."""
     torch = importlib.import_module("torch")
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(config))
-    twin.eval()
-    holder = next((part for part in (twin, getattr(twin, "model", None)) if hasattr(part, "get_image_features")), None)
-    if holder is None:
-        return None, 0
+    get_image_features = _helper(twin.eval())
     dtype = next(parameter.dtype for parameter in twin.parameters())
     arguments = dict(extra)
-    for name in inspect.signature(holder.get_image_features).parameters:
+    for name in inspect.signature(get_image_features).parameters:
         if name.startswith("vision_feature"):
             arguments[name] = getattr(config, name)
     refusals = []
@@ -154,15 +159,14 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
         pixels = torch.empty((1, *([tiles] if tiles else []), *image), device="meta", dtype=dtype)
         try:
             with torch.no_grad():
-                features = holder.get_image_features(pixel_values=pixels, **arguments)
+                features = get_image_features(pixel_values=pixels, **arguments)
         except NotImplementedError:
             # The layout is right: the model went on to look at the pixels, which a twin does not have.
             return tiles, _num_tokens_by_config(config, image[-1])
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as refusal:
             refusals.append(f"{type(refusal).__name__}: {refusal}")
             continue
-        numbers = sum(tensor.numel() for tensor in _features(features))
-        return tiles, numbers // config.get_text_config().hidden_size
+        return tiles, sum(tensor.numel() // tensor.shape[-1] for tensor in _features(features))
     raise CaptureError(f"no layout of images suits this {config.model_type} model: {refusals[0].splitlines()[0]}")
 
 

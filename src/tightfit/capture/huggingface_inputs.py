@@ -188,7 +188,7 @@ def _num_positions(model: Any, text: Any) -> int | None:
         if 0 <= table.num_embeddings - num_positions <= 2 and table.num_embeddings != getattr(text, "vocab_size", None):
             padding = table.padding_idx
             reserved = padding + 1 if padding is not None and table.num_embeddings == num_positions else 0
-            return num_positions - reserved
+            return (num_positions - reserved) // 8 * 8 if reserved else num_positions
     return None
 
 
@@ -212,7 +212,9 @@ def _audio(model: Any, config: Any, names: set[str], request: Request) -> dict[s
     if entry is not None and entry.in_channels == num_bins and positions and not hasattr(config, "conv_channels"):
         # The two convolutions at the entry halve the frames, and the encoder wants exactly its positions.
         return {name: functools.partial(torch.randn, (request.batch_size, num_bins, 2 * positions))}
-    return {name: functools.partial(torch.randn, (request.batch_size, num_frames, num_bins))}
+    shape = (request.batch_size, num_frames, num_bins)
+    masks = {"attention_mask": functools.partial(torch.ones, shape[:2], dtype=torch.long)}
+    return {name: functools.partial(torch.randn, shape)} | (masks if name == "input_features" else {})
 
 
 def _labels(

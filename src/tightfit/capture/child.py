@@ -1,0 +1,144 @@
+"""The process that a workload is traced in. Told what to do by a request file; leaves a tape, or one line that says why not.
+
+    python -m tightfit.capture.child REQUEST.json
+
+It imitates a card in torch's name throughout, so it is used for one capture and then ends.
+"""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tightfit.capture import targets
+from tightfit.errors import TightfitError
+
+_REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`."""
+
+    target: dict[str, Any]
+    label: str
+    device: str
+    num_steps: int
+    tape: str
+    show_output: bool
+
+
+def main(path: str) -> None:
+    """Traces what the request at `path` says, and ends the process."""
+    request = Request(**json.loads(Path(path).read_text()))
+    answer: dict[str, Any] = {"ok": True}
+    terminal = os.dup(2)
+    try:
+        with _quiet(request.show_output):
+            _trace(request, terminal)
+    except TightfitError as error:
+        answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+    except SystemExit as error:
+        answer = {
+            "ok": False,
+            "kind": "CaptureError",
+            "message": f"{request.label} ended itself with exit code {error.code} before its steps were over",
+        }
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
+        answer = {"ok": False, "kind": "CaptureError", "message": _one_line(request.label, error)}
+    Path(f"{path}.answer").write_text(json.dumps(answer))
+    os._exit(0)
+
+
+def _trace(request: Request, terminal: int) -> None:
+    try:
+        from tightfit.capture.session import Session
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from tightfit.errors import MissingExtra
+
+        raise MissingExtra(
+            "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
+        ) from error
+    session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
+    session.gpu.progress = progress = Progress(request.label, terminal)
+    session.run(_target(request.target))
+    progress.end()
+    session.tape(target=request.label, versions=_versions()).save(request.tape)
+
+
+def _target(fields: dict[str, Any]) -> targets.Target:
+    kinds: dict[str, Any] = {
+        c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
+    }
+    return kinds[fields["kind"]](**{k: v for k, v in fields.items() if k != "kind"})
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    versions = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+    for package in _REPORTED_PACKAGES:
+        if package in sys.modules:
+            versions[package] = metadata.version(package)
+    return versions
+
+
+class Progress:
+    """One line on the terminal, rewritten, for a trace that takes longer than two seconds."""
+
+    SILENT_SECONDS = 2.0
+    INTERVAL_SECONDS = 0.5
+
+    def __init__(self, label: str, terminal: int) -> None:
+        self._label = label
+        self._terminal = terminal if os.isatty(terminal) else None
+        self._next = time.monotonic() + self.SILENT_SECONDS
+
+    def __call__(self, span: str, num_operators: int) -> None:
+        now = time.monotonic()
+        if self._terminal is not None and now >= self._next:
+            self._next = now + self.INTERVAL_SECONDS
+            os.write(self._terminal, f"\r\x1b[Ktracing {self._label}: {span}, {num_operators:,} operators".encode())
+
+    def end(self) -> None:
+        """Takes the line away."""
+        if self._terminal is not None:
+            os.write(self._terminal, b"\r\x1b[K")
+
+
+@contextmanager
+def _quiet(show_output: bool) -> Iterator[None]:
+    """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
+    faulthandler.enable(os.dup(2))
+    sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    yield
+    sys.stdout.flush()
+
+
+def _one_line(label: str, error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "tightfit" not in f.filename.split(os.sep)]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    place = own[-1] if own else frames[-1] if frames else None
+    where = f" at {os.path.relpath(place.filename)}:{place.lineno}" if place else ""
+    said = str(error).strip().splitlines()
+    return f"{label} raised {type(error).__name__}{where}: {said[0] if said else '(no message)'}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,185 @@
+"""Operators that torch's fake tensors cannot run as a card would: what crosses between host and device, and what depends on data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.capture.operators import facts
+from tightfit.capture.shadows import Unknown
+from tightfit.capture.virtual import Handler, VirtualGpu
+from tightfit.tape import Category
+
+aten = torch.ops.aten
+
+
+def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    to_device = device is None or torch.device(device).type == "cuda"
+    if isinstance(source, FakeTensor) and source.device.type == "cuda":
+        return gpu.run(func, args, kwargs) if to_device else _to_host(gpu, source, kwargs.get("dtype") or source.dtype)
+    stride = _stride_of_copy(source, kwargs.get("memory_format"))
+    gpu.note_operator(func, facts(func), args, {}, (), None)
+    category = Category.TEMPORARIES if gpu.attribution.modules else Category.INPUTS
+    out = gpu.new(source.size(), stride, kwargs.get("dtype") or source.dtype, category)
+    if not isinstance(source, FakeTensor) and not gpu.host.is_blank(source):
+        gpu.shadows.adopt(out, source)
+    return out
+
+
+def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _synchronize(gpu)
+    try:
+        return gpu.shadows.values(source).to(dtype, copy=True)
+    except Unknown:
+        return gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
+
+
+def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
+    if memory_format in (None, torch.preserve_format) and torch._prims_common.is_non_overlapping_and_dense_or_false(
+        source
+    ):
+        return source.stride()
+    shape = torch.empty(source.size(), dtype=source.dtype, device="meta")
+    if memory_format is not None and memory_format in (torch.channels_last, torch.channels_last_3d):
+        shape = shape.contiguous(memory_format=memory_format)
+    return shape.stride()
+
+
+def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if isinstance(target, FakeTensor) and isinstance(source, FakeTensor):
+        return gpu.run(func, args, kwargs)
+    if isinstance(target, FakeTensor):
+        gpu.note_operator(func, facts(func), args, {}, (target,), None)
+        if gpu.shadows.known(target) and not gpu.host.is_blank(source):
+            gpu.shadows.values(target).copy_(source)
+        else:
+            gpu.shadows.forget(target.untyped_storage()._cdata)
+        return target
+    _synchronize(gpu)
+    try:
+        target.copy_(gpu.shadows.values(source))
+    except Unknown:
+        gpu.reads.fill(target)
+    return target
+
+
+def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    _synchronize(gpu)
+    try:
+        return gpu.shadows.values(args[0]).item()
+    except Unknown:
+        if args[0].untyped_storage()._cdata in gpu.conjunctions:
+            return True
+        return gpu.reads.scalar(args[0].dtype)
+
+
+def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    _synchronize(gpu)
+    try:
+        return bool(gpu.shadows.run(func, args, kwargs))
+    except Unknown:
+        return bool(gpu.reads.scalar(torch.bool))
+
+
+def _synchronize(gpu: VirtualGpu) -> None:
+    if gpu.has_side_streams:
+        gpu.recorder.synchronize()
+
+
+def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator whose output size depends on values: the true size where they are known, else the largest possible."""
+    _synchronize(gpu)
+    try:
+        values = gpu.shadows.run(func, args, kwargs)
+    except Unknown:
+        values = _largest(gpu, func, args, kwargs)
+        known = False
+    else:
+        known = True
+    results = values if isinstance(values, tuple) else (values,)
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    out = []
+    for value in results:
+        tensor = gpu.new(value.size(), value.stride(), value.dtype)
+        if known:
+            gpu.shadows.adopt(tensor, value)
+        out.append(tensor)
+    return tuple(out) if isinstance(values, tuple) else out[0]
+
+
+def _largest(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    numel = source.numel()
+    gpu.recorder.assume(
+        gpu.attribution.where(),
+        f"{facts(func).name}: the size of the result depends on data; taken as large as it can be",
+    )
+
+    def meta(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    if func is aten.nonzero.default:
+        return meta(source.dim(), numel).t()  # CUDA's nonzero writes the columns one after the other
+    if func is aten.masked_select.default:
+        return meta(torch.broadcast_shapes(source.shape, args[1].shape).numel(), dtype=source.dtype)
+    if func is aten.bincount.default:
+        return meta(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+    if func is aten.repeat_interleave.Tensor:
+        return meta(kwargs.get("output_size") or numel)
+    if func is aten.unique_dim.default:
+        rows = source.shape[args[1]]
+        return (meta(*source.shape, dtype=source.dtype), meta(rows), meta(rows))
+    return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
+
+
+def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Masks among the indices become positions first, as the CUDA kernels do it."""
+    indices = args[1]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return gpu.run(func, args, kwargs)
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+        elif isinstance(index, FakeTensor):
+            found = _shaped_by_data(gpu, aten.nonzero.default, (index,), {})
+            positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
+        else:
+            positions.extend(index.nonzero().unbind(1))
+    return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
+
+
+def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """GradScaler's check for infinities: the run is taken as one that finds none."""
+    known = facts(func)
+    gpu.note_operator(func, known, args, kwargs, (), None)
+    gpu.recorder.assume(gpu.attribution.where(), "gradients are taken as finite: GradScaler skips no step")
+
+
+HANDLERS: dict[OpOverload, Handler] = {
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: _equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    **dict.fromkeys(
+        (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index
+    ),
+    **dict.fromkeys(
+        (
+            aten.nonzero.default,
+            aten.masked_select.default,
+            aten.bincount.default,
+            aten.repeat_interleave.Tensor,
+            aten._unique2.default,
+            aten.unique_consecutive.default,
+            aten.unique_dim.default,
+        ),
+        _shaped_by_data,
+    ),
+}

@@ -1,0 +1,80 @@
+"""One capture: a virtual GPU of a given card, and a target run on it until its steps are over."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tightfit.capture import eager, native, targets, torch_api
+from tightfit.capture.cuda_api import CudaApi
+from tightfit.capture.handlers import HANDLERS
+from tightfit.capture.recorder import LiveMemory, Recorder
+from tightfit.capture.steps import EndOfCapture, StepWatch
+from tightfit.capture.virtual import VirtualGpu
+from tightfit.devices.catalogue import find
+from tightfit.errors import CaptureError
+from tightfit.tape import Tape
+
+
+class Session:
+    """Turns this process into one that has the card `device`, for one run of a target."""
+
+    def __init__(self, device: str, num_steps: int, *, by_yield: bool) -> None:
+        self.device = find(device)
+        self.recorder = Recorder()
+        eager.keep_compiler_out()
+        torch.set_num_threads(
+            1
+        )  # what is computed on the host is small, and a pool of threads costs more than it brings
+        native.pretend_cuda_is_built()
+        CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
+        self.gpu = VirtualGpu(self.recorder, HANDLERS, lambda *_: ())
+        torch_api.install(self.gpu)
+        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
+        self.watch.install()
+        self._tape: Tape | None = None
+
+    def _take(self) -> None:
+        self._tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+
+    def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
+        """The tape of the run, as it stood when the last step was over."""
+        assert self._tape is not None
+        return dataclasses.replace(self._tape, target=target, versions=versions)
+
+    def run(self, target: targets.Target) -> None:
+        """Runs the target until its steps are over.
+
+        Raises:
+            CaptureError: it never takes a step.
+        """
+        with self.gpu:
+            try:
+                if isinstance(target, targets.Script):
+                    targets.run_script(target)
+                else:
+                    self._run_generator(self._generator(target))
+            except EndOfCapture:
+                return
+        if not self.watch.num_ended:
+            raise CaptureError(
+                "the workload ended without a step: no optimizer stepped and no backward pass was run; for inference, give a generator function that yields once per step"
+            )
+        self.watch.settle()
+
+    def _generator(self, target: targets.GeneratorFunction | targets.HuggingFaceConfig) -> Iterator[Any]:
+        if isinstance(target, targets.GeneratorFunction):
+            return targets.generator_of(target)
+        from tightfit.capture.huggingface import HuggingFaceTarget, workload
+
+        return workload(HuggingFaceTarget(source=target.source, **target.options))
+
+    def _run_generator(self, generator: Iterator[Any]) -> None:
+        for _ in range(self.watch.num_steps):
+            self.watch.begin_yielded_step()
+            try:
+                next(generator)
+            except StopIteration:
+                break
+            self.watch.end_step()

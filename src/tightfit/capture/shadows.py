@@ -1,0 +1,86 @@
+"""Real values of small device tensors, kept beside the virtual ones so that control flow that hangs on them is right.
+
+A tensor that is copied from the host, or made by a factory, has known values; an operator whose inputs are all known can be run for real on
+the host when it is small. So `lengths.cuda().max().item()`, spatial shapes, time steps and masks made from indices are exact, while the
+results of large kernels stay unknown. Values are kept per storage: views share them, and a write through one view is seen by all.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+MAX_INTEGER_BYTES = 1 << 16
+MAX_FLOAT_BYTES = 1 << 10
+
+_UNRUNNABLE = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
+
+
+class Unknown(Exception):
+    """A value that is not kept."""
+
+
+class Shadows:
+    """Known values by the address of the virtual storage."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def adopt(self, virtual: torch.Tensor, values: torch.Tensor) -> None:
+        """Keeps `values` for the new storage of `virtual`, if it is small."""
+        storage = virtual.untyped_storage()
+        num_bytes = storage.nbytes()
+        if num_bytes > limit(virtual.dtype) or virtual.layout != torch.strided:
+            return
+        self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+        self.values(virtual).copy_(values)
+
+    def values(self, virtual: torch.Tensor) -> torch.Tensor:
+        """The values of `virtual`, as a host tensor that shares the kept storage.
+
+        Raises:
+            Unknown: they are not known.
+        """
+        storage = self._storages.get(virtual.untyped_storage()._cdata)
+        if storage is None:
+            raise Unknown
+        return torch.empty(0, dtype=virtual.dtype).set_(
+            storage, virtual.storage_offset(), virtual.size(), virtual.stride()
+        )
+
+    def known(self, virtual: torch.Tensor) -> bool:
+        """Whether the values of `virtual` are kept."""
+        return virtual.untyped_storage()._cdata in self._storages
+
+    def forget(self, storage_address: int) -> None:
+        """The storage is gone, or was written with what is not known."""
+        self._storages.pop(storage_address, None)
+
+    def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of `operator` on the known values of its arguments.
+
+        Raises:
+            Unknown: an argument is not known, or the host cannot run the operator.
+        """
+        host_kwargs = {k: _on_host(v) for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+        host_args, host_kwargs = tree_map(self._value_of, (tuple(args), host_kwargs))
+        try:
+            return operator(*host_args, **host_kwargs)
+        except _UNRUNNABLE as error:
+            raise Unknown from error
+
+    def _value_of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return self.values(value)
+        return value
+
+
+def limit(dtype: torch.dtype) -> int:
+    """The most bytes that are kept of a tensor: many for what indices and masks are made of, few for the rest."""
+    return MAX_FLOAT_BYTES if dtype.is_floating_point or dtype.is_complex else MAX_INTEGER_BYTES
+
+
+def _on_host(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value

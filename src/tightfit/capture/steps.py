@@ -1,0 +1,208 @@
+"""Where a step begins and ends, what the run is doing meanwhile, and what has turned out to be a parameter, a gradient or a state.
+
+In a generator a step ends at each `yield`. In a script it ends when an optimizer has stepped; where there are several optimizers, when the
+one that steps least often has. A script that has no optimizer ends its steps with each backward pass.
+"""
+
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tightfit.capture.replacing import replace
+from tightfit.capture.virtual import VirtualGpu
+from tightfit.tape import Category, Phase, SpanKind
+
+MAX_STEPS_OF_ONE_OPTIMIZER = 8
+MAX_BACKWARDS_WITHOUT_STEP = 256
+
+
+class EndOfCapture(BaseException):
+    """Enough has been seen; not an error, and not for a script to catch."""
+
+
+class StepWatch:
+    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended."""
+
+    def __init__(self, gpu: VirtualGpu, num_steps: int, *, by_yield: bool, on_end: Callable[[], None]) -> None:
+        self.gpu = gpu
+        self.num_steps = num_steps
+        self.num_ended = 0
+        self.has_ended = False
+        self._by_yield = by_yield
+        self._on_end = on_end
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._num_optimizer_steps: Counter[int] = Counter()
+        self._num_backwards = 0
+        self._roots: dict[int, torch.nn.Module] = {}
+        self._first_operator = 0
+
+    def install(self) -> None:
+        """Hooks backward passes, optimizers and module calls; a process that has done this is not used for anything else."""
+        self.gpu.recorder.span("set-up", SpanKind.SETUP)
+        self._watch_backward()
+        self._watch_optimizers()
+        self._watch_modules()
+
+    def _watch_backward(self) -> None:
+        run_backward = torch.autograd._engine_run_backward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.gpu.recorder
+            outer = recorder.phase
+            if outer == Phase.BACKWARD:
+                return run_backward(*args, **kwargs)
+            self._begin_step()
+            self._settle_forward()
+            recorder.phase = Phase.BACKWARD
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                recorder.phase = Phase.OPTIMIZER if outer == Phase.OPTIMIZER else Phase.OTHER
+                self._first_operator = recorder.num_operators
+                self.gpu.attribution.forget_graph()
+                self._mark_gradients()
+                if outer != Phase.OPTIMIZER:
+                    self._after_backward()
+
+        replace(torch.autograd, _engine_run_backward=watched)
+
+    def _watch_optimizers(self) -> None:
+        construct = torch.optim.Optimizer.__init__
+
+        def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
+            if not any(known is optimizer for known in self._optimizers):
+                self._optimizers.append(optimizer)
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._begin_step()
+            self._mark_gradients()
+            self.gpu.recorder.phase = Phase.OPTIMIZER
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self.gpu.recorder.phase = Phase.OTHER
+            self._mark_state(optimizer)
+            self._after_optimizer_step(optimizer)
+
+        replace(torch.optim.Optimizer, __init__=constructed)
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+
+    def _watch_modules(self) -> None:
+        call = torch.nn.Module.__call__
+        recorder, modules = self.gpu.recorder, self.gpu.attribution.modules
+
+        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
+                self._enter_root(module)
+            modules.append(module)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                modules.pop()
+
+        replace(torch.nn.Module, __call__=watched)
+
+    def _enter_root(self, module: torch.nn.Module) -> None:
+        self._roots.setdefault(id(module), module)
+        recorder = self.gpu.recorder
+        recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
+        if torch.is_grad_enabled():
+            self._begin_step()
+        elif not self._by_yield:
+            name = f"without gradients at {self.gpu.attribution.where()}"
+            if recorder.spans[-1][0] != name:
+                recorder.span(name, SpanKind.ASIDE)
+
+    def _begin_step(self) -> None:
+        recorder = self.gpu.recorder
+        name = f"step {self.num_ended + 1}"
+        if not self._by_yield and recorder.spans[-1][0] != name:
+            recorder.span(name, SpanKind.STEP)
+            self._first_operator = recorder.num_operators
+
+    def begin_yielded_step(self) -> None:
+        """A generator is about to be resumed."""
+        self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
+
+    def end_step(self) -> None:
+        """One turn of the user's loop is over."""
+        self.num_ended += 1
+        self._mark(self._parameters(), Category.PARAMETERS)
+        if self.num_ended >= self.num_steps:
+            self.settle()
+            if not self._by_yield:
+                raise EndOfCapture
+
+    def settle(self) -> None:
+        """Closes the books, once: what is alive now gets its category, and the tape can be taken."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._mark_parameters()
+            self._on_end()
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._by_yield:
+            return
+        counts = self._num_optimizer_steps
+        counts[id(optimizer)] += 1
+        waiting = [o for o in self._optimizers if not counts[id(o)]]
+        if waiting and max(counts.values()) < MAX_STEPS_OF_ONE_OPTIMIZER:
+            return
+        if counts[id(optimizer)] == min(counts.values()) > self.num_ended:
+            self.end_step()
+
+    def _after_backward(self) -> None:
+        self._num_backwards += 1
+        stepped = bool(self._num_optimizer_steps)
+        patient = self._optimizers and self._num_backwards < MAX_BACKWARDS_WITHOUT_STEP
+        if self._by_yield or stepped or patient:
+            return
+        self.gpu.recorder.assume(
+            self.gpu.attribution.where(),
+            "no optimizer of torch.optim steps here: a step is taken to end with each backward pass",
+        )
+        self.end_step()
+
+    def _mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        self.gpu.recorder.mark(
+            (i for t in tensors if t is not None and (i := self.gpu.index_of(t)) is not None), category
+        )
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+        for module in self._roots.values():
+            yield from module.parameters()
+
+    def _mark_gradients(self) -> None:
+        self._mark((p.grad for p in self._parameters()), Category.GRADIENTS)
+
+    def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
+        values = itertools.chain.from_iterable(s.values() for s in optimizer.state.values() if isinstance(s, dict))
+        self._mark((v for v in values if isinstance(v, torch.Tensor)), Category.OPTIMIZER_STATE)
+
+    def _mark_parameters(self) -> None:
+        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+        tables = itertools.chain.from_iterable(
+            (m.__dict__.get("_parameters", {}), m.__dict__.get("_buffers", {})) for m in modules
+        )
+        self._mark((t for table in tables for t in table.values()), Category.PARAMETERS)
+        self._mark(self._parameters(), Category.PARAMETERS)
+        for optimizer in self._optimizers:
+            self._mark_state(optimizer)
+        self._mark_gradients()
+
+    def _settle_forward(self) -> None:
+        """What was born in a forward pass and is alive when the backward pass begins waits for it: an activation."""
+        recorder = self.gpu.recorder
+        categories, operators = recorder.storages["category"], recorder.storages["operator"]
+        alive = [reference.index for reference in self.gpu.references.values()]
+        waiting = [i for i in alive if categories[i] == Category.TEMPORARIES and operators[i] >= self._first_operator]
+        recorder.mark(waiting, Category.ACTIVATIONS)

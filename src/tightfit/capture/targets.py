@@ -1,0 +1,146 @@
+"""What a user can name as a workload, told apart by its form, and how each is run.
+
+train.py                      a script, run as python would run it, with the arguments after `--`
+FILE.py:FUNCTION              a generator function in a file
+package.module:FUNCTION       a generator function in an importable module
+config.json, a folder, gpt2   a Hugging Face config with a task
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A file that is run as `__main__`."""
+
+    path: str
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorFunction:
+    """A function that sets up and then yields once per step. `parameters` are its keyword arguments."""
+
+    location: str
+    function: str
+    parameters: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceConfig:
+    """A model from its config, with `options` of `tightfit.capture.huggingface.HuggingFaceTarget`."""
+
+    source: str
+    options: Mapping[str, Any]
+
+
+Target = Script | GeneratorFunction | HuggingFaceConfig
+
+
+def parse_target(
+    text: str,
+    *,
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Target:
+    """The target that `text` names.
+
+    Raises:
+        UsageError: there is no such thing, or it does not take what it is given.
+    """
+    if text.endswith(".py"):
+        if not Path(text).is_file():
+            raise UsageError(f"there is no file {text}")
+        if parameters:
+            raise UsageError(
+                f"-p sets a parameter of a generator function; {text} is a script: give it its own arguments after --"
+            )
+        return Script(path=text, arguments=tuple(arguments))
+    location, colon, function = text.rpartition(":")
+    if colon and (location.endswith(".py") or location.replace(".", "").isidentifier()):
+        if location.endswith(".py") and not Path(location).is_file():
+            raise UsageError(f"there is no file {location}")
+        if not function.isidentifier():
+            raise UsageError(f"'{function}' in {text} is not the name of a function")
+        if arguments:
+            raise UsageError(
+                f"arguments after -- go to a script; {text} is a function: set its parameters with -p name=value"
+            )
+        return GeneratorFunction(
+            location=location, function=function, parameters=dict(_parameter(p) for p in parameters)
+        )
+    if arguments or parameters:
+        raise UsageError(
+            f"{text} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION), so it takes neither -p nor arguments"
+        )
+    return HuggingFaceConfig(source=text, options=dict(options or {}))
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"-p {text}: write name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def run_script(script: Script) -> None:
+    """Runs the script to its end, or until something raised ends it."""
+    sys.argv = [script.path, *script.arguments]
+    sys.path[0] = str(Path(script.path).resolve().parent)
+    runpy.run_path(script.path, run_name="__main__")
+
+
+def generator_of(target: GeneratorFunction) -> Iterator[Any]:
+    """The user's generator, called with its parameters and not yet begun.
+
+    Raises:
+        UsageError: the module has no such function, it is no generator function, or it does not take a parameter.
+    """
+    function = _load(target)
+    if not inspect.isgeneratorfunction(function):
+        raise UsageError(
+            f"{target.location}:{target.function} is not a generator function: set up, then `yield` once per step"
+        )
+    try:
+        inspect.signature(function).bind(**target.parameters)
+    except TypeError as error:
+        raise UsageError(f"{target.location}:{target.function}: {error}") from error
+    return function(**target.parameters)
+
+
+def _load(target: GeneratorFunction) -> Callable[..., Any]:
+    if target.location.endswith(".py"):
+        path = Path(target.location).resolve()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(target.location)
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{target.location}:{target.function}: {error}") from error
+    function = getattr(module, target.function, None)
+    if function is None:
+        functions = [name for name, value in vars(module).items() if inspect.isgeneratorfunction(value)]
+        known = f"; it has {', '.join(functions)}" if functions else ", and no generator function at all"
+        raise UsageError(f"{target.location} has no function {target.function}{known}")
+    return function

@@ -1,0 +1,231 @@
+"""The places outside `torch.cuda` where torch looks at the kind of a tensor, and a virtual one must pass for a real one.
+
+The chief of them is identity: `module.to("cuda")` on a card changes each parameter in place, so an optimizer made before the move, and
+weights that are tied, go on holding the same objects. Here the contents of the object are exchanged for those of a virtual tensor.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_any, tree_map
+
+from tightfit.capture.replacing import replace
+from tightfit.capture.streams import VirtualStream
+from tightfit.capture.virtual import VirtualGpu
+
+
+def install(gpu: VirtualGpu) -> None:
+    """Lets virtual tensors pass; a process that has done this is not used for anything else."""
+    _keep_identity_on_moves()
+    _skip_initialisers(gpu)
+    _treat_as_plain_tensors()
+    _install_tensor_methods(gpu)
+    _install_compile(gpu)
+    _install_saving(gpu)
+    torch._C._set_only_lift_cpu_tensors(True)
+
+
+def become(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between tensors of one kind."""
+    is_parameter, requires_grad = isinstance(target, torch.nn.Parameter), target.requires_grad
+    names = {
+        k: v
+        for k, v in target.__dict__.items()
+        if k not in ("fake_mode", "fake_device", "constant", "item_memo", "_is_param")
+    }
+    other = value.detach().requires_grad_(requires_grad)
+    if is_parameter:
+        if type(other) is torch.Tensor:
+            other = torch.nn.Parameter(other, requires_grad)
+        else:
+            other._is_param = True
+    other.__dict__.update(names)
+    for name in ("__class__", "__dict__"):
+        held = getattr(target, name)
+        setattr(target, name, getattr(other, name))
+        setattr(other, name, held)
+    torch._C._swap_tensor_impl(target, other)
+
+
+def _keep_identity_on_moves() -> None:
+    data: Any = torch._C.TensorBase.data
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(self, FakeTensor) or isinstance(value, FakeTensor):
+            become(self, value)
+        else:
+            data.__set__(self, value)
+
+    replace(torch.Tensor, data=property(data.__get__, set_data))
+    replace(torch.nn.Module, _apply=_apply)
+
+
+def _apply(
+    module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`Module._apply`, which moves and casts: torch's own would make new parameters where one of the tensors is a fake one."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        gradient = parameter.grad
+        parameter.grad = None  # it counts as a use of the tensor whose contents are exchanged
+        with torch.no_grad():
+            moved = module._parameters[name] = _moved(parameter, function(parameter))
+            if gradient is not None:
+                moved.grad = _moved(gradient, function(gradient))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def _moved(tensor: torch.Tensor, value: torch.Tensor) -> Any:
+    if value is tensor:
+        return tensor
+    if is_traceable_wrapper_subclass(value):
+        torch.utils.swap_tensors(tensor, torch.nn.Parameter(value, tensor.requires_grad))
+    elif (
+        isinstance(tensor, FakeTensor)
+        or isinstance(value, FakeTensor)
+        or torch._has_compatible_shallow_copy_type(tensor, value)
+    ):
+        tensor.data = value
+    else:
+        return torch.nn.Parameter(value, tensor.requires_grad)
+    return tensor
+
+
+def _skip_initialisers(gpu: VirtualGpu) -> None:
+    def skipping(initialise: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(initialise)
+        def maybe(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, FakeTensor) or (tensor.layout == torch.strided and gpu.host.is_blank(tensor)):
+                return tensor
+            return initialise(tensor, *args, **kwargs)
+
+        return maybe
+
+    for name in dir(torch.nn.init):
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch.nn.init, name, skipping(getattr(torch.nn.init, name)))
+
+
+def _treat_as_plain_tensors() -> None:
+    optimizer_types.append(FakeTensor)
+    foreach_types.append(FakeTensor)
+    for name, dtype in _LEGACY_TYPES.items():
+        setattr(torch.cuda, name, functools.partial(_legacy_tensor, dtype))
+
+
+_LEGACY_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+def _legacy_tensor(dtype: torch.dtype, *args: Any) -> torch.Tensor:
+    if args and isinstance(args[0], int):
+        return torch.empty(args, dtype=dtype, device="cuda")
+    return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
+
+
+def _install_tensor_methods(gpu: VirtualGpu) -> None:
+    def record_stream(self: torch.Tensor, stream: VirtualStream) -> None:
+        index = gpu.index_of(self)
+        if index is not None:
+            gpu.has_side_streams = True
+            gpu.recorder.use(index, stream.stream_id)
+
+    class Generator(torch.Generator):
+        """A generator that says it is where it was asked to be; random data on the device does not exist."""
+
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:
+            return torch._C.Generator.__new__(cls, device="cpu")
+
+        def __init__(self, device: Any = "cpu") -> None:
+            self._device = torch.device(device)
+
+        @property
+        def device(self) -> torch.device:
+            return self._device
+
+    replace(
+        torch.Tensor,
+        record_stream=record_stream,
+        pin_memory=lambda self, *_args, **_kwargs: self,
+        is_pinned=lambda self, *_args, **_kwargs: False,
+    )
+    replace(torch, Generator=Generator)
+
+
+def _install_compile(gpu: VirtualGpu) -> None:
+    def compile_(model: Any = None, **_kwargs: Any) -> Any:
+        gpu.recorder.assume(
+            gpu.attribution.where(), "torch.compile: traced as eager code; a compiled run holds the same or less"
+        )
+        return model if model is not None else lambda function: function
+
+    replace(torch, compile=compile_)
+    replace(torch.nn.Module, compile=lambda self, *_args, **_kwargs: compile_())
+
+
+class _Unsaved:
+    """Stands for a virtual tensor in what a script saved and may load again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
+
+    def restore(self, gpu: VirtualGpu, map_location: Any) -> torch.Tensor:
+        device = (
+            self.device
+            if map_location is None or callable(map_location) or isinstance(map_location, dict)
+            else torch.device(map_location)
+        )
+        return gpu.host.new_blank(self.size, self.dtype).to(device)
+
+
+def _install_saving(gpu: VirtualGpu) -> None:
+    save, load = torch.save, torch.load
+    saved: dict[str, Any] = {}
+
+    def save_(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not tree_any(lambda value: isinstance(value, FakeTensor), obj):
+            save(obj, f, *args, **kwargs)
+            return
+        gpu.recorder.assume(
+            gpu.attribution.where(), "torch.save: tensors of the virtual GPU hold no data; nothing was written"
+        )
+        if isinstance(f, str | os.PathLike):
+            saved[os.path.abspath(f)] = tree_map(lambda v: _Unsaved(v) if isinstance(v, FakeTensor) else v, obj)
+
+    def load_(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = os.path.abspath(f) if isinstance(f, str | os.PathLike) else None
+        if key not in saved:
+            map_location = (
+                "cpu"
+                if map_location is None
+                or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda")
+                else map_location
+            )
+            return load(f, map_location, *args, **kwargs)
+        return tree_map(lambda v: v.restore(gpu, map_location) if isinstance(v, _Unsaved) else v, saved[key])
+
+    replace(torch, save=save_, load=load_)

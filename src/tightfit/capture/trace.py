@@ -1,0 +1,75 @@
+"""Traces a target in a child process and returns its tape.
+
+The child imitates a card, and a fault inside autograd can abort an interpreter; here its death is one clear error.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tightfit import errors
+from tightfit.capture.targets import Target
+from tightfit.tape import Tape
+
+DEFAULT_NUM_STEPS = 3
+
+
+def trace(
+    target: Target,
+    *,
+    label: str,
+    device: str,
+    num_steps: int = DEFAULT_NUM_STEPS,
+    show_output: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tape:
+    """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
+
+    `meanwhile` is called while the child runs.
+
+    Raises:
+        CaptureError: the workload could not be traced; the message says why and where.
+    """
+    with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
+        request, tape = Path(folder, "request.json"), Path(folder, "tape.npz")
+        fields = {
+            "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
+            "label": label,
+            "device": device,
+            "num_steps": num_steps,
+            "tape": str(tape),
+            "show_output": show_output,
+        }
+        request.write_text(json.dumps(fields))
+        # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "tightfit.capture.child", str(request)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if not sys.stderr.isatty() and not show_output else None,
+        ) as child:
+            if meanwhile is not None:
+                meanwhile()
+            said = child.communicate()[1] or b""
+        answer = Path(f"{request}.answer")
+        if not answer.exists():
+            raise errors.CaptureError(_death(label, child.returncode, said.decode(errors="replace")))
+        result = json.loads(answer.read_text())
+        if not result["ok"]:
+            raise getattr(errors, result["kind"])(result["message"])
+        return Tape.load(tape)
+
+
+def _death(label: str, code: int, said: str) -> str:
+    reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    detail = f": {lines[-1].strip()}" if lines else ""
+    hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
+    return f"the process that traced {label} died with {reason}{hint}{detail}; run again with --show-output to see what it printed last"

@@ -1,0 +1,44 @@
+"""The command line: `tightfit COMMAND ...`. Each command lives in a file of its own and is imported only when it is asked for.
+
+Data goes to stdout, talk and progress to stderr. Exit codes: 0 it fits or is done, 1 it does not fit, 2 usage, 3 it could not be done.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from tightfit import __version__
+from tightfit.errors import TightfitError, UsageError
+
+app = App(
+    name="tightfit",
+    version=__version__,
+    help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
+    result_action="return_value",
+)
+app.command("tightfit.cli.estimate:estimate", name="estimate")
+app.command("tightfit.cli.devices:devices", name="devices")
+app.command("tightfit.cli.replay:replay", name="replay")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code; errors are one line on stderr."""
+    try:
+        result = app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        line = " ".join(str(error).split())
+        sys.stderr.write(f"tightfit: {line} (see tightfit --help)\n")
+        return UsageError.exit_code
+    except TightfitError as error:
+        sys.stderr.write(f"tightfit: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("tightfit: interrupted\n")
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """The program `tightfit`."""
+    sys.exit(run())

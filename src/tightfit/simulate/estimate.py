@@ -1,0 +1,114 @@
+"""What a tape costs on a card, as plain data: the three peaks with their band, who holds them, each step, and the seconds."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.tape import Assumption
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that was held: by live tensors, by the caching allocator, by the process on the card; and the range of the last."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    device_low_bytes: int
+    device_high_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpanPeak:
+    """A step, the set-up before it, or something that the script did besides."""
+
+    name: str
+    kind: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    end_allocated_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What one place of the program holds at the peak: blocks of one category that the same line asked for in modules of one kind."""
+
+    category: str
+    module: str
+    operator: str
+    line: str
+    num_storages: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMoment:
+    """When the allocated peak is: the span, the phase and the operator that was running."""
+
+    span: str
+    phase: str
+    operator: str
+    module: str
+    line: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """One cause of doubt about the device peak, and how far it can move it down and up."""
+
+    cause: str
+    less_bytes: int
+    more_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a workload needs on a card. `at_peak` adds up to `peak.device_bytes`."""
+
+    target: str
+    device: str
+    capacity_bytes: int
+    peak: Peak
+    at_peak: Mapping[str, int]
+    moment: PeakMoment
+    holders: tuple[Holder, ...]
+    spans: tuple[SpanPeak, ...]
+    band: tuple[Band, ...]
+    host_peak_bytes: int
+    seconds_per_step: float
+    versions: Mapping[str, str]
+    assumptions: tuple[Assumption, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the likely device peak is within the card's capacity."""
+        return self.peak.device_bytes <= self.capacity_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the likely device peak leaves free; negative if it does not fit."""
+        return self.capacity_bytes - self.peak.device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `tightfit estimate --json` prints, without `elapsed_seconds`."""
+        steps = [s for s in self.spans if s.kind == "step"]
+        return {
+            "schema": SCHEMA,
+            "target": self.target,
+            "device": {"name": self.device, "capacity_bytes": self.capacity_bytes},
+            "peak": dataclasses.asdict(self.peak),
+            "fits": self.fits,
+            "headroom_bytes": self.headroom_bytes,
+            "at_peak": dict(self.at_peak),
+            "moment": dataclasses.asdict(self.moment),
+            "holders": [dataclasses.asdict(h) for h in self.holders],
+            "steps": [{k: v for k, v in dataclasses.asdict(s).items() if k.endswith("_bytes")} for s in steps],
+            "spans": [dataclasses.asdict(s) for s in self.spans],
+            "band": [dataclasses.asdict(b) for b in self.band],
+            "host": {"peak_bytes": self.host_peak_bytes},
+            "seconds_per_step": self.seconds_per_step,
+            "versions": dict(self.versions),
+            "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
+        }

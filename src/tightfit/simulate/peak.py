@@ -1,0 +1,172 @@
+"""From a tape to an estimate: replays the events through the simulated allocator of a card and looks at the highest moments.
+
+The likely peak comes from the likely sizes. Its band comes from what is not known, cause by cause: the context of the process (a range per
+card), and storages whose size is a range (library workspaces), replayed once with all of them at their least and once at their most.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from tightfit.cost.steps import step_seconds
+from tightfit.devices.device import Device
+from tightfit.simulate.allocator import CachingAllocator
+from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
+from tightfit.simulate.replay import TapeReplay
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
+
+NUM_HOLDERS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Bytes held after each event of a tape, and the rounded size of the block that each storage had."""
+
+    allocated: Column
+    reserved: Column
+    block_bytes: Column
+
+
+def replay_levels(tape: Tape, settings: AllocatorSettings, num_bytes: Column) -> Levels:
+    """Replays all events with storages of the given sizes; a storage of no bytes is left out."""
+    replay = TapeReplay(CachingAllocator(settings))
+    allocator = replay.allocator
+    num_events = len(tape.events)
+    allocated, reserved = [0] * num_events, [0] * num_events
+    block_bytes = [0] * len(tape.storages)
+    sizes, streams = num_bytes.tolist(), tape.storages.stream.tolist()
+    events = zip(tape.events.kind.tolist(), tape.events.storage.tolist(), tape.events.value.tolist(), strict=True)
+    for at, (kind, storage, value) in enumerate(events):
+        if storage < 0 or sizes[storage]:
+            replay.feed(kind, storage, sizes, streams, value)
+            if kind == EventKind.ALLOCATE:
+                block_bytes[storage] = replay.blocks[storage].size
+        allocated[at] = allocator.allocated_bytes
+        reserved[at] = allocator.reserved_bytes
+    return Levels(
+        allocated=np.asarray(allocated, dtype=np.int64),
+        reserved=np.asarray(reserved, dtype=np.int64),
+        block_bytes=np.asarray(block_bytes, dtype=np.int64),
+    )
+
+
+def estimate_peak(tape: Tape, device: Device, settings: AllocatorSettings | None = None) -> Estimate:
+    """What `tape` costs on `device`. An empty tape costs its context."""
+    settings = settings or AllocatorSettings()
+    storages = tape.storages
+    levels = replay_levels(tape, settings, storages.num_bytes)
+    peak_reserved, peak_allocated = int(levels.reserved.max(initial=0)), int(levels.allocated.max(initial=0))
+    band = [
+        Band(
+            cause="context of the process",
+            less_bytes=device.context_bytes - device.context_low_bytes,
+            more_bytes=device.context_high_bytes - device.context_bytes,
+        )
+    ]
+    if (storages.low_bytes != storages.high_bytes).any():
+        least, most = (
+            int(replay_levels(tape, settings, c).reserved.max()) for c in (storages.low_bytes, storages.high_bytes)
+        )
+        band.append(
+            Band(
+                cause="choice of library workspaces",
+                less_bytes=max(0, peak_reserved - least),
+                more_bytes=max(0, most - peak_reserved),
+            )
+        )
+    device_bytes = peak_reserved + device.context_bytes
+    at = int(levels.allocated.argmax()) if len(levels.allocated) else 0
+    alive = _alive(tape, at)
+    at_peak = {c.name.lower(): int(levels.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
+    seconds = step_seconds(tape, device)
+    return Estimate(
+        target=tape.target,
+        device=device.name,
+        capacity_bytes=device.capacity_bytes,
+        peak=Peak(
+            allocated_bytes=peak_allocated,
+            reserved_bytes=peak_reserved,
+            device_bytes=device_bytes,
+            device_low_bytes=device_bytes - sum(b.less_bytes for b in band),
+            device_high_bytes=device_bytes + sum(b.more_bytes for b in band),
+        ),
+        at_peak=at_peak,
+        moment=_moment(tape, at),
+        holders=_holders(tape, alive, levels.block_bytes),
+        spans=_span_peaks(tape, levels),
+        band=tuple(band),
+        host_peak_bytes=tape.host_peak_bytes,
+        seconds_per_step=seconds[-1] if seconds else 0.0,
+        versions=tape.versions,
+        assumptions=tape.assumptions,
+    )
+
+
+def _alive(tape: Tape, at: int) -> Column:
+    """Which storages live just after event `at`."""
+    kind, storage = tape.events.kind[: at + 1], tape.events.storage[: at + 1]
+    alive = np.zeros(len(tape.storages), dtype=bool)
+    alive[storage[kind == EventKind.ALLOCATE]] = True
+    alive[storage[kind == EventKind.FREE]] = False
+    return alive
+
+
+def _moment(tape: Tape, at: int) -> PeakMoment:
+    names = [
+        tape.strings[tape.spans.name[i]]
+        for i in range(len(tape.spans))
+        if tape.spans.begin[i] <= at < tape.spans.end[i]
+    ]
+    operator = int(tape.events.operator[at]) - 1 if len(tape.events) else -1
+    if operator < 0:
+        return PeakMoment(span=names[0] if names else "", phase="other", operator="", module="", line="")
+    operators, strings = tape.operators, tape.strings
+    return PeakMoment(
+        span=names[0] if names else "",
+        phase=Phase(operators.phase[operator]).name.lower(),
+        operator=strings[operators.name[operator]],
+        module=strings[operators.module[operator]],
+        line=strings[operators.line[operator]],
+    )
+
+
+def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ...]:
+    """The places that hold most. Storages of one category, line and operator are one holder; numbers in module paths become `*`."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    operators, strings = tape.operators, tape.strings
+    for storage in np.flatnonzero(alive).tolist():
+        operator = int(tape.storages.operator[storage])
+        module = line = name = ""
+        if operator >= 0:
+            name, line = strings[operators.name[operator]], strings[operators.line[operator]]
+            module = ".".join(
+                "*" if part.isdigit() else part for part in strings[operators.module[operator]].split(".")
+            )
+        category = Category(tape.storages.category[storage]).name.lower()
+        group = groups.setdefault((category, module, name, line), [0, 0])
+        group[0] += 1
+        group[1] += int(block_bytes[storage])
+    largest = sorted(groups.items(), key=lambda item: -item[1][1])[:NUM_HOLDERS]
+    return tuple(
+        Holder(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
+        for (c, m, o, l), (n, b) in largest
+    )
+
+
+def _span_peaks(tape: Tape, levels: Levels) -> tuple[SpanPeak, ...]:
+    """One entry per name of a span, in order of first appearance; pieces of a span that was interrupted are taken together."""
+    pieces: dict[tuple[str, int], list[slice]] = {}
+    for name, kind, begin, end in zip(*(c.tolist() for c in tape.spans.columns().values()), strict=True):
+        pieces.setdefault((tape.strings[name], kind), []).append(slice(begin, end))
+    return tuple(
+        SpanPeak(
+            name=name,
+            kind=SpanKind(kind).name.lower(),
+            peak_allocated_bytes=max(int(levels.allocated[s].max()) for s in slices),
+            peak_reserved_bytes=max(int(levels.reserved[s].max()) for s in slices),
+            end_allocated_bytes=int(levels.allocated[slices[-1]][-1]),
+        )
+        for (name, kind), slices in pieces.items()
+    )
