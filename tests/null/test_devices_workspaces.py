@@ -4,7 +4,12 @@ import pytest
 
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
-from tightfit.devices.workspaces import cublas_workspace_bytes, cublaslt_workspace_bytes, torch_version
+from tightfit.devices.workspaces import (
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    keeps_workspaces,
+    torch_version,
+)
 from tightfit.errors import UsageError
 from tightfit.units import MIB
 
@@ -31,10 +36,17 @@ def test_blackwell_had_the_small_one_before_torch_2_12() -> None:
     assert cublas_workspace_bytes(find("H100"), torch=(2, 6)) == 32 * MIB
 
 
-def test_cublaslt_shares_the_buffer_since_torch_2_11() -> None:
+def test_cublaslt_shares_the_buffer_from_torch_2_11_to_2_14() -> None:
     assert cublaslt_workspace_bytes(find("A100"), torch=(2, 10)) == MIB
     assert cublaslt_workspace_bytes(find("A100"), torch=(2, 11)) == 0
+    assert cublaslt_workspace_bytes(find("A100"), torch=(2, 15)) == MIB
     assert cublaslt_workspace_bytes(find("MI300X")) == 76 * MIB
+
+
+def test_workspaces_are_kept_until_torch_2_15() -> None:
+    assert keeps_workspaces(find("A100"))
+    assert not keeps_workspaces(find("A100"), torch=(2, 15))
+    assert keeps_workspaces(find("MI300X"), torch=(2, 15))
 
 
 def test_the_environment_overrides_the_default() -> None:

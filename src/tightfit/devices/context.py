@@ -6,8 +6,8 @@ the kernels that are used. So it grows with the number of multiprocessors and wi
     50 MiB + multiprocessors x (0.6 MiB + resident threads x 1.5 KiB), a fifth more on compute capability 10 and up
 
 Fitted by hand to readings with CUDA 12 and 13 (lazy loading of kernels): T4 135 MiB (torch-preflight, torch 2.11, all of CUDA, cuBLAS and
-cuDNN loaded), and differences between the memory of a process and torch's own in public out-of-memory messages: RTX A4000 210, L4 236-255,
-RTX 3080 257-266, RTX A6000 294-317, RTX 3090 315, RTX 4090 439, RTX 6000 Ada 429-507, A100 409-501, H100 522, GH200 543, RTX 5090 593-672,
+cuDNN loaded), and differences between the memory of a process and torch's own in public out-of-memory messages: RTX A4000 210, A10 224, L4 236-255,
+RTX 3080 257-266, V100 379-399, RTX A6000 294-317, RTX 3090 315, RTX 4090 439, RTX 6000 Ada 429-507, A100 409-501, H100 522, GH200 543, RTX 5090 593-672,
 B200 712 MiB. It is within 22 % of each of them. Contexts without libraries are smaller (RTX 4060 Ti 107, RTX PRO 6000 555 MiB, llama.cpp #23604),
 heavy use of cuDNN makes them larger (H100 NVL 768 MiB): hence the range. Before CUDA 11.7 all kernels were loaded at once, over 1 GiB.
 """

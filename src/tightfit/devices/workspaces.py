@@ -1,12 +1,15 @@
 """How much scratch memory cuBLAS gets from torch, by card and torch version.
 
-torch takes one buffer per (handle, stream) from its caching allocator at the first matrix product and keeps it. The sizes are those of
+torch takes one buffer per (handle, stream) from its caching allocator at the first matrix product and keeps it; on CUDA from 2.15 on it takes one
+for each product and gives it back, unless `TORCH_CUBLAS_WORKSPACE_CACHE=1` (pytorch #194311). The sizes are those of
 `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`, `getCUDABlasLtWorkspace`):
 
 * cuBLAS: `:4096:2:16:8`, that is 2 x 4096 KiB + 8 x 16 KiB = 8,519,680 bytes; 32 MiB on Hopper, and from torch 2.12 on Blackwell too
   (pytorch #175344). ROCm: 32 MiB, on gfx942 and gfx950 128 MiB. `CUBLAS_WORKSPACE_CONFIG` overrides it.
-* cuBLASLt: up to torch 2.10 a buffer of its own, 1 MiB (pytorch #73439); from 2.11 (pytorch #168175) the cuBLAS buffer of the same stream
+* cuBLASLt: a buffer of its own, 1 MiB (pytorch #73439), but from torch 2.11 (pytorch #168175) to 2.14 the cuBLAS buffer of the same stream
   serves both. ROCm: its own, 76 MiB. `CUBLASLT_WORKSPACE_SIZE` overrides it.
+
+Which release a change is in was told by the dates of the pull requests and of the releases.
 """
 
 import re
@@ -23,6 +26,7 @@ _DEFAULT_BYTES = 2 * 4096 * KIB + 8 * 16 * KIB
 _LARGE_BYTES = 32 * MIB
 _BLACKWELL_SINCE: Version = (2, 12)
 _SHARED_SINCE: Version = (2, 11)
+_PER_PRODUCT_SINCE: Version = (2, 15)
 _CONFIG = re.compile(r":(\d+):(\d+)")
 
 
@@ -65,4 +69,9 @@ def cublaslt_workspace_bytes(device: Device, *, torch: Version = LATEST, calibra
         return calibration.cublaslt_bytes
     if device.vendor == "amd":
         return 76 * MIB
-    return 0 if torch >= _SHARED_SINCE else MIB
+    return 0 if _SHARED_SINCE <= torch < _PER_PRODUCT_SINCE else MIB
+
+
+def keeps_workspaces(device: Device, *, torch: Version = LATEST) -> bool:
+    """Whether a workspace stays allocated once a stream has had its first matrix product, rather than for the length of each one."""
+    return device.vendor == "amd" or torch < _PER_PRODUCT_SINCE
