@@ -1,0 +1,43 @@
+"""Flex attention as its compiled kernel runs it.
+
+Scripts call `torch.compile(flex_attention)`; the eager fallback, which forms all scores, is not what their card executes. The compiled kernel
+saves its inputs, its output and one float32 log-sum-exp per query, and its backward pass needs one float32 per query besides the gradients
+(torch/_inductor/kernel/flex: `flex_attention`, `flex_attention_backward`). The score and mask functions run inside the kernel and take no memory.
+"""
+
+from typing import Any
+
+import torch
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (*query.shape[:-1], value.shape[-1])
+        out = torch.empty_like(query) if shape == query.shape else query.new_empty(shape)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value, _, logsumexp = ctx.saved_tensors
+        assert grads[0] is not None
+        delta = torch.empty_like(logsumexp)
+        gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+        del delta
+        return gradients
+
+
+def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
+    """Stands in for `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
+
+    Shapes are (batch, heads, length, width). With `return_lse=True` the log-sum-exp is returned too, scaled into a new tensor as torch does.
+    """
+    out, logsumexp = _FlexAttention.apply(query, key, value)
+    if kwargs.get("return_lse"):
+        return out, logsumexp * 0.6931471805599453
+    return out

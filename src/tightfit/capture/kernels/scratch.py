@@ -1,0 +1,77 @@
+"""Scratch memory of CUDA kernels: what an aten operator asks the caching allocator for besides its outputs.
+
+`SCRATCH` maps an operator to its rule. Operators without a rule take no scratch memory worth telling (elementwise kernels, softmax of
+contiguous tensors, pooling, views) or are listed as unknown in docs/how-it-works/cuda-rules.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from tightfit.capture.kernels import (
+    attention_scratch,
+    convolution,
+    indexing,
+    losses,
+    matmul,
+    normalization,
+    recurrent,
+    reductions,
+    sorting,
+    spectral,
+)
+from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.rule import Outputs, Rule, bind
+
+SCRATCH: dict[OpOverload, Rule] = {
+    **attention_scratch.RULES,
+    **convolution.RULES,
+    **indexing.RULES,
+    **losses.RULES,
+    **matmul.RULES,
+    **normalization.RULES,
+    **recurrent.RULES,
+    **reductions.RULES,
+    **sorting.RULES,
+    **spectral.RULES,
+}
+
+
+def scratch_events(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, card: Card
+) -> tuple[int, ...]:
+    """What the kernel of one call tells the caching allocator besides its outputs.
+
+    Returns requested bytes in order; `-k` frees the k-th block of this call, counting from one. Blocks that are not freed live until the
+    operator returns. `outputs` is what the operator returned (a tensor, or a sequence that may hold `None`); only shapes, strides and types
+    are read.
+    """
+    rule = SCRATCH.get(operator)
+    if rule is None:
+        return ()
+    listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]
+    return tuple(event for event in rule(bind(operator, args, kwargs), tensors, card) if event)
+
+
+def scratch_bytes(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, card: Card
+) -> tuple[int, ...]:
+    """The blocks of scratch memory that live together at the call's highest moment, in the order they were asked for, in bytes.
+
+    Taking them all, and freeing them all when the operator returns, gives the same peak as the exact order of `scratch_events`.
+    """
+    blocks: list[int] = []
+    alive: dict[int, int] = {}
+    highest: tuple[int, ...] = ()
+    for event in scratch_events(operator, args, kwargs, outputs, card):
+        if event < 0:
+            del alive[-event - 1]
+            continue
+        alive[len(blocks)] = event
+        blocks.append(event)
+        if sum(alive.values()) > sum(highest):
+            highest = tuple(alive.values())
+    return highest

@@ -1,0 +1,122 @@
+"""Workspaces that cuBLAS keeps: one per library handle and stream, taken from the caching allocator at the first product and never returned.
+
+PyTorch hands cuBLAS its workspace itself (aten/src/ATen/cuda/CublasHandlePool.cpp). A handle belongs to a host thread, so a training step
+holds two: one for the thread of the forward pass, one for the autograd thread of the device. Recordings of training steps show exactly two,
+those of inference one.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+
+from tightfit.capture.kernels.card import Card
+
+aten = torch.ops.aten
+
+_KIB = 1024
+_DEFAULT_BYTES = 4096 * _KIB * 2 + 16 * _KIB * 8  # ":4096:2:16:8", 8,519,680 bytes
+_LARGE_BYTES = 4096 * _KIB * 8  # 32 MiB
+_LT_KIB = 1024
+_CONFIG = re.compile(r":([0-9]+):([0-9]+)")
+
+_PRODUCTS = frozenset(
+    operator
+    for packet in (
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        aten.addmm_,
+        aten.baddbmm,
+        aten.baddbmm_,
+        aten.addmv,
+        aten.addmv_,
+        aten.mv,
+        aten.dot,
+        aten.vdot,
+        aten._addmm_activation,
+        aten._scaled_mm,
+        aten._int_mm,
+        aten.linalg_solve_triangular,
+        aten.triangular_solve,
+    )
+    for operator in (getattr(packet, overload) for overload in packet.overloads())
+)
+_ALWAYS_LT = frozenset((aten._scaled_mm.default, aten._int_mm.default))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """A workspace that an operator needs. A persistent one is allocated once for its kind, host thread and stream, and kept."""
+
+    kind: Literal["cublas", "cublaslt"]
+    num_bytes: int
+    persistent: bool
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split("+", maxsplit=1)[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def cublas_workspace_bytes(card: Card, environ: Mapping[str, str], torch_version: str = torch.__version__) -> int:
+    """Bytes of one cuBLAS workspace: `CUBLAS_WORKSPACE_CONFIG` (":SIZE:COUNT" in KiB, repeated) or the card's default.
+
+    Defaults (`parseChosenWorkspaceSize`): 32 MiB for compute capability 9.0, and from torch 2.12 for 10.x and 12.x (PR 175344), from 2.14 for
+    11.x (PR 189312); else 8,519,680 bytes. A value that does not parse counts as unset.
+    """
+    pairs = _CONFIG.findall(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * _KIB * int(count) for size, count in pairs)
+    major, minor = card.compute_capability
+    release = _release(torch_version)
+    large = (
+        (major, minor) == (9, 0) or (release >= (2, 12) and major in (10, 12)) or (release >= (2, 14) and major == 11)
+    )
+    return _LARGE_BYTES if large else _DEFAULT_BYTES
+
+
+def uses_cublaslt(
+    operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], environ: Mapping[str, str]
+) -> bool:
+    """Whether a product goes through cuBLASLt: `addmm` that adds a row vector in its epilogue (`isInputCompliesAddmmCudaLt`, Blas.cpp)."""
+    if operator in _ALWAYS_LT:
+        return True
+    if (
+        operator not in (aten.addmm.default, aten._addmm_activation.default)
+        or environ.get("DISABLE_ADDMM_CUDA_LT") == "1"
+    ):
+        return False
+    bias, left, right = args[:3]
+    row = bias.is_contiguous() and bias.numel() == bias.shape[-1] == right.shape[1] if bias.dim() else False
+    activated = operator is aten._addmm_activation.default and bias.dim() == 2
+    floating = left.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return bool(kwargs.get("beta", 1) == 1 and (row or activated) and floating and min(*left.shape, *right.shape) > 1)
+
+
+def workspaces(
+    operator: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    card: Card,
+    environ: Mapping[str, str],
+    torch_version: str = torch.__version__,
+) -> tuple[Workspace, ...]:
+    """What an operator needs of the matrix libraries, in the order of allocation; empty for operators that do not call them.
+
+    From torch 2.11 cuBLASLt works in cuBLAS's workspace unless `TORCH_CUBLASLT_UNIFIED_WORKSPACE=0` (PR 168175); before, and with that
+    setting, it keeps its own of `CUBLASLT_WORKSPACE_SIZE` KiB (1024).
+    """
+    if operator not in _PRODUCTS:
+        return ()
+    found = [Workspace(kind="cublas", num_bytes=cublas_workspace_bytes(card, environ, torch_version), persistent=True)]
+    unified = environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _release(torch_version) >= (2, 11) else "0") == "1"
+    if not unified and uses_cublaslt(operator, args, kwargs, environ):
+        setting = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+        size = int(setting) if setting.isdigit() else _LT_KIB
+        found.append(Workspace(kind="cublaslt", num_bytes=size * _KIB, persistent=True))
+    return tuple(workspace for workspace in found if workspace.num_bytes)
