@@ -9,7 +9,7 @@ from tightfit.capture.trace import DEFAULT_NUM_STEPS, trace
 from tightfit.devices.catalogue import find
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import parse as parse_settings
+from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Tape
 
 
@@ -50,4 +50,4 @@ def estimate(target: str | Tape, *, device: str, alloc_conf: str | None = None, 
         if alloc_conf is not None
         else os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     )
-    return estimate_peak(tape, find(device), parse_settings(text))
+    return estimate_peak(tape, find(device), AllocatorSettings.parse(text))

@@ -160,10 +160,10 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
         try:
             with torch.no_grad():
                 features = get_image_features(pixel_values=pixels, **arguments)
-        except NotImplementedError:
-            # The layout is right: the model went on to look at the pixels, which a twin does not have.
-            return tiles, _num_tokens_by_config(config, image[-1])
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as refusal:
+            if "meta tensor" in str(refusal):
+                # The layout is right: the model went on to look at the pixels, which a twin does not have.
+                return tiles, _num_tokens_by_config(config, image[-1])
             refusals.append(f"{type(refusal).__name__}: {refusal}")
             continue
         return tiles, sum(tensor.numel() // tensor.shape[-1] for tensor in _features(features))
@@ -171,7 +171,12 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
 
 
 def _num_tokens_by_config(config: Any, side: int) -> int:
-    """Patches of a square image, merged `scale_factor` (Idefics 3) or `spatial_merge_size` (Mistral 3) a side."""
+    """The queries of a resampler (BLIP-2), else the patches of a square image, merged some to a side.
+
+    The factor is `scale_factor` (Idefics 3) or `spatial_merge_size` (Mistral 3).
+    """
+    if hasattr(config, "num_query_tokens"):
+        return config.num_query_tokens
     merge = getattr(config, "scale_factor", None) or getattr(config, "spatial_merge_size", 1)
     return (side // _vision(config).patch_size // merge) ** 2
 

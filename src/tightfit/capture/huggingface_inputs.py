@@ -97,7 +97,7 @@ class _Tokens:
     @classmethod
     def of(cls, model: Any, config: Any, request: Request, *, num_image_tokens: int) -> _Tokens:
         text = config.get_text_config()
-        image_token = _image_token(config)
+        image_token = image_token(config)
         before = getattr(config, "vision_start_token_id", None)
         opening = (
             *([before] if before is not None and num_image_tokens else []),
@@ -137,7 +137,7 @@ class _Tokens:
         return torch.isin(self.prompt(), torch.tensor(self.image_token)).long()
 
 
-def _image_token(config: Any) -> int | None:
+def image_token(config: Any) -> int | None:
     token = first(config, ("image_token_id", "image_token_index", "media_token_id"))
     return token[0] if isinstance(token, list) else token
 

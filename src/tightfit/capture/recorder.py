@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from tightfit.simulate.allocator import CachingAllocator
 from tightfit.simulate.replay import TapeReplay
+from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import (
     Assumption,
     Category,
@@ -148,7 +149,7 @@ class LiveMemory:
     def __init__(self, recorder: Recorder, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._recorder = recorder
-        self._replay = TapeReplay(CachingAllocator())
+        self._replay = TapeReplay(CachingAllocator(AllocatorSettings()))
         self._position = 0
 
     def allocator(self) -> CachingAllocator:

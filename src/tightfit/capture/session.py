@@ -9,6 +9,9 @@ import torch
 from tightfit.capture import eager, native, targets, torch_api
 from tightfit.capture.cuda_api import CudaApi
 from tightfit.capture.handlers import HANDLERS
+from tightfit.capture.kernel_memory import KernelMemory
+from tightfit.capture.kernels import install
+from tightfit.capture.kernels.card import Card
 from tightfit.capture.recorder import LiveMemory, Recorder
 from tightfit.capture.steps import EndOfCapture, StepWatch
 from tightfit.capture.virtual import VirtualGpu
@@ -27,10 +30,14 @@ class Session:
         torch.set_num_threads(
             1
         )  # what is computed on the host is small, and a pool of threads costs more than it brings
+        card = Card(
+            compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
+        )
         native.pretend_cuda_is_built()
         CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
-        self.gpu = VirtualGpu(self.recorder, HANDLERS, lambda *_: ())
+        self.gpu = VirtualGpu(self.recorder, HANDLERS, KernelMemory(self.recorder, card))
         torch_api.install(self.gpu)
+        self._routes = install.install(card)
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
         self.watch.install()
         self._tape: Tape | None = None

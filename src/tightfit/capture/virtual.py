@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.attribution import Attribution
 from tightfit.capture.hosts import HostMemory
+from tightfit.capture.kernel_memory import KernelMemory
 from tightfit.capture.operators import OperatorFacts, facts, tensors, written
 from tightfit.capture.reads import Reads
 from tightfit.capture.recorder import Recorder
 from tightfit.capture.shadows import Shadows, Unknown, limit
-from tightfit.tape import Category, Source
+from tightfit.tape import Category
 
 aten = torch.ops.aten
 
@@ -31,7 +32,6 @@ _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
 
 Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
-Scratch = Callable[[OpOverload, Sequence[Any], Mapping[str, Any], Any], tuple[int, ...]]
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -44,9 +44,9 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class VirtualGpu(TorchDispatchMode):
-    """The mode. `handlers` replace single operators; `scratch` says what a kernel allocates for itself."""
+    """The mode. `handlers` replace single operators; `kernels` says what a kernel allocates for itself."""
 
-    def __init__(self, recorder: Recorder, handlers: Mapping[OpOverload, Handler], scratch: Scratch) -> None:
+    def __init__(self, recorder: Recorder, handlers: Mapping[OpOverload, Handler], kernels: KernelMemory) -> None:
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
@@ -61,7 +61,7 @@ class VirtualGpu(TorchDispatchMode):
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
         self._handlers = handlers
-        self._scratch = scratch
+        self._kernels = kernels
         self._names: dict[OpOverload, int] = {}
         self._dtypes: dict[torch.dtype, int] = {}
 
@@ -105,8 +105,7 @@ class VirtualGpu(TorchDispatchMode):
                 self._resized(tensor)
         if func in _CONJUNCTIONS:
             self.conjunctions.add(out.untyped_storage()._cdata)
-        for num_bytes in self._scratch(func, args, kwargs, out):
-            self.recorder.free(self.recorder.allocate(num_bytes, Category.TEMPORARIES, Source.SCRATCH))
+        self._kernels.add(func, args, kwargs, out)
         self._follow_values(func, known, args, kwargs, outputs)
 
     def note_operator(
@@ -125,7 +124,7 @@ class VirtualGpu(TorchDispatchMode):
             bytes_read += tensor.numel() * tensor.element_size()
             if dtype is None and tensor.is_floating_point():
                 dtype = tensor.dtype
-        for tensor in outputs:
+        for tensor in outputs or written(func, args, kwargs):
             bytes_written += tensor.numel() * tensor.element_size()
             dtype = dtype or tensor.dtype
         flops = known.flops(*args, **kwargs, out_val=out) if known.flops else 0
