@@ -53,8 +53,8 @@ def _embedding_backward(arguments: Arguments, _outputs: Outputs, _card: Card) ->
 def _index_put(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator[int]:
     """`index_put_with_sort_kernel` (Indexing.cu), taken for accumulate=True: linear indices, sorted, with their origin.
 
-    Recordings of an embedding's gradient show, for one index tensor: the wrapped and the scaled indices, then the two sorted arrays and
-    the sort's own storage.
+    The order is that of recordings of such a call: the wrapped indices, scaled by their stride, of which the last stay; then the two sorted
+    arrays, the range that is sorted along, and the sort's own storage.
     """
     tensor: torch.Tensor = arguments["self"]
     values: torch.Tensor = arguments["values"]
@@ -65,13 +65,18 @@ def _index_put(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator
         num_indices = values.shape[0] if values.dim() else tensor.numel()
     else:
         num_indices = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
-    yield from contiguous_copy(tensor)
+    blocks = 0
+    for copy in contiguous_copy(tensor):
+        yield copy
+        blocks += 1
     for _ in indices:
         yield num_indices * 8
-    yield num_indices * 8
+        yield num_indices * 8
+        blocks += 2
+        yield -(blocks - 1)
     yield from contiguous_copy(values)
-    yield num_indices * 8
-    yield num_indices * 8
+    for _ in range(3):
+        yield num_indices * 8
     yield radix_sort_bytes(num_indices, 8, 8)
 
 

@@ -100,7 +100,7 @@ def _batch_norm(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterato
 def _batch_norm_backward(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator[int]:
     """The gradient is brought to the input's layout; then sums of dy and of dy * (x - mean) per channel."""
     tensor: torch.Tensor = arguments["input"]
-    grad: torch.Tensor = arguments["grad_out"]
+    grad: torch.Tensor = arguments["grad_output" if "grad_output" in arguments else "grad_out"]
     if grad.stride() != tensor.stride():
         yield num_bytes(grad)
     yield tensor.shape[1] * 4
@@ -118,7 +118,7 @@ _FAMILIES: tuple[tuple[Rule, Sequence[OpOverload]], ...] = (
         _batch_norm,
         (aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default),
     ),
-    (_batch_norm_backward, (aten.native_batch_norm_backward.default,)),
+    (_batch_norm_backward, (aten.native_batch_norm_backward.default, aten.cudnn_batch_norm_backward.default)),
 )
 
 RULES: dict[OpOverload, Rule] = {operator: rule for rule, operators in _FAMILIES for operator in operators}
