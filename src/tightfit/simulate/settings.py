@@ -135,7 +135,12 @@ def _items(key: str, tokens: list[str]) -> tuple[tuple[str, str], ...]:
     items = []
     for at in range(0, len(tokens), 4):
         item = tokens[at : at + 4]
-        if len(item) < 3 or item[1] != ":" or item[3:] not in ([], [","]) or not _SPECIAL.isdisjoint((item[0], item[2])):
+        if (
+            len(item) < 3
+            or item[1] != ":"
+            or item[3:] not in ([], [","])
+            or not _SPECIAL.isdisjoint((item[0], item[2]))
+        ):
             raise UsageError(f"the list of {key} is malformed near '{''.join(item)}': write {key}:[A:B,C:D]")
         items.append((item[0], item[2]))
     return tuple(items)
@@ -200,15 +205,24 @@ def _check_ignored(values: dict[str, _Value]) -> None:
     """Raises for what torch would refuse among the settings that move no device byte."""
     backend = _text("backend", values.get("backend", "native"))
     if backend != "native":
-        known = "cudaMallocAsync is CUDA's own allocator, which is not simulated" if backend == "cudaMallocAsync" else "unknown to torch"
+        known = (
+            "cudaMallocAsync is CUDA's own allocator, which is not simulated"
+            if backend == "cudaMallocAsync"
+            else "unknown to torch"
+        )
         raise UsageError(f"backend:{backend}: {known}; only backend:native can be")
     for key in sorted(_SWITCHES & values.keys()):
         _switch(values, key)
     for key in sorted(_WHOLE_KEYS & values.keys()):
         _whole(key, _text(key, values[key]))
-    threads = _whole("pinned_num_register_threads", _text("pinned_num_register_threads", values.get("pinned_num_register_threads", "1")))
+    threads = _whole(
+        "pinned_num_register_threads",
+        _text("pinned_num_register_threads", values.get("pinned_num_register_threads", "1")),
+    )
     if threads.bit_count() != 1 or threads > _MOST_REGISTER_THREADS:
-        raise UsageError(f"pinned_num_register_threads must be a power of two up to {_MOST_REGISTER_THREADS}, and is {threads}")
+        raise UsageError(
+            f"pinned_num_register_threads must be a power of two up to {_MOST_REGISTER_THREADS}, and is {threads}"
+        )
     if values.get("pinned_reserve_segment_size_mb") == "0":
         raise UsageError("pinned_reserve_segment_size_mb must be greater than 0")
 
