@@ -112,11 +112,15 @@ SCALARS = {
     **dict.fromkeys(WIDTHS, WIDTH),
     **dict.fromkeys(INNER_WIDTHS, 2 * WIDTH),
     **dict.fromkeys(HEAD_COUNTS, HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads"), HEADS // 2),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads", "encoder_num_key_value_heads"), HEADS // 2),
+    "decoder_num_key_value_heads": HEADS // 2,
+    "rotary_dim": 16,
+    "projection_size": WIDTH,
+    "mm_tokens_per_image": 4,
     **dict.fromkeys(("head_dim", "d_kv", "d_head", "attention_head_dim"), WIDTH // HEADS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "topk_group", "n_group"), 2),
-    **dict.fromkeys(("vocab_size", "vocab_size_or_config_json_file"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "decoder_vocab_size"), VOCABULARY),
     **dict.fromkeys(("image_size", "input_size"), SIDE),
     "first_k_dense_replace": 1,
     "q_lora_rank": 32,
@@ -130,6 +134,9 @@ SCALARS = {
 }
 """What a field of this name becomes in a small config, where it is larger there."""
 
+DROPPED = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
+"""Fields that name layers of the large model and that the small config works out anew."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -138,6 +145,7 @@ class Case:
     name: str
     task: str
     group: str
+    complete: dict[str, Any]
     small: dict[str, Any]
 
 
@@ -158,34 +166,35 @@ class Row:
 def cases() -> list[Case]:
     """Every model type of breadth_models.toml."""
     table = tomllib.loads(Path(__file__).with_name("breadth_models.toml").read_text(encoding="utf-8"))
-    small = table.pop("small", {})
+    complete, small = table.pop("complete"), table.pop("small")
     return [
-        Case(name=name, task=task, group=group, small=small.get(name, {}))
+        Case(name=name, task=task, group=group, complete=complete.get(name, {}), small=small.get(name, {}))
         for group, tasks in table.items()
         for name, task in tasks.items()
     ]
 
 
 def shrink(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config, and of the configs inside it, with small numbers in place of large ones."""
-    result = {key: _shrunk(key, value) for key, value in fields.items()}
-    num_ids = result.get("vocab_size")
-    if isinstance(num_ids, int):
-        special = [key for key, value in result.items() if _is_special(key, value, num_ids)]
-        result |= {key: num_ids - 1 - index for index, key in enumerate(special)}
-    return result
+    """The fields of a config, and of the configs inside it, with small numbers in place of large ones.
 
-
-def _is_special(key: str, value: Any, num_ids: int) -> bool:
-    return key.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= num_ids
+    A hierarchical model (it has `depths`) keeps its widths, which depend on each other, and gets one layer a stage.
+    """
+    kept = {key: value for key, value in fields.items() if key not in DROPPED}
+    if isinstance(fields.get("depths"), list):
+        return kept | {"depths": [1] * len(fields["depths"])}
+    return {key: _shrunk(key, value) for key, value in kept.items()}
 
 
 def _shrunk(key: str, value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and "model_type" in value:
         return shrink(value)
-    if key in SCALARS and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return value
+    if key in SCALARS and isinstance(value, int):
         return min(value, SCALARS[key])
-    if key in ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types") and isinstance(value, list):
+    if key.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= VOCABULARY:
+        return VOCABULARY // 2 + value % (VOCABULARY // 2)
+    if key in ("layer_types", "layers_block_type", "mlp_layer_types") and isinstance(value, list):
         return _few(value)
     return value
 
@@ -196,13 +205,16 @@ def _few(kinds: list[Any]) -> list[Any]:
     return (distinct + kinds)[:LAYERS]
 
 
-def write_small(case: Case, folder: Path) -> Path:
-    """Write the small config of `case` into `folder` and return its path."""
+def write_config(case: Case, size: str, folder: Path) -> Path:
+    """Write the config of `case`, `small` or `real`, into `folder` and return its path."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    fields = shrink(CONFIG_MAPPING[case.name]().to_dict())
-    _update(fields, case.small)
-    path = folder / f"{case.name}.json"
+    fields = CONFIG_MAPPING[case.name]().to_dict()
+    _update(fields, case.complete)
+    if size == "small":
+        fields = shrink(fields)
+        _update(fields, case.small)
+    path = folder / f"{case.name}-{size}.json"
     path.write_text(json.dumps(fields, indent=1), encoding="utf-8")
     return path
 
@@ -262,14 +274,14 @@ def _rows(chosen: list[Case], options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         if options.check:
             for case in chosen:
-                yield check(case, write_small(case, Path(folder)))
+                yield check(case, write_config(case, "small", Path(folder)))
             return
         sizes = ("small", "real") if options.size == "both" else (options.size,)
         jobs = [(case, size) for case in chosen for size in sizes]
 
         def run(job: tuple[Case, str]) -> Row:
             case, size = job
-            source = str(write_small(case, Path(folder))) if size == "small" else case.name
+            source = str(write_config(case, "small", Path(folder))) if size == "small" else case.name
             return estimate(case, size, source, options.device, options.limit_seconds)
 
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

@@ -1,5 +1,6 @@
 """A Hugging Face config with a task trains like the plain loop it stands for, whatever the architecture."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from tightfit.capture import huggingface, huggingface_tasks
+from tightfit.capture import huggingface, huggingface_inputs, huggingface_tasks
 from tightfit.capture.huggingface import HuggingFaceTarget, is_huggingface_source, load_config, workload
 from tightfit.errors import MissingExtra, UsageError
 
@@ -25,7 +27,7 @@ CASES = {case.name: case for case in breadth.cases()}
 
 @pytest.fixture
 def small(tmp_path):
-    return lambda name: str(breadth.write_small(CASES[name], tmp_path))
+    return lambda name: str(breadth.write_config(CASES[name], "small", tmp_path))
 
 
 def run(target, steps=2):
@@ -172,3 +174,23 @@ def test_a_missing_package_is_named_with_its_installation(monkeypatch):
 def test_positions_that_are_not_looked_up_do_not_bound_a_row(small):
     target = HuggingFaceTarget(source=small("llama"), sequence_length=40)
     assert next(itertools.islice(workload(target, device="cpu"), 1)).isfinite()
+
+
+@pytest.mark.parametrize("name", huggingface.presets())
+def test_a_preset_has_as_many_parameters_as_the_published_model(name):
+    config = load_config(name)
+    _, task = huggingface_tasks.choose(config, None)
+    with torch.device("meta"):
+        model = getattr(transformers, task.auto_class).from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == huggingface.presets()[name]["parameters"]
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_vl", "idefics3", "mistral3"])
+def test_every_image_has_its_placeholder_tokens(name, small):
+    target = HuggingFaceTarget(source=small(name), task="image-text", batch_size=2)
+    losses, frame = run(target, steps=1)
+    placeholders = (frame["batch"]["input_ids"] == huggingface_inputs.image_token(frame["config"])).sum(dim=1)
+    assert placeholders[0] == placeholders[1] > 0
+    assert losses[0].isfinite()
+    with pytest.raises(UsageError, match="ask for more than"):
+        next(workload(dataclasses.replace(target, sequence_length=int(placeholders[0])), device="cpu"))

@@ -147,9 +147,9 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
     """The number of tiles (None: the layout has no such dimension) and of tokens per image that the model takes."""
     torch = importlib.import_module("torch")
     with torch.device("meta"):
-        twin = type(model)(copy.deepcopy(config))
-    get_image_features = _helper(twin.eval())
-    dtype = next(parameter.dtype for parameter in twin.parameters())
+        get_image_features = _helper(type(model)(copy.deepcopy(config)).eval())
+    assert get_image_features is not None  # the twin has what the model has
+    dtype = next(parameter.dtype for parameter in model.parameters())
     arguments = dict(extra)
     for name in inspect.signature(get_image_features).parameters:
         if name.startswith("vision_feature"):
@@ -161,7 +161,7 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
             with torch.no_grad():
                 features = get_image_features(pixel_values=pixels, **arguments)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as refusal:
-            if "meta tensor" in str(refusal):
+            if isinstance(refusal, NotImplementedError) or "meta tensor" in str(refusal):
                 # The layout is right: the model went on to look at the pixels, which a twin does not have.
                 return tiles, _num_tokens_by_config(config, image[-1])
             refusals.append(f"{type(refusal).__name__}: {refusal}")

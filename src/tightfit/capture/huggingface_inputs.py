@@ -97,11 +97,11 @@ class _Tokens:
     @classmethod
     def of(cls, model: Any, config: Any, request: Request, *, num_image_tokens: int) -> _Tokens:
         text = config.get_text_config()
-        image_token = image_token(config)
+        placeholder = image_token(config)
         before = getattr(config, "vision_start_token_id", None)
         opening = (
             *([before] if before is not None and num_image_tokens else []),
-            *([image_token] * num_image_tokens if image_token is not None else []),
+            *([placeholder] * num_image_tokens if placeholder is not None else []),
         )
         length = _length(request.sequence_length, _num_positions(model, text), len(opening), config.model_type)
         num_ids = getattr(text, "vocab_size", None) or CHARACTERS
@@ -113,7 +113,7 @@ class _Tokens:
             ordinary=_ordinary_ids(config, num_ids),
             opening=opening,
             end=end if end is not None and end < num_ids else None,
-            image_token=image_token,
+            image_token=placeholder,
         )
 
     def random(self, shape: tuple[int, ...]) -> Tensor:
@@ -138,6 +138,7 @@ class _Tokens:
 
 
 def image_token(config: Any) -> int | None:
+    """The id that stands for a feature of an image in the text, None for models without one."""
     token = first(config, ("image_token_id", "image_token_index", "media_token_id"))
     return token[0] if isinstance(token, list) else token
 
@@ -213,8 +214,10 @@ def _audio(model: Any, config: Any, names: set[str], request: Request) -> dict[s
         # The two convolutions at the entry halve the frames, and the encoder wants exactly its positions.
         return {name: functools.partial(torch.randn, (request.batch_size, num_bins, 2 * positions))}
     shape = (request.batch_size, num_frames, num_bins)
-    masks = {"attention_mask": functools.partial(torch.ones, shape[:2], dtype=torch.long)}
-    return {name: functools.partial(torch.randn, shape)} | (masks if name == "input_features" else {})
+    fields: dict[str, Maker] = {name: functools.partial(torch.randn, shape)}
+    if name == "input_features":
+        fields["attention_mask"] = functools.partial(torch.ones, shape[:2], dtype=torch.long)
+    return fields
 
 
 def _labels(
