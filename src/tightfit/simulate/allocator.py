@@ -76,9 +76,10 @@ class CachingAllocator(Counters):
         self._collects = self.capacity_bytes is not None and settings.garbage_collection_threshold > 0
         self._num_large_searches = 0
         self._searches_plainly = not (self._collects or settings.max_split_size_bytes or settings.expandable_segments)
+        self.address_space_bytes = (total_bytes or capacity_bytes or _UNKNOWN_TOTAL_BYTES) * 9 // 8
         self._mapper = Mapper(
             large_page_bytes=settings.large_segment_size_bytes,
-            address_space_bytes=(total_bytes or capacity_bytes or _UNKNOWN_TOTAL_BYTES) * 9 // 8,
+            address_space_bytes=self.address_space_bytes,
             place=self._place,
             on_map=self._note_map,
             on_unmap=partial(self._count_returned, "segment_unmap"),

@@ -1,0 +1,249 @@
+"""The state of the allocator when a recording begins, worked out from its end: the events are undone from the last to the first.
+
+What is left then are the segments of the start and the blocks that lived in them. The free blocks are the gaps between those, because free
+neighbours are always merged. An event tells the requested size of a block only, so the size of one that died during the recording is
+computed; the tail that the large pool leaves on a block when it is too small to be split off is seen as a gap that no free block can have.
+"""
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from tightfit.simulate.allocator import CachingAllocator
+from tightfit.simulate.blocks import SMALL_BYTES, SMALL_SEGMENT_BYTES, Block, ExpandableSegment, rounded
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.snapshots.read import Action, DeviceRecording
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Held:
+    """A block at the start: in use, or waiting for another stream. `num_bytes` is None where it is not known yet."""
+
+    address: int
+    requested_bytes: int
+    num_bytes: int | None
+    is_live: bool
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Range:
+    """A segment at the start, or a contiguous mapped range of an expandable one."""
+
+    address: int
+    end: int
+    lane: int
+    is_small: bool
+    is_expandable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The state at the start: the blocks in use, by address, and where the segments are (address and bytes)."""
+
+    blocks: dict[int, Block]
+    segments: tuple[tuple[int, int], ...]
+
+
+def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: CachingAllocator) -> Start:
+    """Gives a new `allocator` the state at the start of `recording`, which ran with `settings`."""
+    held = _held_at_start(recording)
+    ranges = _ranges_at_start(recording)
+    starts = [piece.address for piece in ranges]
+    inside: dict[int, list[_Held]] = {piece.address: [] for piece in ranges}
+    for block in sorted(held.values(), key=lambda block: block.address):
+        at = bisect_right(starts, block.address) - 1
+        if at >= 0 and block.address < ranges[at].end:
+            inside[ranges[at].address].append(block)
+    spaces = _address_spaces(recording, ranges, settings, allocator)
+    blocks: dict[int, Block] = {}
+    previous: Block | None = None
+    for piece in ranges:
+        pool = allocator.pool_of(piece.lane, is_small=piece.is_small)
+        space = spaces.get((piece.lane, piece.is_small)) if piece.is_expandable else None
+        previous = _bridge(previous, piece, space, allocator)
+        allocator.adopt_memory(piece.end - piece.address, is_segment=space is None)
+        for address, end, owner in _tiles(piece, inside[piece.address], settings):
+            block = Block(address, end - address, pool, space)
+            if owner is not None:
+                block.is_live = owner.is_live
+                block.requested_bytes = owner.requested_bytes
+                block.uses = None if owner.is_live else {-1}
+                blocks[address] = block
+            allocator.adopt(block, previous)
+            previous = block
+    _bridge(previous, None, None, allocator)
+    allocator.reset_peaks()
+    plain = [(piece.address, piece.end - piece.address) for piece in ranges if not piece.is_expandable]
+    paged = [(space.address, space.num_bytes) for space in spaces.values()]
+    return Start(blocks=blocks, segments=(*plain, *paged))
+
+
+def _held_at_start(recording: DeviceRecording) -> dict[int, _Held]:
+    held = {
+        block.address: _Held(
+            address=block.address,
+            requested_bytes=block.requested_bytes,
+            num_bytes=block.num_bytes,
+            is_live=block.is_live,
+        )
+        for segment in recording.segments
+        for block in segment.blocks
+        if block.is_live or block.is_waiting
+    }
+    columns = (recording.action, recording.address, recording.num_bytes)
+    for action, address, num_bytes in zip(*(column[::-1].tolist() for column in columns), strict=True):
+        if action == Action.ALLOC:
+            held.pop(address, None)
+        elif action == Action.FREE_COMPLETED:
+            held[address] = _Held(address=address, requested_bytes=num_bytes, num_bytes=None, is_live=False)
+        elif action == Action.FREE_REQUESTED and address in held:
+            held[address].is_live = True
+    return held
+
+
+def _ranges_at_start(recording: DeviceRecording) -> list[_Range]:
+    ranges = {
+        segment.address: _Range(
+            address=segment.address,
+            end=segment.address + segment.num_bytes,
+            lane=segment.lane,
+            is_small=segment.is_small,
+            is_expandable=segment.is_expandable,
+        )
+        for segment in recording.segments
+    }
+    small = _smallness(recording)
+    columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
+    for action, address, num_bytes, lane in zip(*(column[::-1].tolist() for column in columns), strict=True):
+        if action == Action.SEGMENT_ALLOC:
+            ranges.pop(address, None)
+        elif action == Action.SEGMENT_FREE:
+            is_small = num_bytes == SMALL_SEGMENT_BYTES
+            ranges[address] = _Range(
+                address=address, end=address + num_bytes, lane=lane, is_small=is_small, is_expandable=False
+            )
+        elif action == Action.SEGMENT_MAP:
+            _subtract(ranges, address, address + num_bytes)
+        elif action == Action.SEGMENT_UNMAP:
+            is_small = small.get(address, num_bytes == SMALL_SEGMENT_BYTES)
+            ranges[address] = _Range(
+                address=address, end=address + num_bytes, lane=lane, is_small=is_small, is_expandable=True
+            )
+    return _joined(ranges.values())
+
+
+def _smallness(recording: DeviceRecording) -> dict[int, bool]:
+    """Whether each unmapped range belonged to a small pool: as the blocks seen in it did."""
+    chosen = recording.action == Action.ALLOC
+    seen = sorted(zip(recording.address[chosen].tolist(), recording.num_bytes[chosen].tolist(), strict=True))
+    addresses = [address for address, _ in seen]
+    small: dict[int, bool] = {}
+    unmapped = recording.action == Action.SEGMENT_UNMAP
+    for address, num_bytes in zip(
+        recording.address[unmapped].tolist(), recording.num_bytes[unmapped].tolist(), strict=True
+    ):
+        at = bisect_right(addresses, address + num_bytes - 1) - 1
+        if at >= 0 and addresses[at] >= address:
+            small[address] = seen[at][1] <= SMALL_BYTES
+    return small
+
+
+def _subtract(ranges: dict[int, _Range], begin: int, end: int) -> None:
+    """Takes the pages from `begin` to `end` out of the expandable ranges."""
+    for piece in [r for r in ranges.values() if r.is_expandable and r.address < end and begin < r.end]:
+        del ranges[piece.address]
+        if piece.address < begin:
+            ranges[piece.address] = dataclasses.replace(piece, end=begin)
+        if end < piece.end:
+            ranges[end] = dataclasses.replace(piece, address=end)
+
+
+def _joined(ranges: Iterable[_Range]) -> list[_Range]:
+    """The ranges by address, with those of one expandable segment that touch made one, and any that overlap dropped."""
+    result: list[_Range] = []
+    for piece in sorted(ranges, key=lambda piece: piece.address):
+        last = result[-1] if result else None
+        if last is not None and piece.address < last.end:
+            continue
+        alike = (
+            last is not None
+            and last.is_expandable
+            and piece.is_expandable
+            and last.lane == piece.lane
+            and last.is_small == piece.is_small
+        )
+        if last is not None and alike and last.end == piece.address:
+            last.end = piece.end
+        else:
+            result.append(piece)
+    return result
+
+
+def _address_spaces(
+    recording: DeviceRecording, ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
+) -> dict[tuple[int, bool], ExpandableSegment]:
+    """The expandable segment of each pool: it begins at the lowest page that was ever seen of it."""
+    lowest: dict[tuple[int, bool], int] = {}
+    for piece in ranges:
+        if piece.is_expandable:
+            key = (piece.lane, piece.is_small)
+            lowest[key] = min(lowest.get(key, piece.address), piece.address)
+    for segment in recording.segments:
+        key = (segment.lane, segment.is_small)
+        if segment.is_expandable and key in lowest:
+            lowest[key] = min(lowest[key], segment.address)
+    return {
+        (lane, is_small): ExpandableSegment(
+            address,
+            allocator.address_space_bytes,
+            SMALL_SEGMENT_BYTES if is_small else settings.large_segment_size_bytes,
+        )
+        for (lane, is_small), address in lowest.items()
+    }
+
+
+def _bridge(
+    previous: Block | None, piece: _Range | None, space: ExpandableSegment | None, allocator: CachingAllocator
+) -> Block | None:
+    """What `piece` follows in its segment: nothing, or the unmapped stretch between it and the range before."""
+    before = previous.segment if previous is not None else None
+    if previous is not None and before is not None and before is not space:
+        _adopt_unmapped(previous, previous.address + previous.size, before.address + before.num_bytes, allocator)
+    if piece is None or space is None:
+        return None
+    if before is space and previous is not None:
+        return _adopt_unmapped(previous, previous.address + previous.size, piece.address, allocator)
+    return None
+
+
+def _adopt_unmapped(previous: Block, address: int, end: int, allocator: CachingAllocator) -> Block:
+    if end <= address:
+        return previous
+    block = Block(address, end - address, previous.pool, previous.segment)
+    block.is_mapped = False
+    allocator.adopt(block, previous)
+    return block
+
+
+def _tiles(piece: _Range, held: list[_Held], settings: AllocatorSettings) -> Iterable[tuple[int, int, _Held | None]]:
+    """The blocks that fill a range, as begin, end and who holds them."""
+    at = piece.address
+    for position, block in enumerate(held):
+        if block.address > at:
+            yield at, block.address, None
+        bound = held[position + 1].address if position + 1 < len(held) else piece.end
+        at = min(block.address + _block_bytes(block, bound, piece, settings), bound)
+        yield block.address, at, block
+    if at < piece.end:
+        yield at, piece.end, None
+
+
+def _block_bytes(block: _Held, bound: int, piece: _Range, settings: AllocatorSettings) -> int:
+    if block.num_bytes is not None:
+        return block.num_bytes
+    size = rounded(block.requested_bytes, settings.roundup_power2_divisions)
+    if piece.is_small or piece.is_expandable:
+        return size
+    is_oversize = settings.max_split_size_bytes is not None and size >= settings.max_split_size_bytes
+    rest_bytes = bound - block.address - size
+    return bound - block.address if is_oversize or rest_bytes <= SMALL_BYTES else size
