@@ -2,8 +2,9 @@
 
 float16 autocast around forward and loss, no GradScaler, AdamW, inputs made once on the card. The step is a function of
 its own, so loss and outputs die when it returns; gradients are set to none at its start. One warm-up step, then the
-peak statistics are reset and the second step is measured. The source calls no attention function by name: the
-library's default is what ran.
+peak statistics are reset and the second step is measured. The source names no attention function, so the library's
+default ran: torch's scaled_dot_product_attention, which on that card and torch was its math kernel (the measured peaks
+grow with the square of the sequence, and match that kernel's to 0.2 % for both encoders).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ def train_language_model(
     model: str = "gpt2",
     batch_size: int = 4,
     num_tokens: int = 128,
+    attention: str = "sdpa",
     num_layers: int = 0,
     width: int = 0,
     num_heads: int = 0,
@@ -42,7 +44,8 @@ def train_language_model(
     import transformers
 
     config = language_config(model, num_layers, width, num_heads)
-    network = getattr(transformers, LANGUAGE_MODELS[model][1]).from_config(config).to(device)
+    network = getattr(transformers, LANGUAGE_MODELS[model][1]).from_config(config, attn_implementation=attention)
+    network.to(device)
     network.train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5)
     tokens = torch.randint(0, config.vocab_size - 1, (batch_size, num_tokens), device=device)

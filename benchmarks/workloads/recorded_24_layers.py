@@ -6,6 +6,7 @@ softmax and gather as the loss, and an AdamW that makes new tensors in every upd
 and what gets a name decides when a tensor dies; it follows the recorded order of allocations and frees.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -179,6 +180,13 @@ class NewTensorAdamW(torch.optim.Optimizer):
                 state["count"], state["first"], state["second"] = count, first, second
 
 
+def _batches(num_warm_up_steps: int, batch_size: int, num_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    """The tokens of all warm-up steps, and of the recorded one, made on the device."""
+    shape = (batch_size, num_tokens)
+    warm_up = torch.randint(0, VOCABULARY, (num_warm_up_steps, *shape), device=device)
+    return warm_up, torch.randint(0, VOCABULARY, (1, *shape), device=device)
+
+
 def train(
     *,
     num_layers: int = 24,
@@ -193,21 +201,20 @@ def train(
     """Training steps; all batches are made on the card beforehand, gradients are dropped after the optimizer."""
     network = LanguageModel(num_layers, width, num_heads, inner_width, num_tokens).to(device)
     optimizer = NewTensorAdamW(network.parameters())
-    shape = (num_warm_up_steps + 1, batch_size, num_tokens)
-    inputs = torch.randint(0, VOCABULARY, shape, device=device)
-    targets = torch.randint(0, VOCABULARY, shape, device=device)
+    inputs, recorded_inputs = _batches(num_warm_up_steps, batch_size, num_tokens, device)
+    targets, recorded_targets = _batches(num_warm_up_steps, batch_size, num_tokens, device)
     network.train()
-    step = 0
-    while True:
-        logits = network(inputs[step % len(inputs)])
-        loss = cross_entropy(logits, targets[step % len(inputs)])
+    for tokens, labels in itertools.chain(
+        zip(inputs, targets, strict=True), itertools.cycle(zip(recorded_inputs, recorded_targets, strict=True))
+    ):
+        logits = network(tokens)
+        loss = cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
         # The recorded step is the one after the last warm-up step, whose outputs had been deleted.
         yield None
         optimizer.zero_grad()
         del logits, loss
-        step += 1
 
 
 def infer(
@@ -218,15 +225,14 @@ def infer(
     inner_width: int = 4096,
     num_tokens: int = 128,
     batch_size: int = 4,
+    num_warm_up_steps: int = 5,
     device: str = "cuda",
 ) -> Iterator[None]:
     """Forward passes in inference mode; the logits are dropped at once."""
     network = LanguageModel(num_layers, width, num_heads, inner_width, num_tokens).to(device)
-    optimizer = NewTensorAdamW(network.parameters())
-    inputs = torch.randint(0, VOCABULARY, (6, batch_size, num_tokens), device=device)
+    inputs, recorded_inputs = _batches(num_warm_up_steps, batch_size, num_tokens, device)
     network.eval()
     with torch.inference_mode():
-        for step in range(1_000_000):
-            network(inputs[step % len(inputs)])
+        for tokens in itertools.chain(inputs, itertools.cycle(recorded_inputs)):
+            network(tokens)
             yield None
-    del optimizer
