@@ -199,7 +199,7 @@ def _cudnn_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> Iter
     grad: torch.Tensor = arguments["grad_out"]
     if grad.stride(-1) != 1:
         yield num_bytes(grad)
-    yield cudnn_backward_workspace_bytes(arguments["query"], arguments["key"], arguments["value"], card)[0]
+    yield card.pick(cudnn_backward_workspace_bytes(arguments["query"], arguments["key"], arguments["value"], card))
 
 
 _FAMILIES: tuple[tuple[Rule, Sequence[OpOverload]], ...] = (

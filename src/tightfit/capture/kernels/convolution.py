@@ -148,7 +148,7 @@ def _workspace(direction: Direction, arguments: Arguments, output_shape: Sequenc
         input_shape, output_shape = output_shape, input_shape
         swapped: dict[Direction, Direction] = {"forward": "backward_input", "backward_input": "forward"}
         direction = swapped.get(direction, direction)
-    return convolution_workspace_bytes(
+    likely_low_high = convolution_workspace_bytes(
         direction,
         _padded(input_shape),
         _padded(weight.shape),
@@ -159,7 +159,8 @@ def _workspace(direction: Direction, arguments: Arguments, output_shape: Sequenc
         dtype=tensor.dtype,
         channels_last=output_memory_format(tensor, weight) is not torch.contiguous_format,
         card=card,
-    )[0]
+    )
+    return card.pick(likely_low_high)
 
 
 def _forward(arguments: Arguments, outputs: Outputs, card: Card) -> Iterator[int]:
