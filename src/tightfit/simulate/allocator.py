@@ -150,7 +150,7 @@ class CachingAllocator(Counters):
         """Gives every segment (or page) that is free as a whole back to the driver."""
         self.synchronize()
         for pools in (self._large, self._small):
-            paged = [block for pool in pools.values() for block in self._release_whole_segments(pool)]
+            paged = [block for stream in sorted(pools) for block in self._release_whole_segments(pools[stream])]
             for block in paged:
                 self._mapper.release(block)
 
