@@ -75,7 +75,7 @@ def replay(
     """Replays the events of one device, by default the one with most events.
 
     `settings` are those that were recorded unless given; what the cache held at the start stays as it was recorded. `capacity_bytes`
-    bounds what the allocator may hold; without it there is no limit.
+    bounds what the allocator may hold; without it there is no limit. A cache that is larger than that at the start is given back first.
 
     Raises:
         UsageError: the recording has nothing of `device`.
@@ -91,10 +91,11 @@ class _Places:
     """Addresses for new segments: the recorded one where the recording has a segment of that size now, otherwise one that nothing has."""
 
     def __init__(self, recording: DeviceRecording) -> None:
+        columns = (recording.address.tolist(), recording.num_bytes.tolist())
         ends = [segment.address + segment.num_bytes for segment in recording.segments]
-        ends += (recording.address + recording.num_bytes).tolist()
+        ends += [address + num_bytes for address, num_bytes in zip(*columns, strict=True)]
         self._fresh = (max(ends, default=0) // GIB + 2) * GIB
-        self.announced: list[tuple[int, int]] = []
+        self.announced: list[tuple[Action, int, int]] = []
         self.taken: list[tuple[int, int]] = []
 
     def take(self, address: int, num_bytes: int) -> None:
@@ -107,8 +108,12 @@ class _Places:
 
     def place(self, num_bytes: int, *, is_expandable: bool) -> int:
         """The address of a new segment of `num_bytes`."""
-        for at, (address, announced_bytes) in enumerate(self.announced):
-            if (is_expandable or announced_bytes == num_bytes) and self._is_clear(address, address + num_bytes):
+        for at, (action, address, announced_bytes) in enumerate(self.announced):
+            if is_expandable:
+                fits = action == Action.SEGMENT_MAP
+            else:
+                fits = announced_bytes == num_bytes and self._is_clear(address, address + num_bytes)
+            if fits:
                 del self.announced[at]
                 self.take(address, num_bytes)
                 return address
@@ -142,6 +147,10 @@ class _Player:
         for address, num_bytes in start.segments:
             self.places.take(address, num_bytes)
         self.log = self.allocator.driver_log = []
+        limit_bytes = self.allocator.capacity_bytes
+        if limit_bytes is not None and self.allocator.reserved_bytes > limit_bytes:
+            self.allocator.empty_cache()
+            self.allocator.reset_peaks()
         self.num_log_seen = 0
         self.num_moved_blocks = 0
         self.recorded_calls: list[tuple[str, int, int]] = []
@@ -151,23 +160,24 @@ class _Player:
         recording = self.recording
         columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
         actions, addresses, sizes, lanes = (column.tolist() for column in columns)
-        oom = None
+        oom = self._too_little_to_begin()
         was_returning = False
         for at, (action, address, num_bytes, lane) in enumerate(zip(actions, addresses, sizes, lanes, strict=True)):
+            if oom is not None:
+                break
             is_returning = action in _RETURNS
             if action == Action.ALLOC:
                 try:
                     self._malloc(address, num_bytes, lane)
                 except OutOfDeviceMemory as error:
                     oom = _out_of_memory(at, error)
-                    break
             elif action == Action.FREE_REQUESTED:
                 following = (actions[at + 1], addresses[at + 1]) if at + 1 < len(actions) else None
                 self._free(address, waits=following != (Action.FREE_COMPLETED, address))
             elif action == Action.FREE_COMPLETED:
                 self._complete(address)
             elif action in _GIVES:
-                self.places.announced.append((address, num_bytes))
+                self.places.announced.append((Action(action), address, num_bytes))
                 self.recorded_calls.append((Action(action).name.lower(), address, num_bytes))
             elif is_returning:
                 if not was_returning:
@@ -175,6 +185,19 @@ class _Player:
                 self.recorded_calls.append((Action(action).name.lower(), address, num_bytes))
             was_returning = is_returning
         return self._result(oom)
+
+    def _too_little_to_begin(self) -> OutOfMemory | None:
+        """What lives at the start may be more than the limit already."""
+        allocator = self.allocator
+        if allocator.capacity_bytes is None or allocator.reserved_bytes <= allocator.capacity_bytes:
+            return None
+        return OutOfMemory(
+            event=0,
+            requested_bytes=0,
+            allocated_bytes=allocator.allocated_bytes,
+            reserved_bytes=allocator.reserved_bytes,
+            free_bytes=0,
+        )
 
     def _malloc(self, address: int, num_bytes: int, lane: int) -> None:
         block = self.allocator.malloc(num_bytes, lane)

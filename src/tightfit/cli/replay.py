@@ -1,0 +1,101 @@
+"""`tightfit replay`: what a recording of torch's memory allocator would have held, as it ran or with other settings or less memory."""
+
+import dataclasses
+import json as json_module
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.snapshots.read import Recording, read_recording
+from tightfit.snapshots.replay import Replay
+from tightfit.snapshots.replay import replay as replay_device
+from tightfit.units import format_bytes, parse
+
+_WIDTH = 120
+
+
+def replay(
+    recording: Path,
+    *,
+    alloc_conf: Annotated[str | None, Parameter(name="--alloc-conf")] = None,
+    memory: str | None = None,
+    json: bool = False,
+) -> int:
+    """Replays RECORDING (from torch.cuda.memory._dump_snapshot) through the simulated caching allocator. Exit 1: it would run out of memory.
+
+    Args:
+        recording: the pickle file.
+        alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default those that were recorded. What the cache held at the start stays.
+        memory: what the allocator may hold, such as 22GiB; by default there is no limit.
+        json: print JSON instead of a table.
+    """
+    settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
+    capacity_bytes = None if memory is None else parse(memory)
+    found = read_recording(recording)
+    with_events = [d.device for d in found.devices if d.num_events] or [d.device for d in found.devices][:1]
+    each = [
+        replay_device(found, settings=settings, capacity_bytes=capacity_bytes, device=device) for device in with_events
+    ]
+    talk = Console(stderr=True)
+    if len(each) > 1:
+        talk.print(
+            f"{len(each)} devices have events: each was replayed apart, and the figures are their sums", highlight=False
+        )
+    total = each[0] if len(each) == 1 else _sum(each)
+    if json:
+        print(json_module.dumps(total.to_json(), indent=2))
+    else:
+        _print(total, found, is_as_recorded=settings is None and capacity_bytes is None)
+    return 0 if total.oom is None else 1
+
+
+def _sum(each: list[Replay]) -> Replay:
+    """The figures of several devices together; the first that ran out of memory speaks for all."""
+    segments: Counter[int] = Counter()
+    for one in each:
+        segments.update(one.segments)
+    return dataclasses.replace(
+        each[0],
+        events=sum(one.events for one in each),
+        peak_allocated_bytes=sum(one.peak_allocated_bytes for one in each),
+        peak_reserved_bytes=sum(one.peak_reserved_bytes for one in each),
+        segments=dict(sorted(segments.items())),
+        alloc_retries=sum(one.alloc_retries for one in each),
+        oom=next((one.oom for one in each if one.oom is not None), None),
+        agrees=all(one.agrees for one in each),
+        num_moved_blocks=sum(one.num_moved_blocks for one in each),
+    )
+
+
+def _print(result: Replay, recording: Recording, *, is_as_recorded: bool) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("events", f"{result.events:,}")
+    table.add_row(
+        "peak allocated", f"{format_bytes(result.peak_allocated_bytes)} ({result.peak_allocated_bytes:,} bytes)"
+    )
+    table.add_row("peak reserved", f"{format_bytes(result.peak_reserved_bytes)} ({result.peak_reserved_bytes:,} bytes)")
+    num_segments = sum(result.segments.values())
+    mapped_bytes = sum(size * count for size, count in result.segments.items())
+    table.add_row("mapped meanwhile", f"{num_segments:,} segments, {format_bytes(mapped_bytes)}")
+    table.add_row("retries", f"{result.alloc_retries:,}")
+    if is_as_recorded:
+        table.add_row(
+            "recorded segments", "all as simulated, to the byte" if result.agrees else "differ from the simulated ones"
+        )
+    if result.oom is not None:
+        oom = result.oom
+        table.add_row(
+            "out of memory",
+            f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} asked for with {format_bytes(oom.allocated_bytes)} allocated"
+            f" and {format_bytes(oom.reserved_bytes)} reserved",
+        )
+    console.print(recording.path)
+    console.print(table)
