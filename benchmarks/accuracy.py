@@ -39,7 +39,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the estimates")
     parser.add_argument("--jobs", type=int, default=1, help="estimates at a time")
     parser.add_argument("--match", default="", help="only rows whose name contains this")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th row of a group")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th row of a group, or model of a sweep")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one estimate may take")
     parser.add_argument("--csv", type=Path, help="folder that receives GROUP.csv")
     parser.add_argument("--baselines", action="store_true", help="also run simpler estimators, where they run")
@@ -49,6 +49,14 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"no group is called {', '.join(unknown)}; there are {', '.join(GROUPS)}")
     return parsed
+
+
+def every_nth(rows: Sequence[Row], step: int) -> list[Row]:
+    """Every `step`-th row; of a sweep every `step`-th model with all of its batch sizes, which a slope needs."""
+    if rows and rows[0].group == "timm":
+        models = set(list(dict.fromkeys(row.parameters["model"] for row in rows))[::step])
+        return [row for row in rows if row.parameters["model"] in models]
+    return list(rows[::step])
 
 
 def versions(python: str) -> str:
@@ -110,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     compared: list[Comparison] = []
     for group in options.groups or GROUPS:
-        rows = [row for row in GROUPS[group](options.data) if options.match in row.name][:: options.every]
+        rows = every_nth([row for row in GROUPS[group](options.data) if options.match in row.name], options.every)
         if rows:
             compared += run_group(group, rows, options)
     if compared:

@@ -7,6 +7,7 @@ measurement; two figures of one run share it.
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,11 +66,16 @@ def run_json(command: Sequence[str], timeout_seconds: float) -> Answer:
 
 
 def run_all(commands: Sequence[tuple[str, ...]], jobs: int, timeout_seconds: float) -> dict[tuple[str, ...], Answer]:
-    """The answer to each distinct command, `jobs` of them at a time."""
+    """The answer to each distinct command, `jobs` of them at a time; says on stderr how far it is."""
     distinct = list(dict.fromkeys(commands))
+
+    def run(command: tuple[str, ...]) -> Answer:
+        answer = run_json(command, timeout_seconds)
+        print(f"{answer.elapsed_seconds:6.1f} s  {' '.join(command[3:])}  {answer.fault}", file=sys.stderr, flush=True)
+        return answer
+
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        answers = pool.map(lambda command: run_json(command, timeout_seconds), distinct)
-        return dict(zip(distinct, answers, strict=True))
+        return dict(zip(distinct, pool.map(run, distinct), strict=True))
 
 
 def compare(row: Row, answer: Answer, others: Mapping[str, float]) -> Comparison:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 # The benchmarks lie beside the package, not in it.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.accuracy import every_nth
 from benchmarks.accuracy_recordings import MIB, peak_allocated_bytes
 from benchmarks.accuracy_rows import GROUPS, Row, timm_models
 from benchmarks.accuracy_run import Answer, compare, estimate_command, run_all, run_json, slopes
@@ -217,6 +218,13 @@ def test_a_sweep_is_compared_by_its_slopes() -> None:
     assert compared.estimated_bytes == pytest.approx(12)
     (missing,) = slopes(rows, [levels[0], comparison(420, None, fault="exit 3")])
     assert (missing.estimated_bytes, missing.fault) == (None, "exit 3")
+
+
+def test_a_thinned_sweep_keeps_all_batches_of_a_model() -> None:
+    sweep = [row(group="timm", parameters={"model": model, "batch_size": size}) for model in "abc" for size in (8, 16)]
+    assert every_nth(sweep, 2) == [*sweep[:2], *sweep[4:]]
+    plain = [row(name=str(place)) for place in range(5)]
+    assert [one.name for one in every_nth(plain, 2)] == ["0", "2", "4"]
 
 
 def test_models_of_the_sweep_are_chosen_by_name_alone() -> None:
