@@ -48,7 +48,8 @@ def run(target, steps=2):
 )
 def test_a_small_model_of_every_kind_trains_for_two_steps(name, small):
     task = CASES[name].task
-    target = HuggingFaceTarget(source=small(name), task=task, batch_size=2, sequence_length=32, audio_seconds=1.0)
+    sizes = {"batch_size": 2, "sequence_length": 32, "audio_seconds": 1.0, "image_size": breadth.SIDE}
+    target = HuggingFaceTarget(source=small(name), task=task, **sizes)
     losses, frame = run(target)
     assert all(loss.ndim == 0 and math.isfinite(loss.item()) for loss in losses)
     assert len(frame["optimizer"].state) > 0

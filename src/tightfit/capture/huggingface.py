@@ -161,7 +161,8 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     optimizer = getattr(torch.optim, optimizer_class)(trained, lr=target.learning_rate, **arguments)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=target.autocast == "float16")
     while True:
-        batch = _move(make_batch(), device, dtype)
+        batch = make_batch()
+        batch = _move(batch, device, dtype)  # only now: the name let go of the last batch on the device before
         with _autocast(target.autocast, device):
             outputs = _forward(model, batch)
             loss = _loss(outputs)
