@@ -244,7 +244,8 @@ def check(case: Case, path: Path) -> Row:
 
 def estimate(case: Case, size: str, source: str, device: str, limit_seconds: float) -> Row:
     """One `tightfit estimate` of `source` in a process of its own."""
-    command = [sys.executable, "-m", "tightfit", "estimate", source, "--task", case.task, "--device", device, "--json"]
+    command = [sys.executable, "-m", "tightfit", "estimate", source, "--task", case.task]
+    command += ["--batch-size", "2", "--device", device, "--json"]  # batch normalisation wants more than one row
     start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
