@@ -1,3 +1,58 @@
-"""tightfit makes a PyTorch workload fit the GPU it is given, as fast as it can run there."""
+"""tightfit makes a PyTorch workload fit the GPU it is given, as fast as it can run there.
+
+    import tightfit
+
+    found = tightfit.estimate("train.py", "RTX 4090")
+    print(found.explain())
+
+Importing it is cheap: a name loads what it needs when it is first used, and torch is imported by the process that traces alone.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tightfit.devices.catalogue import find as find_device
+    from tightfit.devices.device import Device
+    from tightfit.errors import TightfitError
+    from tightfit.fit import estimate, replay
+    from tightfit.reports.results import Estimate
+    from tightfit.snapshots.replay import Replay
+    from tightfit.tape import Tape
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Device",
+    "Estimate",
+    "Replay",
+    "Tape",
+    "TightfitError",
+    "estimate",
+    "find_device",
+    "replay",
+]
+
+_HOMES = {
+    "Device": ("tightfit.devices.device", "Device"),
+    "Estimate": ("tightfit.reports.results", "Estimate"),
+    "Replay": ("tightfit.snapshots.replay", "Replay"),
+    "Tape": ("tightfit.tape", "Tape"),
+    "TightfitError": ("tightfit.errors", "TightfitError"),
+    "estimate": ("tightfit.fit", "estimate"),
+    "find_device": ("tightfit.devices.catalogue", "find"),
+    "replay": ("tightfit.fit", "replay"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tightfit' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

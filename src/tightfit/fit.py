@@ -1,16 +1,23 @@
-"""The only wiring: from a workload to its tape, from the tape to its estimates."""
+"""The only wiring: from a workload to its tape, from the tape to its estimates; and from a recording to its replay."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.targets import parse_target
+from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, trace
 from tightfit.devices.catalogue import find
-from tightfit.simulate.estimate import Estimate
+from tightfit.devices.device import Device
+from tightfit.errors import UnknownDevice, UsageError
+from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
-from tightfit.tape import Tape
+from tightfit.snapshots.read import read_recording
+from tightfit.snapshots.replay import Replay
+from tightfit.snapshots.replay import replay as replay_recording
+from tightfit.tape import Assumption, Tape
+from tightfit.units import parse
 
 
 def capture(
@@ -31,23 +38,109 @@ def capture(
         CaptureError: the workload could not be traced.
     """
     find(device)
+    if steps < 1:
+        raise UsageError(f"steps is {steps}: at least one step must be traced")
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
+    if options and not isinstance(parsed, HuggingFaceConfig):
+        raise UsageError(
+            f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
+            "a script takes its arguments after --, a function its parameters with -p name=value"
+        )
     return trace(parsed, label=target, device=device, num_steps=steps, show_output=show_output, meanwhile=meanwhile)
 
 
-def estimate(target: str | Tape, *, device: str, alloc_conf: str | None = None, **how: Any) -> Estimate:
-    """What `target` needs on `device`: a workload, traced here, or a tape of one.
+def estimate(
+    target: str | Tape,
+    device: str,
+    *,
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_NUM_STEPS,
+    alloc_conf: str | None = None,
+    show_output: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> Estimate:
+    """What `target` needs on `device`: a workload, traced here in a child process, or a tape of one.
 
-    `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default the one in the environment; `how` goes to `capture`.
+    `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
+    function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
+    the one in the environment. `meanwhile` is called once while the workload is traced.
 
     Raises:
         UsageError: no such target, device or setting.
         CaptureError: the workload could not be traced.
     """
-    tape = target if isinstance(target, Tape) else capture(target, device=device, **how)
-    text = (
-        alloc_conf
-        if alloc_conf is not None
-        else os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    settings, card = allocator_settings(alloc_conf), find(device)
+    if isinstance(target, Tape):
+        return cost(target, card, settings)
+    tape = capture(
+        target,
+        device=device,
+        arguments=arguments,
+        parameters=parameters,
+        options=options,
+        steps=steps,
+        show_output=show_output,
+        meanwhile=meanwhile,
     )
-    return estimate_peak(tape, find(device), AllocatorSettings.parse(text))
+    return cost(tape, card, settings)
+
+
+def cost(tape: Tape, card: Device, settings: AllocatorSettings) -> Estimate:
+    """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
+    found = estimate_peak(tape, card, settings)
+    return Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
+
+
+def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
+    """The settings that `alloc_conf` writes, or else those of the environment, as torch would read them.
+
+    Raises:
+        UsageError: torch would not take them.
+    """
+    if alloc_conf is None:
+        alloc_conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    return AllocatorSettings.parse(alloc_conf)
+
+
+def replay(
+    recording: str | os.PathLike[str],
+    *,
+    alloc_conf: str | None = None,
+    memory: str | int | None = None,
+    device: int | None = None,
+) -> Replay:
+    """What the recording of torch's allocator in that file would have held; see `tightfit.snapshots.replay`.
+
+    `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
+    bytes, by default without limit. `device` is the index of one, by default that with most events.
+
+    Raises:
+        UsageError: a wrong setting or size, or the recording has nothing of `device`.
+        RecordingError: the file cannot be read.
+    """
+    return replay_recording(
+        read_recording(recording),
+        settings=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf),
+        capacity_bytes=parse(memory) if isinstance(memory, str) else memory,
+        device=device,
+    )
+
+
+def _other_kernels(tape: Tape, card: Device) -> list[Assumption]:
+    """Says so where `tape` was traced for a card whose kernels may be others than those of `card`."""
+    if tape.traced_for == card.name:
+        return []
+    try:
+        traced_for = find(tape.traced_for)
+    except UnknownDevice:
+        traced_for = None
+    if traced_for is not None and traced_for.compute_capability == card.compute_capability:
+        return []
+    return [
+        Assumption(
+            where=card.name,
+            what=f"kernels were chosen for {tape.traced_for}, whose compute capability differs; estimate this card alone to be sure",
+        )
+    ]

@@ -3,77 +3,90 @@
 import json as jsonlib
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from tightfit import fit
 from tightfit.cli.devices import local_cards
+from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.reports import text as text_report
 from tightfit.simulate.estimate import Estimate
+from tightfit.tape import Tape
+
+_HUGGING_FACE = Group("Parameters of a Hugging Face config", sort_key=2)
+_SEVERAL = Parameter(consume_multiple=False, negative=(), show_default=False)
+_FLAG = Parameter(negative=(), show_default=False)
+_MODEL = Parameter(group=_HUGGING_FACE)
+_MODEL_FLAG = Parameter(group=_HUGGING_FACE, negative=(), show_default=False)
 
 
 def estimate(
     target: str,
     /,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
-    device: Annotated[tuple[str, ...], Parameter(consume_multiple=False, negative=())] = (),
-    parameter: Annotated[tuple[str, ...], Parameter(alias="-p", consume_multiple=False, negative=())] = (),
+    device: Annotated[tuple[str, ...], _SEVERAL] = (),
+    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     alloc_conf: str | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
-    show_output: Annotated[bool, Parameter(negative=())] = False,
-    save_tape: str | None = None,
-    task: str | None = None,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-    dtype: str | None = None,
-    optimizer: str | None = None,
-    autocast: str | None = None,
-    lora_rank: int | None = None,
-    attention: str | None = None,
-    gradient_checkpointing: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, _FLAG] = False,
+    show_output: Annotated[bool, _FLAG] = False,
+    save_tape: Path | None = None,
+    task: Annotated[str | None, _MODEL] = None,
+    batch_size: Annotated[int | None, _MODEL] = None,
+    sequence_length: Annotated[int | None, _MODEL] = None,
+    image_size: Annotated[int | None, _MODEL] = None,
+    dtype: Annotated[str | None, _MODEL] = None,
+    optimizer: Annotated[str | None, _MODEL] = None,
+    autocast: Annotated[str | None, _MODEL] = None,
+    lora_rank: Annotated[int | None, _MODEL] = None,
+    attention: Annotated[str | None, _MODEL] = None,
+    gradient_checkpointing: Annotated[bool, _MODEL_FLAG] = False,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
 
-    TARGET is a script (its arguments after `--`), FILE.py:FUNCTION or package.module:FUNCTION, a generator function that
-    yields once per step, or a Hugging Face config.json, folder or model type.
-
     Parameters
     ----------
+    target
+        A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
+        once per step; a Hugging Face config.json, its folder or a model type; or a run that --save-tape wrote.
     device
-        A card by name ("4090", "a100-80gb") or a TOML file; give it again to compare cards. Default: this machine's own.
+        A card by name ("4090", "a100-80gb") or its TOML file; once for each card to compare. Default: this machine's own.
     parameter
-        A keyword argument of a generator function, NAME=VALUE; can be given again.
+        NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
         How many steps to trace; the worst one counts.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     json
-        Print one JSON object, or one a line for several cards.
+        Print JSON: an object a line, one for each card.
     show_output
         Show what the workload prints, on stderr.
     save_tape
         Also write the recorded run to this file (.npz).
     task
-        For a Hugging Face config: causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
+        causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
     batch_size
-        For a Hugging Face config.
+        Rows of a batch, 1 if not given.
     sequence_length
-        For a Hugging Face config.
+        Tokens of a row, by default 512 or as many as the model has positions for.
+    image_size
+        Pixels a side, where the config leaves it open.
     dtype
-        For a Hugging Face config: float32, bfloat16 or float16 weights.
+        Of the weights: float32, bfloat16 or float16.
     optimizer
-        For a Hugging Face config: adamw, adam, sgd, adafactor ...
+        adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
     autocast
-        For a Hugging Face config: bfloat16 or float16.
+        bfloat16 or float16.
     lora_rank
-        For a Hugging Face config: train adapters of this rank.
+        Train adapters of this rank, with peft.
     attention
-        For a Hugging Face config: eager, sdpa ...
+        eager, sdpa, flex_attention ...
     gradient_checkpointing
-        For a Hugging Face config.
+        Recompute activations block by block.
     """
     started = time.monotonic()
     devices = device or (_own_card(),)
@@ -81,6 +94,7 @@ def estimate(
         "task": task,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
+        "image_size": image_size,
         "dtype": dtype,
         "optimizer": optimizer,
         "autocast": autocast,
@@ -89,20 +103,22 @@ def estimate(
         "gradient_checkpointing": gradient_checkpointing or None,
     }
     options = {name: value for name, value in options.items() if value is not None}
-    if steps < 1:
-        raise UsageError(f"--steps {steps}: at least one step must be traced")
-    tape = fit.capture(
-        target,
-        device=devices[0],
-        arguments=arguments,
-        parameters=parameter,
-        options=options,
-        steps=steps,
-        show_output=show_output,
-    )
+    cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
+    if target.endswith(".npz"):
+        tape = Tape.load(target)
+    else:
+        tape = fit.capture(
+            target,
+            device=devices[0],
+            arguments=arguments,
+            parameters=parameter,
+            options=options,
+            steps=steps,
+            show_output=show_output,
+        )
     if save_tape is not None:
         tape.save(save_tape)
-    estimates = [fit.estimate(tape, device=name, alloc_conf=alloc_conf) for name in devices]
+    estimates = [fit.cost(tape, card, settings) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
 
@@ -116,7 +132,7 @@ def _own_card() -> str:
     return cards[0].name
 
 
-def _print(estimates: list[Estimate], *, json: bool, elapsed_seconds: float) -> None:
+def _print(estimates: Sequence[Estimate], *, json: bool, elapsed_seconds: float) -> None:
     if json:
         for estimate in estimates:
             sys.stdout.write(jsonlib.dumps(estimate.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")

@@ -17,9 +17,14 @@ app = App(
     help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
     result_action="return_value",
 )
-app.command("tightfit.cli.estimate:estimate", name="estimate")
-app.command("tightfit.cli.devices:devices", name="devices")
-app.command("tightfit.cli.replay:replay", name="replay")
+# The help of each is said here, so that `tightfit --help` imports none of them.
+_COMMANDS = {
+    "estimate": "Say what a workload would hold on a card, without the card.",
+    "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
+    "devices": "List the known cards, or show one of them.",
+}
+for _name, _help in _COMMANDS.items():
+    app.command(f"tightfit.cli.{_name}:{_name}", name=_name, help=_help)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,37 @@
+"""What holds most of a card at the peak, and what to try when that is too much: in words, and only of what can be tried today."""
+
+from tightfit.simulate.estimate import Estimate
+from tightfit.units import format_bytes
+
+LABELS = {
+    "optimizer_state": "optimizer state",
+    "workspace": "library workspaces",
+    "cache": "unused cache",
+    "context": "CUDA context",
+}
+_NUM_NAMED = 3
+_HELD_BY_THE_MODEL = ("parameters", "gradients", "optimizer_state")
+_HELD_BY_THE_BATCH = ("activations", "temporaries", "inputs")
+
+
+def largest_holders(estimate: Estimate) -> str:
+    """The largest categories at the peak, with their bytes."""
+    largest = sorted(estimate.at_peak.items(), key=lambda item: -item[1])[:_NUM_NAMED]
+    return ", ".join(f"{LABELS.get(name, name)} {format_bytes(num_bytes)}" for name, num_bytes in largest if num_bytes)
+
+
+def to_try(estimate: Estimate) -> str:
+    """What could make a workload fit that does not, by what is held at its peak."""
+    held, too_much = estimate.at_peak, -estimate.headroom_bytes
+    model = sum(held.get(name, 0) for name in _HELD_BY_THE_MODEL)
+    batch = sum(held.get(name, 0) for name in _HELD_BY_THE_BATCH)
+    tries = []
+    if held.get("cache", 0) >= too_much:
+        tries.append("the allocator setting expandable_segments:True (here with --alloc-conf)")
+    if batch + held.get("cache", 0) >= too_much:
+        tries.append("a smaller batch")
+        if held.get("activations", 0) >= model:
+            tries.append("gradient checkpointing")
+    else:
+        tries.append("smaller weights, LoRA or an optimizer with less state (no batch is small enough)")
+    return ", ".join(tries)

@@ -1,0 +1,76 @@
+"""Columns of text that fit a terminal: which give way when it is narrow, and how names are shortened without losing what tells them apart.
+
+A module path keeps its end (`….h.*.mlp.act`), a place in a file keeps its name and line (`…/train.py:41`), other words lose their middle.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+GAP = 2
+
+Shorten = Callable[[str, int], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column. Without `shorten` it never gives way; with it, down to `least_width` cells, those of higher `yields` first."""
+
+    heading: str
+    is_number: bool = False
+    shorten: Shorten | None = None
+    least_width: int = 0
+    yields: int = 0
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """`text` in at most `width` cells, its middle replaced by `…` if it is longer."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    tail = width - 1 - head
+    return f"{text[:head]}…{text[len(text) - tail :]}"
+
+
+def shorten_module(path: str, width: int) -> str:
+    """A dotted module path in at most `width` cells: whole components are left out before its end, its first one last of all."""
+    return _keep_the_end(path, ".", width)
+
+
+def shorten_place(place: str, width: int) -> str:
+    """`folder/file.py:41` in at most `width` cells: folders are left out first."""
+    return _keep_the_end(place, "/", width)
+
+
+def _keep_the_end(text: str, separator: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    parts = text.split(separator)
+    candidates = [f"{parts[0]}{separator}…{separator}{separator.join(parts[i:])}" for i in range(2, len(parts) - 1)]
+    candidates += [f"…{separator}{separator.join(parts[i:])}" for i in range(1, len(parts))]
+    return next((c for c in candidates if len(c) <= width), shorten_middle(parts[-1], width))
+
+
+def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_width: int) -> list[int]:
+    """The width of each column in cells, so that all of them with gaps fit `total_width` as far as they may be shortened."""
+    widths = [
+        max(len(column.heading), *(len(row[i]) for row in rows)) if rows else len(column.heading)
+        for i, column in enumerate(columns)
+    ]
+    excess = sum(widths) + GAP * (len(columns) - 1) - total_width
+    order = sorted((i for i, c in enumerate(columns) if c.shorten is not None), key=lambda i: -columns[i].yields)
+    for i in order:
+        given = min(max(excess, 0), max(0, widths[i] - columns[i].least_width))
+        widths[i] -= given
+        excess -= given
+    return widths
+
+
+def shortened(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
+    """The cells of `rows`, each within the width of its column where that column may be shortened."""
+    return [
+        [
+            column.shorten(cell, width) if column.shorten is not None else cell
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        for row in rows
+    ]

@@ -1,0 +1,49 @@
+"""Results as the library hands them out: the plain data of a simulation that can also show itself, to people, to rich and to notebooks."""
+
+import dataclasses
+import io
+from typing import Self
+
+from rich.console import Console
+
+from tightfit.reports.advice import largest_holders, to_try
+from tightfit.reports.text import EstimateText, verdict_words
+from tightfit.simulate import estimate as simulated
+from tightfit.units import format_bytes
+
+_NOTEBOOK_WIDTH = 120
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(simulated.Estimate):
+    """What a workload needs on a card; prints itself in full with rich and in a notebook. `at_peak` adds up to `peak.device_bytes`."""
+
+    @classmethod
+    def of(cls, estimate: simulated.Estimate) -> Self:
+        """The same figures, able to show themselves."""
+        return cls(**{field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)})
+
+    def explain(self) -> str:
+        """The answer and its reason in a few sentences, without colour."""
+        word, amount = verdict_words(self)
+        peak, moment = self.peak, self.moment
+        where = ", ".join(part for part in (moment.phase, moment.module, moment.line) if part)
+        sentences = [
+            f"{self.target} {word.removesuffix(', barely')} on {self.device} ({amount}).",
+            f"Its peak is {format_bytes(peak.device_bytes)} of {format_bytes(self.capacity_bytes)}, "
+            f"between {format_bytes(peak.device_low_bytes)} and {format_bytes(peak.device_high_bytes)}, "
+            f"in {moment.span or 'the run'} ({where}).",
+            f"Most of it: {largest_holders(self)}.",
+        ]
+        if not self.fits:
+            sentences.append(f"To try: {to_try(self)}.")
+        return "\n".join(sentences)
+
+    def __rich__(self) -> EstimateText:
+        return EstimateText(self)
+
+    def _repr_html_(self) -> str:
+        console = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, highlight=False)
+        console.print(EstimateText(self))
+        return console.export_html(inline_styles=True, code_format=_HTML)
