@@ -4,7 +4,8 @@
     python -m benchmarks.breadth --check [--only NAME]                                  one real step on the CPU
 
 A small config is the default config with fewer layers and narrower ones, made by rules on the names of fields.
-Each estimate runs in a process of its own with a time limit; what it printed becomes a row of the table.
+Each estimate runs in a process of its own with a time limit; what it printed becomes a row of the table. A table that
+exists is continued: what worked is kept, what failed is tried again.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def estimate(case: Case, size: str, source: str, device: str, limit_seconds: flo
     except subprocess.TimeoutExpired:
         return _row(case, size, limit_seconds, f"over {limit_seconds:.0f} s", status="timeout")
     seconds = time.perf_counter() - start
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout:
         lines = done.stderr.strip().splitlines()
         return _row(case, size, seconds, lines[-1] if lines else f"exit code {done.returncode}")
     return _row(case, size, seconds, "", json.loads(done.stdout)["peak"]["reserved_bytes"])
@@ -271,14 +272,14 @@ def _row(case: Case, size: str, seconds: float, error: str, peak: int | None = N
     )
 
 
-def _rows(chosen: list[Case], options: argparse.Namespace) -> Iterator[Row]:
+def _rows(chosen: list[Case], options: argparse.Namespace, known: dict[tuple[str, str], Row]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         if options.check:
             for case in chosen:
                 yield check(case, write_config(case, "small", Path(folder)))
             return
         sizes = ("small", "real") if options.size == "both" else (options.size,)
-        jobs = [(case, size) for case in chosen for size in sizes]
+        jobs = [(case, size) for case in chosen for size in sizes if (case.name, size) not in known]
 
         def run(job: tuple[Case, str]) -> Row:
             case, size = job
@@ -287,6 +288,34 @@ def _rows(chosen: list[Case], options: argparse.Namespace) -> Iterator[Row]:
 
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             yield from pool.map(run, jobs)
+
+
+def read_table(path: Path | None) -> dict[tuple[str, str], Row]:
+    """The rows of `path` that worked, by name and size; none where there is no such file."""
+    if path is None or not path.is_file():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [
+            Row(
+                **{
+                    **fields,
+                    "peak_reserved_bytes": int(fields["peak_reserved_bytes"] or 0),
+                    "elapsed_seconds": float(fields["elapsed_seconds"]),
+                }
+            )
+            for fields in csv.DictReader(file)
+        ]
+    return {(row.name, row.size): row for row in rows if row.status == "ok"}
+
+
+def write_table(path: Path, rows: dict[tuple[str, str], Row]) -> None:
+    """Write `rows` in the order of breadth_models.toml, the small size of a model before the real one."""
+    order = [case.name for case in cases()]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in sorted(rows.values(), key=lambda row: (order.index(row.name), row.size != "small")):
+            writer.writerow(dataclasses.asdict(row))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,24 +327,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="A100 80GB")
     parser.add_argument("--limit-seconds", type=float, default=300.0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="written after every row, and continued if it exists")
     options = parser.parse_args(arguments)
     chosen = [case for case in cases() if not options.only or {case.name, case.group} & set(options.only)]
-    rows = []
+    table = read_table(options.csv)
     print("| model | size | task | status | peak reserved (MiB) | seconds | error |\n|---|---|---|---|---|---|---|")
-    for row in _rows(chosen, options):
-        rows.append(row)
+    for row in _rows(chosen, options, dict(table)):
+        table[row.name, row.size] = row
         peak = "" if row.peak_reserved_bytes is None else f"{row.peak_reserved_bytes / 2**20:.0f}"
         cells = (row.name, row.size, row.task, row.status, peak, f"{row.elapsed_seconds:.1f}", row.error)
         print(f"| {' | '.join(cells)} |", flush=True)
-    if options.csv is not None:
-        with options.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
-            writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in rows)
-    num_ok = sum(row.status == "ok" for row in rows)
-    print(f"\n{num_ok} of {len(rows)} work", file=sys.stderr)
-    return 0 if num_ok == len(rows) else 1
+        if options.csv is not None:
+            write_table(options.csv, table)
+    num_ok = sum(row.status == "ok" for row in table.values())
+    print(f"\n{num_ok} of {len(table)} work", file=sys.stderr)
+    return 0 if num_ok == len(table) else 1
 
 
 if __name__ == "__main__":
