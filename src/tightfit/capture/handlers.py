@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.capture import sparse
 from tightfit.capture.operators import facts
 from tightfit.capture.shadows import Unknown
 from tightfit.capture.virtual import Handler, VirtualGpu
@@ -21,10 +22,17 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     to_device = device is None or torch.device(device).type == "cuda"
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         return gpu.run(func, args, kwargs) if to_device else _to_host(gpu, source, kwargs.get("dtype") or source.dtype)
-    stride = _stride_of_copy(source, kwargs.get("memory_format"))
     gpu.note_operator(func, facts(func), args, {}, (), None)
+    if source.layout != torch.strided:
+        return sparse.virtual_of(gpu, source, lambda part: _to_card(gpu, part, part.dtype, None))
+    return _to_card(gpu, source, kwargs.get("dtype") or source.dtype, kwargs.get("memory_format"))
+
+
+def _to_card(
+    gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None
+) -> torch.Tensor:
     category = Category.TEMPORARIES if gpu.attribution.modules else Category.INPUTS
-    out = gpu.new(source.size(), stride, kwargs.get("dtype") or source.dtype, category)
+    out = gpu.new(source.size(), _stride_of_copy(source, memory_format), dtype, category)
     if not isinstance(source, FakeTensor) and not gpu.host.is_blank(source):
         gpu.shadows.adopt(out, source)
     return out
@@ -32,6 +40,8 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
 
 def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     _synchronize(gpu)
+    if source.layout != torch.strided:
+        return sparse.host_of(source).to(dtype)
     try:
         return gpu.shadows.values(source).to(dtype, copy=True)
     except Unknown:

@@ -67,7 +67,7 @@ class HostMemory:
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether nothing has been written to the storage of `tensor`."""
-        return tensor.untyped_storage()._cdata in self._blank
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._blank
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
@@ -93,6 +93,8 @@ class HostMemory:
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Counts the storage of a host tensor until it goes."""
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._held or storage.device.type != "cpu":

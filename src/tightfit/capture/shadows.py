@@ -27,12 +27,15 @@ class Shadows:
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._random_state = torch.Generator().manual_seed(0).get_state()
 
     def adopt(self, virtual: torch.Tensor, values: torch.Tensor) -> None:
         """Keeps `values` for the new storage of `virtual`, if it is small."""
+        if virtual.layout != torch.strided:
+            return
         storage = virtual.untyped_storage()
         num_bytes = storage.nbytes()
-        if num_bytes > limit(virtual.dtype) or virtual.layout != torch.strided:
+        if num_bytes > limit(virtual.dtype):
             return
         self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
         self.values(virtual).copy_(values)
@@ -43,16 +46,16 @@ class Shadows:
         Raises:
             Unknown: they are not known.
         """
-        storage = self._storages.get(virtual.untyped_storage()._cdata)
-        if storage is None:
+        if not self.known(virtual):
             raise Unknown
+        storage = self._storages[virtual.untyped_storage()._cdata]
         return torch.empty(0, dtype=virtual.dtype).set_(
             storage, virtual.storage_offset(), virtual.size(), virtual.stride()
         )
 
     def known(self, virtual: torch.Tensor) -> bool:
         """Whether the values of `virtual` are kept."""
-        return virtual.untyped_storage()._cdata in self._storages
+        return virtual.layout == torch.strided and virtual.untyped_storage()._cdata in self._storages
 
     def forget(self, storage_address: int) -> None:
         """The storage is gone, or was written with what is not known."""
@@ -66,10 +69,22 @@ class Shadows:
         """
         host_kwargs = {k: _on_host(v) for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
         host_args, host_kwargs = tree_map(self._value_of, (tuple(args), host_kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags
+        outer = self._exchange_random_state() if is_random else None
         try:
             return operator(*host_args, **host_kwargs)
         except _UNRUNNABLE as error:
             raise Unknown from error
+        finally:
+            if outer is not None:
+                self._random_state = torch.get_rng_state()
+                torch.set_rng_state(outer)
+
+    def _exchange_random_state(self) -> torch.Tensor:
+        """The card has random numbers of its own: what it draws leaves those of the host as they are."""
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self._random_state)
+        return outer
 
     def _value_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.capture import fallback, sparse
 from tightfit.capture.attribution import Attribution
 from tightfit.capture.hosts import HostMemory
 from tightfit.capture.kernel_memory import KernelMemory
@@ -53,7 +54,7 @@ class VirtualGpu(TorchDispatchMode):
         self.reads = Reads(self.attribution.where, recorder.assume)
         self.shadows = Shadows()
         self.host = HostMemory(recorder)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.references: dict[int, StorageReference] = {}
         self.conjunctions: set[int] = (
             set()
@@ -78,15 +79,26 @@ class VirtualGpu(TorchDispatchMode):
         handler = self._handlers.get(func)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
 
-    def run(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operator on virtual tensors and records it."""
+    def run(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        adjust: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they count."""
         known = facts(func)
         if "generator" in kwargs:
-            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            kwargs = {**kwargs, "generator": None}
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
-        out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
+        try:
+            out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
+        except fallback.UNSUPPORTED:
+            out = fallback.run(self, func, args, kwargs)
         if known.is_view:
             return out
+        if adjust is not None:
+            out = adjust(out)
         self._record(func, known, args, kwargs, out)
         return out
 
@@ -121,11 +133,11 @@ class VirtualGpu(TorchDispatchMode):
         bytes_read = bytes_written = 0
         dtype = None
         for tensor in tensors(args):
-            bytes_read += tensor.numel() * tensor.element_size()
+            bytes_read += sparse.num_bytes(tensor)
             if dtype is None and tensor.is_floating_point():
                 dtype = tensor.dtype
         for tensor in outputs or written(func, args, kwargs):
-            bytes_written += tensor.numel() * tensor.element_size()
+            bytes_written += sparse.num_bytes(tensor)
             dtype = dtype or tensor.dtype
         flops = known.flops(*args, **kwargs, out_val=out) if known.flops else 0
         name = self._names.get(func)
@@ -148,7 +160,7 @@ class VirtualGpu(TorchDispatchMode):
     def born(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
         """Tells the recorder of the storage of `tensor`, if it is a new one on the device."""
         if tensor.layout != torch.strided:
-            for part in _parts(tensor):
+            for part in sparse.parts(tensor):
                 self.born(part, category)
             return
         storage = tensor.untyped_storage()
@@ -192,9 +204,13 @@ class VirtualGpu(TorchDispatchMode):
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, category: Category = Category.TEMPORARIES
     ) -> FakeTensor:
         """A new tensor on the device; it belongs to the operator that was noted last."""
-        out = self._empty(size, stride, {"dtype": dtype, "device": CUDA})
+        out = self.empty(size, stride, dtype)
         self.born(out, category)
         return out
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+        """A tensor on the device that the recorder is not told of yet."""
+        return self._empty(size, stride, {"dtype": dtype, "device": CUDA})
 
     def _empty(self, size: Sequence[int], stride: Sequence[int], kwargs: Mapping[str, Any]) -> FakeTensor:
         out = self.fake.dispatch(aten.empty_strided.default, (), (size, stride), kwargs)
@@ -223,15 +239,5 @@ class VirtualGpu(TorchDispatchMode):
                         self.shadows.adopt(tensor, value)
                 return
         for tensor in targets:
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                 self.shadows.forget(tensor.untyped_storage()._cdata)
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if tensor.layout == torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
