@@ -238,10 +238,10 @@ def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
     except UsageError:
         settings = AllocatorSettings()
     changes: dict[str, Any] = {}
-    max_split = recorded.get("max_split_size", -1)
+    max_split = recorded.get("max_split_size")
     if type(max_split) is int:
         changes["max_split_size_bytes"] = max_split if 0 < max_split <= _MOST else None
-    threshold = recorded.get("garbage_collection_threshold", 0.0)
+    threshold = recorded.get("garbage_collection_threshold")
     if type(threshold) is float and 0.0 <= threshold < 1.0:
         changes["garbage_collection_threshold"] = threshold
     if type(recorded.get("expandable_segments")) is bool:

@@ -54,7 +54,8 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
         at = bisect_right(starts, block.address) - 1
         if at >= 0 and block.address < ranges[at].end:
             inside[ranges[at].address].append(block)
-    spaces = _address_spaces(recording, ranges, settings, allocator)
+    tails = _next_starts(recording, sorted(held))
+    spaces = _address_spaces(ranges, settings, allocator)
     blocks: dict[int, Block] = {}
     previous: Block | None = None
     for piece in ranges:
@@ -62,7 +63,7 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
         space = spaces.get((piece.lane, piece.is_small)) if piece.is_expandable else None
         previous = _bridge(previous, piece, space, allocator)
         allocator.adopt_memory(piece.end - piece.address, is_segment=space is None)
-        for address, end, owner in _tiles(piece, inside[piece.address], settings):
+        for address, end, owner in _tiles(piece, inside[piece.address], settings, tails):
             block = Block(address, end - address, pool, space)
             if owner is not None:
                 block.is_live = owner.is_live
@@ -134,7 +135,7 @@ def _ranges_at_start(recording: DeviceRecording) -> list[_Range]:
 
 def _smallness(recording: DeviceRecording) -> dict[int, bool]:
     """Whether each unmapped range belonged to a small pool: as the blocks seen in it did."""
-    chosen = recording.action == Action.ALLOC
+    chosen = recording.action <= Action.FREE_COMPLETED
     seen = sorted(zip(recording.address[chosen].tolist(), recording.num_bytes[chosen].tolist(), strict=True))
     addresses = [address for address, _ in seen]
     small: dict[int, bool] = {}
@@ -180,18 +181,14 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _address_spaces(
-    recording: DeviceRecording, ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
+    ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
 ) -> dict[tuple[int, bool], ExpandableSegment]:
-    """The expandable segment of each pool: it begins at the lowest page that was ever seen of it."""
+    """The expandable segment of each pool, as if it began at the lowest page that is mapped at the start."""
     lowest: dict[tuple[int, bool], int] = {}
     for piece in ranges:
         if piece.is_expandable:
             key = (piece.lane, piece.is_small)
             lowest[key] = min(lowest.get(key, piece.address), piece.address)
-    for segment in recording.segments:
-        key = (segment.lane, segment.is_small)
-        if segment.is_expandable and key in lowest:
-            lowest[key] = min(lowest[key], segment.address)
     return {
         (lane, is_small): ExpandableSegment(
             address,
@@ -225,14 +222,31 @@ def _adopt_unmapped(previous: Block, address: int, end: int, allocator: CachingA
     return block
 
 
-def _tiles(piece: _Range, held: list[_Held], settings: AllocatorSettings) -> Iterable[tuple[int, int, _Held | None]]:
+def _next_starts(recording: DeviceRecording, held: list[int]) -> dict[int, int]:
+    """For a block at the start, the lowest address behind it where another one was handed out while it lived: it ends there at the latest."""
+    alive = set(held)
+    lowest: dict[int, int] = {}
+    for action, address in zip(recording.action.tolist(), recording.address.tolist(), strict=True):
+        if action == Action.ALLOC:
+            at = bisect_right(held, address) - 1
+            if at >= 0 and held[at] in alive and held[at] < address:
+                lowest[held[at]] = min(address, lowest.get(held[at], address))
+        elif action == Action.FREE_COMPLETED:
+            alive.discard(address)
+    return lowest
+
+
+def _tiles(
+    piece: _Range, held: list[_Held], settings: AllocatorSettings, next_starts: dict[int, int]
+) -> Iterable[tuple[int, int, _Held | None]]:
     """The blocks that fill a range, as begin, end and who holds them."""
     at = piece.address
     for position, block in enumerate(held):
         if block.address > at:
             yield at, block.address, None
         bound = held[position + 1].address if position + 1 < len(held) else piece.end
-        at = min(block.address + _block_bytes(block, bound, piece, settings), bound)
+        end = min(bound, next_starts.get(block.address, bound))
+        at = min(block.address + _block_bytes(block, end, piece, settings), bound)
         yield block.address, at, block
     if at < piece.end:
         yield at, piece.end, None
