@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from tightfit.capture import eager, native, targets, torch_api
+from tightfit.capture.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.cuda_api import CudaApi
 from tightfit.capture.handlers import HANDLERS
 from tightfit.capture.kernel_memory import KernelMemory
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.card import Card
+from tightfit.capture.layouts import LAYOUT_HANDLERS
 from tightfit.capture.recorder import LiveMemory, Recorder
 from tightfit.capture.steps import EndOfCapture, StepWatch
 from tightfit.capture.virtual import VirtualGpu
@@ -35,7 +37,9 @@ class Session:
         )
         native.pretend_cuda_is_built()
         CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
-        self.gpu = VirtualGpu(self.recorder, HANDLERS, KernelMemory(self.recorder, card))
+        self.gpu = VirtualGpu(
+            self.recorder, HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS, KernelMemory(self.recorder, card)
+        )
         torch_api.install(self.gpu)
         self._routes = install.install(card)
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
