@@ -14,10 +14,10 @@ PlainValue = Any
 
 _UNPACK_I = struct.Struct("<i").unpack_from
 _UNPACK_FLOAT = struct.Struct(">d").unpack_from
-_MOST_DIGITS = 40
+_MOST_DIGITS = 100
 
 
-class NotPlain(ValueError):
+class NotPlain(Exception):
     """The bytes are not a whole pickle of plain data; the message says at which byte, and why."""
 
 

@@ -1,0 +1,82 @@
+"""How many allocator events per second the simulation takes: on recordings, and on a synthetic trace of 300,000 events.
+
+python benchmarks/replay_speed.py [RECORDING ...]      without arguments: the recordings beside the checkout, where there are any
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tightfit.simulate.allocator import CachingAllocator
+from tightfit.simulate.blocks import Block
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.snapshots.read import read_recording
+from tightfit.snapshots.replay import replay
+from tightfit.units import MIB
+
+NUM_EVENTS = 300_000
+NUM_SIZES = 200
+MOST_LIVE = 600
+NUM_RUNS = 5
+CONFS = ("", "roundup_power2_divisions:4", "max_split_size_mb:64", "expandable_segments:True")
+
+Event = tuple[int, int]
+"""The number of a request and its bytes, or 0 bytes where that one is freed."""
+
+
+def synthetic_events(num_events: int, seed: int = 1) -> list[Event]:
+    """Requests and frees of a few hundred sizes, half of them small, with up to `MOST_LIVE` blocks in use."""
+    source = random.Random(seed)
+    sizes = [source.choice((source.randrange(1, MIB), source.randrange(MIB, 64 * MIB))) for _ in range(NUM_SIZES)]
+    events: list[Event] = []
+    live: list[int] = []
+    num_requests = 0
+    while len(events) < num_events:
+        if live and (len(live) > MOST_LIVE or source.random() < 0.48):
+            events.append((live.pop(source.randrange(len(live))), 0))
+        else:
+            events.append((num_requests, source.choice(sizes)))
+            live.append(num_requests)
+            num_requests += 1
+    return events
+
+
+def run(events: list[Event], conf: str) -> None:
+    """Feeds the events to a new allocator."""
+    allocator = CachingAllocator(AllocatorSettings.parse(conf))
+    blocks: dict[int, Block] = {}
+    for number, num_bytes in events:
+        if num_bytes:
+            blocks[number] = allocator.malloc(num_bytes)
+        else:
+            allocator.free(blocks.pop(number))
+
+
+def events_per_second(num_events: int, work: Callable[[], object]) -> str:
+    """The median over some runs, with the slowest and the fastest."""
+    rates = []
+    for _ in range(NUM_RUNS):
+        began = time.perf_counter()
+        work()
+        rates.append(num_events / (time.perf_counter() - began))
+    return f"{statistics.median(rates):>12,.0f} events/s   ({min(rates):,.0f} to {max(rates):,.0f})"
+
+
+def main(paths: list[Path]) -> None:
+    """Prints one line per recording, and one per setting on the synthetic trace."""
+    for path in paths:
+        recording = read_recording(path)
+        num_events = replay(recording).events
+        print(f"{path.stem:<40}{events_per_second(num_events, lambda recording=recording: replay(recording))}")
+    events = synthetic_events(NUM_EVENTS)
+    for conf in CONFS:
+        rate = events_per_second(NUM_EVENTS, lambda conf=conf: run(events, conf))
+        print(f"{'synthetic, ' + (conf or 'plain settings'):<40}{rate}")
+
+
+if __name__ == "__main__":
+    beside = Path(__file__).resolve().parents[2] / "shared/data/snapshots"
+    main([Path(argument) for argument in sys.argv[1:]] or sorted(beside.glob("*.pickle")))

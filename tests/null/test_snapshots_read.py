@@ -1,0 +1,272 @@
+"""Recordings are read as plain data: whatever else is in the file, the answer is one RecordingError line."""
+
+import os
+import pickle
+import random
+import struct
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightfit.errors import RecordingError
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.snapshots import plain_pickle
+from tightfit.snapshots.read import Action, read_recording
+from tightfit.snapshots.replay import replay
+from tightfit.units import MIB
+
+NUM_FUZZED = int(os.environ.get("TIGHTFIT_FUZZ_INPUTS", "400"))
+
+ADDRESS = 0x7F0000000000
+SMALL_RECORDING = {
+    "segments": [
+        {
+            "device": 0,
+            "address": ADDRESS,
+            "total_size": 20 * MIB,
+            "allocated_size": 3 * MIB,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": [
+                {
+                    "address": ADDRESS,
+                    "size": 3 * MIB,
+                    "requested_size": 3 * MIB - 7,
+                    "state": "active_allocated",
+                    "frames": [],
+                },
+                {
+                    "address": ADDRESS + 3 * MIB,
+                    "size": 17 * MIB,
+                    "requested_size": 0,
+                    "state": "inactive",
+                    "frames": [],
+                },
+            ],
+        }
+    ],
+    "device_traces": [
+        [
+            {"action": "segment_alloc", "addr": ADDRESS, "size": 20 * MIB, "stream": 0, "time_us": 5, "frames": []},
+            {"action": "alloc", "addr": ADDRESS, "size": 3 * MIB - 7, "stream": 0, "time_us": 6, "frames": []},
+            {"action": "snapshot", "addr": 0, "size": 3 * MIB, "stream": 0, "time_us": 7, "frames": []},
+        ]
+    ],
+    "allocator_settings": {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:40,later_key:1",
+        "max_split_size": 64 * MIB,
+        "garbage_collection_threshold": 0.5,
+        "expandable_segments": False,
+        "roundup_power2_divisions": {"1": 4} | {str(1 << n): 0 for n in range(1, 16)},
+    },
+    "external_annotations": [],
+}
+
+SCALARS = st.none() | st.booleans() | st.integers(-(1 << 200), 1 << 200) | st.floats(allow_nan=False) | st.text()
+
+
+def nested(leaves):
+    """Plain containers of `leaves`, with text as keys."""
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(st.text(), inner)
+            | st.tuples(inner)
+            | st.tuples(inner, inner)
+            | st.tuples(inner, inner, inner)
+        ),
+        max_leaves=30,
+    )
+
+
+def write(tmp_path, data):
+    path = tmp_path / "recording.pickle"
+    path.write_bytes(data if isinstance(data, bytes) else pickle.dumps(data))
+    return path
+
+
+def refusal(path):
+    with pytest.raises(RecordingError) as caught:
+        read_recording(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@given(value=nested(SCALARS), protocol=st.integers(0, 5))
+def test_plain_data_is_read_as_python_reads_it(value, protocol):
+    assert plain_pickle.loads(pickle.dumps(value, protocol)) == value
+
+
+@given(value=nested(SCALARS | st.binary()), protocol=st.integers(3, 5))
+def test_bytes_are_plain_data_too(value, protocol):
+    assert plain_pickle.loads(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_recording_is_read_from_every_protocol(tmp_path, protocol):
+    recording = read_recording(write(tmp_path, pickle.dumps(SMALL_RECORDING, protocol)))
+    (device,) = recording.devices
+    assert device.num_events == 3
+    assert device.action.tolist() == [Action.SEGMENT_ALLOC, Action.ALLOC, Action.OTHER]
+    assert device.address.tolist() == [ADDRESS, ADDRESS, 0]
+    assert device.num_bytes.tolist() == [20 * MIB, 3 * MIB - 7, 3 * MIB]
+    assert device.time_us.tolist() == [5, 6, 7]
+    assert device.address.dtype == np.int64
+    assert [(b.num_bytes, b.requested_bytes, b.is_live) for b in device.segments[0].blocks] == [
+        (3 * MIB, 3 * MIB - 7, True),
+        (17 * MIB, 0, False),
+    ]
+
+
+def test_settings_are_the_figures_in_force(tmp_path):
+    settings = read_recording(write(tmp_path, SMALL_RECORDING)).settings
+    # The text has a key that this version does not know, so only the figures count.
+    assert settings == AllocatorSettings(
+        max_split_size_bytes=64 * MIB,
+        garbage_collection_threshold=0.5,
+        roundup_power2_divisions=(4,) + (0,) * 15,
+    )
+    known = SMALL_RECORDING | {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:32"}}
+    assert read_recording(write(tmp_path, known)).settings.large_segment_size_bytes == 32 * MIB
+    assert read_recording(write(tmp_path, SMALL_RECORDING | {"allocator_settings": {}})).settings == AllocatorSettings()
+
+
+class Evil:
+    """Would run code where a pickle is loaded without care."""
+
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TIGHTFIT_EVIL_TARGET"],)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_no_code_runs(tmp_path, monkeypatch, protocol):
+    target = tmp_path / "made"
+    monkeypatch.setenv("TIGHTFIT_EVIL_TARGET", str(target))
+    path = write(tmp_path, pickle.dumps(SMALL_RECORDING | {"external_annotations": [Evil()]}, protocol))
+    assert "not one of plain data" in refusal(path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("value", [print, object(), {1, 2}, frozenset({1}), bytearray(b"x"), np.float64(1.0), 1j])
+def test_anything_but_plain_containers_is_refused(tmp_path, value):
+    refusal(write(tmp_path, SMALL_RECORDING | {"external_annotations": value}))
+
+
+HOSTILE = {
+    "nothing": b"",
+    "text": b"hello",
+    "only stop": b".",
+    "two values": b"\x80\x04NN.",
+    "no stop": b"\x80\x04N",
+    "bytes of 2**62": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
+    "text of 2**63": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b"x.",
+    "memo of 2**32": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "memo by name": b"Np99999999999999999999999999999999999999999999\n.",
+    "number of many digits": b"L" + b"9" * 100_000 + b"L\n.",
+    "long of many bytes": b"\x80\x02\x8b" + struct.pack("<I", 100_000) + b"\x7f" * 100_000 + b".",
+    "protocol 200": b"\x80\xc8N.",
+    "extension": b"\x80\x02\x82\x01.",
+    "persistent": b"Pfoo\n.",
+    "append to a number": b"\x80\x02K\x01K\x02a.",
+    "key that is a list": b"\x80\x02}(]Nu.",
+    "mark in a list": b"\x80\x02](a.",
+    "list of itself": b"\x80\x02]q\x00h\x00a.",
+    "dict of itself": b"\x80\x02}q\x00X\x08\x00\x00\x00segmentsh\x00X\x0d\x00\x00\x00device_tracesh\x00u.",
+    "deeply nested": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "nested tuples as a key": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"Ns.",
+    "colliding keys": b"\x80\x02}("
+    + b"".join(b"\x8a\x09" + (n * ((1 << 61) - 1)).to_bytes(9, "little") + b"N" for n in range(2000))
+    + b"u.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_pickles_are_refused_at_once(tmp_path, name):
+    began = time.monotonic()
+    refusal(write(tmp_path, HOSTILE[name]))
+    assert time.monotonic() - began < 5
+
+
+def changed(path, value):
+    """SMALL_RECORDING with one value changed."""
+    whole = pickle.loads(pickle.dumps(SMALL_RECORDING))
+    inner = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("whole", "says"),
+    [
+        ([], "no dict"),
+        ({}, "lacks 'segments'"),
+        ({"segments": []}, "lacks 'segments' or 'device_traces'"),
+        (changed(("segments",), 3), "'segments'"),
+        (changed(("segments", 0), None), "segment"),
+        (changed(("segments", 0, "address"), -1), "'address'"),
+        (changed(("segments", 0, "total_size"), 1 << 80), "'total_size'"),
+        (changed(("segments", 0, "total_size"), 21 * MIB), "do not fill it"),
+        (changed(("segments", 0, "blocks"), []), "do not fill it"),
+        (changed(("segments", 0, "blocks", 0, "size"), 3.5), "'size'"),
+        (changed(("segments", 0, "segment_pool_id"), (1,)), "pool"),
+        (changed(("device_traces",), {}), "'device_traces'"),
+        (changed(("device_traces", 0), "x"), "trace"),
+        (changed(("device_traces", 0, 1), []), "event"),
+        (changed(("device_traces", 0, 1, "addr"), None), "'addr'"),
+        (changed(("device_traces", 0, 1, "action"), 7), "'action'"),
+        (changed(("device_traces", 0, 1, "size"), True), "'size'"),
+        (changed(("allocator_settings",), 5), "'allocator_settings'"),
+        (SMALL_RECORDING | {"segments": SMALL_RECORDING["segments"] * 2}, "overlap"),
+    ],
+)
+def test_malformed_recordings_say_what_is_wrong(tmp_path, whole, says):
+    assert says in refusal(write(tmp_path, whole))
+
+
+def test_a_file_that_is_not_there_is_one_line_too(tmp_path):
+    assert "cannot be read" in refusal(tmp_path / "missing.pickle")
+    assert "cannot be read" in refusal(tmp_path)
+
+
+def damaged(data, source):
+    """`data` cut short, with bits flipped, bytes exchanged, or a piece repeated."""
+    damage = bytearray(data)
+    kind = source.randrange(4)
+    if kind == 0:
+        return bytes(damage[: source.randrange(len(damage))])
+    if kind == 1:
+        for _ in range(source.randrange(1, 8)):
+            damage[source.randrange(len(damage))] ^= 1 << source.randrange(8)
+    elif kind == 2:
+        for _ in range(source.randrange(1, 40)):
+            damage[source.randrange(len(damage))] = source.randrange(256)
+    else:
+        at, end = sorted(source.randrange(len(damage)) for _ in range(2))
+        damage[end:end] = damage[at:end]
+    return bytes(damage)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_damaged_recordings_are_read_or_refused_and_never_crash(tmp_path, protocol):
+    source = random.Random(protocol)
+    whole = pickle.dumps(SMALL_RECORDING, protocol)
+    path = tmp_path / "damaged.pickle"
+    lines = []
+    for _ in range(NUM_FUZZED // 6 + 1):
+        path.write_bytes(damaged(whole, source))
+        try:
+            replay(read_recording(path))
+        except RecordingError as error:
+            lines.append(str(error))
+    assert len(lines) > NUM_FUZZED // 12
+    assert not any("\n" in line for line in lines)
