@@ -9,9 +9,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint types layers sizes units format clean
 
 demo: $(VENV)/.demo
-	@$(BIN)/tightfit estimate examples/train_gpt2.py --device "RTX 4060" --device "RTX 4090" --device "A100 40GB"
+	@echo '$$ tightfit estimate examples/train_gpt2.py --device "RTX 4060" --save-tape $(VENV)/gpt2.npz'
+	@$(BIN)/tightfit estimate examples/train_gpt2.py --device "RTX 4060" --save-tape $(VENV)/gpt2.npz || test $$? -eq 1
 	@echo
-	@$(BIN)/tightfit estimate examples/train_gpt2.py --device "RTX 4060" || test $$? -eq 1
+	@echo '$$ tightfit estimate $(VENV)/gpt2.npz --device "RTX 4060" --device "RTX 4080" --device "RTX 4090"'
+	@$(BIN)/tightfit estimate $(VENV)/gpt2.npz --device "RTX 4060" --device "RTX 4080" --device "RTX 4090" || test $$? -eq 1
 
 test: $(VENV)/.test lint types layers sizes units
 

@@ -31,7 +31,7 @@ class LocalCard:
     known_as: str | None
 
 
-def devices(name: str | None = None, *, json: bool = False) -> int:
+def devices(name: str | None = None, /, *, json: bool = False) -> int:
     """Lists the known cards and those of this machine; with NAME (as people write it, or a card file), shows one card and its sources.
 
     Args:

@@ -18,22 +18,20 @@ from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Tape
 
 _HUGGING_FACE = Group("Parameters of a Hugging Face config", sort_key=2)
-_SEVERAL = Parameter(consume_multiple=False, negative=(), show_default=False)
-_FLAG = Parameter(negative=(), show_default=False)
+_SEVERAL = Parameter(consume_multiple=False)
 _MODEL = Parameter(group=_HUGGING_FACE)
-_MODEL_FLAG = Parameter(group=_HUGGING_FACE, negative=(), show_default=False)
 
 
 def estimate(
     target: str,
     /,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    *arguments: Annotated[str, Parameter(show=False)],
     device: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     alloc_conf: str | None = None,
-    json: Annotated[bool, _FLAG] = False,
-    show_output: Annotated[bool, _FLAG] = False,
+    json: bool = False,
+    show_output: bool = False,
     save_tape: Path | None = None,
     task: Annotated[str | None, _MODEL] = None,
     batch_size: Annotated[int | None, _MODEL] = None,
@@ -44,7 +42,7 @@ def estimate(
     autocast: Annotated[str | None, _MODEL] = None,
     lora_rank: Annotated[int | None, _MODEL] = None,
     attention: Annotated[str | None, _MODEL] = None,
-    gradient_checkpointing: Annotated[bool, _MODEL_FLAG] = False,
+    gradient_checkpointing: Annotated[bool, _MODEL] = False,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
 
@@ -58,7 +56,7 @@ def estimate(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace; the worst one counts.
+        How many steps to trace, 3 if not given; the worst one counts.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     json
@@ -105,7 +103,7 @@ def estimate(
     options = {name: value for name, value in options.items() if value is not None}
     cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
     if target.endswith(".npz"):
-        tape = Tape.load(target)
+        tape = _saved_tape(target)
     else:
         tape = fit.capture(
             target,
@@ -121,6 +119,12 @@ def estimate(
     estimates = [fit.cost(tape, card, settings) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _saved_tape(path: str) -> Tape:
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}")
+    return Tape.load(path)
 
 
 def _own_card() -> str:

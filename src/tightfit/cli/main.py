@@ -6,7 +6,7 @@ Data goes to stdout, talk and progress to stderr. Exit codes: 0 it fits or is do
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
 from tightfit.errors import TightfitError, UsageError
@@ -16,6 +16,7 @@ app = App(
     version=__version__,
     help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
     result_action="return_value",
+    default_parameter=Parameter(negative=(), show_default=False),
 )
 # The help of each is said here, so that `tightfit --help` imports none of them.
 _COMMANDS = {
@@ -33,7 +34,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = app(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         line = " ".join(str(error).split())
-        sys.stderr.write(f"tightfit: {line} (see tightfit --help)\n")
+        hint = "a script's own options go after --; " if isinstance(error, UnknownOptionError) else ""
+        sys.stderr.write(f"tightfit: {line} ({hint}see tightfit --help)\n")
         return UsageError.exit_code
     except TightfitError as error:
         sys.stderr.write(f"tightfit: {error}\n")

@@ -21,6 +21,7 @@ _WIDTH = 120
 
 def replay(
     recording: Path,
+    /,
     *,
     alloc_conf: Annotated[str | None, Parameter(name="--alloc-conf")] = None,
     memory: str | None = None,

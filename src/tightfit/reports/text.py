@@ -4,6 +4,7 @@ The verdict comes first, then the figures, what holds the card at the peak, who 
 renderables serve the command line, `rich` in a library user's own program, and notebooks.
 """
 
+import dataclasses
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ MAX_WIDTH = 160
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
 _WIDTH_FOR_OPERATORS = 100
+_MOST_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _LEAST_BAR_CELLS = 10
 _MOST_BAR_CELLS = 48
@@ -40,7 +42,7 @@ _HOLDER_COLUMNS = (
     Column(heading="bytes", is_number=True),
     Column(heading="blocks", is_number=True),
     Column(heading="what"),
-    Column(heading="your line", shorten=shorten_place, least_width=16, yields=3),
+    Column(heading="your line", shorten=shorten_place, yields=3),
     Column(heading="module", shorten=shorten_module, least_width=16, yields=1),
     Column(heading="operator", shorten=shorten_middle, least_width=10, yields=2),
 )
@@ -153,7 +155,7 @@ def _range(estimate: Estimate) -> str:
     causes = [band.cause for band in estimate.band if band.less_bytes or band.more_bytes]
     if not causes:
         return ""
-    return f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)}, for the {', the '.join(causes)}"
+    return f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)} ({', '.join(causes)})"
 
 
 def _share(part: int, whole: int) -> str:
@@ -208,7 +210,11 @@ def _fitted(
 
 
 def _holders(estimate: Estimate, width: int) -> Table:
-    columns = _HOLDER_COLUMNS if width >= _WIDTH_FOR_OPERATORS else _HOLDER_COLUMNS[:-1]
+    file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
+    columns = [
+        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS)) if column.shorten is shorten_place else column
+        for column in (_HOLDER_COLUMNS if width >= _WIDTH_FOR_OPERATORS else _HOLDER_COLUMNS[:-1])
+    ]
     rows = [
         (
             format_bytes(holder.num_bytes),

@@ -1,0 +1,207 @@
+"""The commands and their options, the keys of their JSON, and what goes to which stream. A change here is a change for every user."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tightfit.cli.main import app
+from tightfit.tape import Events, Operators, Spans, Storages, Tape
+
+OPTIONS = {
+    "estimate": [
+        "--alloc-conf",
+        "--attention",
+        "--autocast",
+        "--batch-size",
+        "--device",
+        "--dtype",
+        "--gradient-checkpointing",
+        "--image-size",
+        "--json",
+        "--lora-rank",
+        "--optimizer",
+        "--parameter",
+        "--save-tape",
+        "--sequence-length",
+        "--show-output",
+        "--steps",
+        "--task",
+        "-p",
+    ],
+    "replay": ["--alloc-conf", "--json", "--memory"],
+    "devices": ["--json"],
+}
+# The keys of the contract, then those that are said besides.
+ESTIMATE_KEYS = {
+    "schema": None,
+    "target": None,
+    "device": {"name", "capacity_bytes"},
+    "peak": {"allocated_bytes", "reserved_bytes", "device_bytes", "device_low_bytes", "device_high_bytes"},
+    "fits": None,
+    "headroom_bytes": None,
+    "at_peak": {
+        *("parameters", "gradients", "optimizer_state", "activations", "temporaries", "inputs", "workspace"),
+        *("cache", "context"),
+    },
+    "steps": {"peak_allocated_bytes", "peak_reserved_bytes", "end_allocated_bytes"},
+    "host": {"peak_bytes"},
+    "seconds_per_step": None,
+    "versions": None,
+    "assumptions": {"where", "what"},
+    "elapsed_seconds": None,
+    "moment": {"span", "phase", "operator", "module", "line"},
+    "holders": {"category", "module", "operator", "line", "num_storages", "num_bytes"},
+    "spans": {"name", "kind", "peak_allocated_bytes", "peak_reserved_bytes", "end_allocated_bytes"},
+    "band": {"cause", "less_bytes", "more_bytes"},
+}
+SIZE_BYTES = 9 << 30
+
+
+def tightfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).with_name("tightfit"))
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="module")
+def tape(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run that holds one parameter of 9 GiB in its only step, on disk."""
+    path = tmp_path_factory.mktemp("tape") / "run.npz"
+    Tape(
+        target="train.py",
+        versions={"python": "3.11.7", "torch": "2.13.0"},
+        traced_for="NVIDIA GeForce RTX 4060",
+        strings=("", "step 1", "aten.empty", "net.0", "train.py:3", "float32"),
+        operators=Operators.from_columns(
+            {key: [0] for key in ("flops", "bytes_read", "bytes_written", "stream", "phase")}
+            | {"name": [2], "module": [3], "line": [4], "dtype": [5]}
+        ),
+        storages=Storages.from_columns(
+            {key: [SIZE_BYTES] for key in ("num_bytes", "low_bytes", "high_bytes")}
+            | {"category": [0], "source": [0], "operator": [0], "stream": [0]}
+        ),
+        events=Events.from_columns({"kind": [0], "storage": [0], "operator": [1], "value": [0]}),
+        spans=Spans.from_columns({"name": [1], "kind": [1], "begin": [0], "end": [1]}),
+        assumptions=(),
+        host_peak_bytes=0,
+    ).save(path)
+    assert np.load(path).files
+    return str(path)
+
+
+def estimate_of(tape: str, *devices: str) -> list[dict[str, Any]]:
+    answer = tightfit("estimate", tape, *(word for device in devices for word in ("--device", device)), "--json")
+    return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
+def test_the_commands() -> None:
+    commands = [name for name in app if not name.startswith("-")]
+    assert sorted(commands) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_options_of_each_command(command: str) -> None:
+    answer = tightfit(command, "--help", COLUMNS="200", NO_COLOR="1")
+    listed = re.findall(r"^│ (?:\* +)?(.*?)(?:  |$)", answer.stdout, flags=re.MULTILINE)
+    options = {word for line in listed for word in re.findall(r"(?<![\w-])--?[a-z][\w-]*", line)}
+    assert sorted(options) == OPTIONS[command]
+
+
+def test_the_keys_of_an_estimate(tape: str) -> None:
+    (answer,) = estimate_of(tape, "4060")
+    assert answer["schema"] == 1
+    assert set(answer) == set(ESTIMATE_KEYS)
+    for key, inner in ESTIMATE_KEYS.items():
+        if inner is not None:
+            for entry in answer[key] if isinstance(answer[key], list) else [answer[key]]:
+                assert set(entry) == inner
+    assert sum(answer["at_peak"].values()) == answer["peak"]["device_bytes"]
+    assert answer["headroom_bytes"] == answer["device"]["capacity_bytes"] - answer["peak"]["device_bytes"]
+
+
+def test_several_cards_are_a_line_each_in_the_order_given(tape: str) -> None:
+    answers = estimate_of(tape, "4090", "4060", "a100-40gb")
+    assert [answer["fits"] for answer in answers] == [True, False, True]
+    assert [answer["device"]["name"].split()[-1] for answer in answers] == ["4090", "4060", "A100-SXM4-40GB"]
+
+
+def test_says_so_where_the_kernels_were_chosen_for_another_card(tape: str) -> None:
+    same, other = estimate_of(tape, "4090", "a100-40gb")
+    assert same["assumptions"] == []
+    assert other["assumptions"][0]["where"] == "NVIDIA A100-SXM4-40GB"
+    assert "kernels were chosen for NVIDIA GeForce RTX 4060" in other["assumptions"][0]["what"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["estimate", "TAPE", "--device", "4090"], 0),
+        (["estimate", "TAPE", "--device", "4060"], 1),
+        (["estimate", "TAPE", "--device", "4090", "--device", "4060"], 1),
+        (["estimate", "TAPE", "--device", "no such card"], 2),
+        (["estimate", "TAPE", "--no-such-option"], 2),
+        (["no-such-command"], 2),
+        (["estimate", __file__, "--device", "4090"], 3),
+    ],
+)
+def test_exit_codes(tape: str, arguments: list[str], code: int) -> None:
+    answer = tightfit(*(tape if word == "TAPE" else word for word in arguments))
+    assert answer.returncode == code
+    if code < 2:
+        assert answer.stdout
+        assert answer.stderr == ""
+    else:
+        assert answer.stdout == ""
+        assert answer.stderr.startswith("tightfit: ")
+        assert answer.stderr.count("\n") == 1
+
+
+def test_text_that_is_piped_has_no_escapes_and_no_more_than_120_columns(tape: str) -> None:
+    answer = tightfit("estimate", tape, "--device", "4060")
+    assert answer.stdout.startswith("does not fit: 1.40 GiB too much\n")
+    assert "\x1b" not in answer.stdout
+    assert max(map(len, answer.stdout.splitlines())) <= 120
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_terminal_gets_colour_unless_no_color_is_set(tape: str) -> None:
+    assert "\x1b[1;31mdoes not fit" in on_a_terminal(tape, TERM="xterm-256color", NO_COLOR="")
+    plain = on_a_terminal(tape, TERM="xterm-256color", NO_COLOR="1")
+    assert "does not fit" in plain
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
+
+
+def on_a_terminal(tape: str, **environment: str) -> str:
+    """What the command writes to a terminal."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    program = str(Path(sys.executable).with_name("tightfit"))
+    cleared = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    with subprocess.Popen(
+        [program, "estimate", tape, "--device", "4060"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**cleared, **{key: value for key, value in environment.items() if value}},
+    ):
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux: the other end is closed
+                break
+            if not piece:
+                break
+            said += piece
+    os.close(ours)
+    return said.decode()

@@ -1,0 +1,48 @@
+"""`import tightfit` and `tightfit --help` are instant, and load none of the heavy packages."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "transformers", "numpy", "rich", "cyclopts"}
+MEASURE = """
+import sys, time
+before = time.perf_counter()
+import tightfit
+seconds = time.perf_counter() - before
+import json
+print(json.dumps({"seconds": seconds, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
+"""
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_takes_under_150_ms_and_loads_nothing_heavy() -> None:
+    answers = [json.loads(python(MEASURE)) for _ in range(5)]
+    assert min(answer["seconds"] for answer in answers) < 0.150
+    assert HEAVY.isdisjoint(answers[0]["modules"])
+
+
+@pytest.mark.parametrize("name", ["Device", "Tape", "Estimate", "TightfitError", "find_device", "replay", "estimate"])
+def test_no_public_name_loads_torch(name: str) -> None:
+    code = f"import tightfit, sys; tightfit.{name}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert python(code).split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["--version"]])
+def test_help_comes_within_half_a_second(arguments: list[str]) -> None:
+    program = str(Path(sys.executable).with_name("tightfit"))
+    took = []
+    for _ in range(5):
+        started = time.perf_counter()
+        answer = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+        took.append(time.perf_counter() - started)
+        assert answer.stdout
+        assert answer.stderr == ""
+    assert min(took) < 0.5
