@@ -55,24 +55,22 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
         if at >= 0 and block.address < ranges[at].end:
             inside[ranges[at].address].append(block)
     tails = _next_starts(recording, sorted(held))
-    spaces = _address_spaces(ranges, settings, allocator)
-    blocks: dict[int, Block] = {}
-    previous: Block | None = None
+    spaces = _address_spaces(recording, ranges, settings, allocator)
+    chains: dict[tuple[int, bool] | int, list[_Range]] = {}
     for piece in ranges:
-        pool = allocator.pool_of(piece.lane, is_small=piece.is_small)
-        space = spaces.get((piece.lane, piece.is_small)) if piece.is_expandable else None
-        previous = _bridge(previous, piece, space, allocator)
-        allocator.adopt_memory(piece.end - piece.address, is_segment=space is None)
-        for address, end, owner in _tiles(piece, inside[piece.address], settings, tails):
-            block = Block(address, end - address, pool, space)
-            if owner is not None:
-                block.is_live = owner.is_live
-                block.requested_bytes = owner.requested_bytes
-                block.uses = None if owner.is_live else {-1}
-                blocks[address] = block
-            allocator.adopt(block, previous)
-            previous = block
-    _bridge(previous, None, None, allocator)
+        chains.setdefault((piece.lane, piece.is_small) if piece.is_expandable else piece.address, []).append(piece)
+    blocks: dict[int, Block] = {}
+    for key, pieces in chains.items():
+        builder = _Builder(allocator, pieces[0], spaces[key] if isinstance(key, tuple) else None)
+        for piece in pieces:
+            builder.skip_to(piece.address)
+            allocator.adopt_memory(piece.end - piece.address, is_segment=not piece.is_expandable)
+            for end, owner in _tiles(piece, inside[piece.address], settings, tails):
+                block = builder.extend_to(end, owner)
+                if owner is not None:
+                    blocks[owner.address] = block
+        if builder.space is not None:
+            builder.skip_to(builder.space.address + builder.space.num_bytes)
     allocator.reset_peaks()
     plain = [(piece.address, piece.end - piece.address) for piece in ranges if not piece.is_expandable]
     paged = [(space.address, space.num_bytes) for space in spaces.values()]
@@ -181,45 +179,72 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _address_spaces(
-    ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
+    recording: DeviceRecording, ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
 ) -> dict[tuple[int, bool], ExpandableSegment]:
-    """The expandable segment of each pool, as if it began at the lowest page that is mapped at the start."""
+    """The expandable segment of each pool, as if it began at the lowest page that is mapped at the start or gets mapped again later."""
     lowest: dict[tuple[int, bool], int] = {}
     for piece in ranges:
         if piece.is_expandable:
             key = (piece.lane, piece.is_small)
             lowest[key] = min(lowest.get(key, piece.address), piece.address)
-    return {
-        (lane, is_small): ExpandableSegment(
-            address,
-            allocator.address_space_bytes,
-            SMALL_SEGMENT_BYTES if is_small else settings.large_segment_size_bytes,
+    spaces = {}
+    mapped = _mapped_later(recording)
+    for (lane, is_small), address in lowest.items():
+        page = SMALL_SEGMENT_BYTES if is_small else settings.large_segment_size_bytes
+        again = (
+            other
+            for other in mapped.get((lane, is_small), ())
+            if 0 < address - other < allocator.address_space_bytes and (address - other) % page == 0
         )
-        for (lane, is_small), address in lowest.items()
-    }
+        begin = min(again, default=address)
+        spaces[lane, is_small] = ExpandableSegment(begin, allocator.address_space_bytes, page)
+    return spaces
 
 
-def _bridge(
-    previous: Block | None, piece: _Range | None, space: ExpandableSegment | None, allocator: CachingAllocator
-) -> Block | None:
-    """What `piece` follows in its segment: nothing, or the unmapped stretch between it and the range before."""
-    before = previous.segment if previous is not None else None
-    if previous is not None and before is not None and before is not space:
-        _adopt_unmapped(previous, previous.address + previous.size, before.address + before.num_bytes, allocator)
-    if piece is None or space is None:
-        return None
-    if before is space and previous is not None:
-        return _adopt_unmapped(previous, previous.address + previous.size, piece.address, allocator)
-    return None
+def _mapped_later(recording: DeviceRecording) -> dict[tuple[int, bool], list[int]]:
+    """Where pages were mapped for the requests of each pool."""
+    found: dict[tuple[int, bool], list[int]] = {}
+    pending: list[int] = []
+    columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
+    for action, address, num_bytes, lane in zip(*(column.tolist() for column in columns), strict=True):
+        if action == Action.SEGMENT_MAP:
+            pending.append(address)
+        elif action == Action.ALLOC and pending:
+            found.setdefault((lane, num_bytes <= SMALL_BYTES), []).extend(pending)
+            pending.clear()
+    return found
 
 
-def _adopt_unmapped(previous: Block, address: int, end: int, allocator: CachingAllocator) -> Block:
-    if end <= address:
-        return previous
-    block = Block(address, end - address, previous.pool, previous.segment)
-    block.is_mapped = False
-    allocator.adopt(block, previous)
-    return block
+class _Builder:
+    """Builds one segment from its first address on."""
+
+    def __init__(self, allocator: CachingAllocator, first: _Range, space: ExpandableSegment | None) -> None:
+        self.allocator = allocator
+        self.space = space
+        self.pool = allocator.pool_of(first.lane, is_small=first.is_small)
+        self.at = first.address if space is None else space.address
+        self.last: Block | None = None
+
+    def skip_to(self, end: int) -> None:
+        """Up to `end` there are no pages."""
+        if end > self.at:
+            self._adopt(Block(self.at, end - self.at, self.pool, self.space), is_mapped=False)
+
+    def extend_to(self, end: int, owner: _Held | None) -> Block:
+        """The next block, which is free where nobody holds it."""
+        block = Block(self.at, end - self.at, self.pool, self.space)
+        if owner is not None:
+            block.is_live = owner.is_live
+            block.requested_bytes = owner.requested_bytes
+            block.uses = None if owner.is_live else {-1}
+        self._adopt(block, is_mapped=True)
+        return block
+
+    def _adopt(self, block: Block, *, is_mapped: bool) -> None:
+        block.is_mapped = is_mapped
+        self.allocator.adopt(block, self.last)
+        self.last = block
+        self.at = block.address + block.size
 
 
 def _next_starts(recording: DeviceRecording, held: list[int]) -> dict[int, int]:
@@ -238,18 +263,18 @@ def _next_starts(recording: DeviceRecording, held: list[int]) -> dict[int, int]:
 
 def _tiles(
     piece: _Range, held: list[_Held], settings: AllocatorSettings, next_starts: dict[int, int]
-) -> Iterable[tuple[int, int, _Held | None]]:
-    """The blocks that fill a range, as begin, end and who holds them."""
+) -> Iterable[tuple[int, _Held | None]]:
+    """The blocks that fill a range: where they end, and who holds them."""
     at = piece.address
     for position, block in enumerate(held):
         if block.address > at:
-            yield at, block.address, None
+            yield block.address, None
         bound = held[position + 1].address if position + 1 < len(held) else piece.end
         end = min(bound, next_starts.get(block.address, bound))
         at = min(block.address + _block_bytes(block, end, piece, settings), bound)
-        yield block.address, at, block
+        yield at, block
     if at < piece.end:
-        yield at, piece.end, None
+        yield piece.end, None
 
 
 def _block_bytes(block: _Held, bound: int, piece: _Range, settings: AllocatorSettings) -> int:
