@@ -99,6 +99,16 @@ class Attribution:
         return index
 
 
+def user_line() -> str:
+    """The innermost line of the user's own code on this thread, as text."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a library"
+
+
 def _sequence_number_of_running_node() -> int:
     node = torch._C._current_autograd_node()
     return -1 if node is None else node._sequence_nr()

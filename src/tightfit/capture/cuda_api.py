@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture import streams
+from tightfit.capture import one_card, streams
 from tightfit.capture.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
 
@@ -39,6 +39,22 @@ class DeviceProperties:
     uuid: str = "00000000-0000-0000-0000-000000000000"
 
 
+_NO_STATISTICS: dict[str, Any] = {
+    f"{figure}.{pool}.{kind}": 0
+    for figure in (
+        *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes"),
+        *("inactive_split_bytes", "requested_bytes"),
+    )
+    for pool in ("all", "large_pool", "small_pool")
+    for kind in ("current", "peak", "allocated", "freed")
+} | {
+    f"{figure}.{kind}": 0
+    for figure in ("oversize_allocations", "oversize_segments")
+    for kind in ("current", "peak", "allocated", "freed")
+}
+"""Every figure of `torch.cuda.memory_stats`; a script may ask for one that is not simulated."""
+
+
 class CudaApi:
     """The answers, as methods; `install` puts them in the place of torch's."""
 
@@ -60,7 +76,7 @@ class CudaApi:
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
         """`torch.cuda.memory_stats`."""
-        return self.live.allocator().memory_stats()
+        return _NO_STATISTICS | self.live.allocator().memory_stats()
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """`torch.cuda.reset_peak_memory_stats`."""
@@ -75,6 +91,15 @@ class CudaApi:
         """`torch.cuda.get_device_capability`."""
         return self.device.compute_capability
 
+    def get_device_name(self, device: Any = None) -> str:
+        """`torch.cuda.get_device_name`."""
+        return self.get_device_properties(device).name
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """`torch.cuda.get_device_properties`."""
+        one_card.check(device)
+        return self.properties
+
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         """`torch.cuda.is_bf16_supported`."""
         return including_emulation or self.device.compute_capability >= (8, 0)
@@ -88,10 +113,11 @@ class CudaApi:
             "init": lambda: None,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "set_device": lambda device: None,
-            "get_device_name": lambda device=None: self.properties.name,
+            "set_device": one_card.check,
+            "get_device_name": self.get_device_name,
             "get_device_capability": self.get_device_capability,
-            "get_device_properties": lambda device=None: self.properties,
+            "get_device_properties": self.get_device_properties,
+            "cudart": _Runtime,
             "get_arch_list": lambda: [f"sm_{self.properties.major}{self.properties.minor}"],
             "can_device_access_peer": lambda device, peer: False,
             "is_bf16_supported": self.is_bf16_supported,
@@ -183,6 +209,7 @@ class CudaApi:
             (torch.cuda.nvtx,),
             {"range_push": lambda message: 0, "range_pop": lambda: 0, "mark": lambda message: None, "range": _no_range},
         )
+        _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
         _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
         torch.version.cuda = torch.version.cuda or CUDA_VERSION
         torch.backends.cudnn.version = lambda: CUDNN_VERSION
@@ -195,8 +222,16 @@ class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]
 
     def __init__(self, device: Any = None) -> None:
         super().__init__()
+        one_card.check(device)
         self.idx = 0
         self.prev_idx = 0
+
+
+class _Runtime:
+    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_args: 0
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from tightfit.capture import sparse
 from tightfit.capture.operators import facts
 from tightfit.capture.shadows import Unknown
 from tightfit.capture.virtual import Handler, VirtualGpu
+from tightfit.errors import CaptureError
 from tightfit.tape import Category
 
 aten = torch.ops.aten
@@ -23,6 +24,8 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         return gpu.run(func, args, kwargs) if to_device else _to_host(gpu, source, kwargs.get("dtype") or source.dtype)
     gpu.note_operator(func, facts(func), args, {}, (), None)
+    if source.layout not in (torch.strided, torch.sparse_coo):
+        return _refuse_compressed(gpu, func, args, kwargs)
     if source.layout != torch.strided:
         return sparse.virtual_of(gpu, source, lambda part: _to_card(gpu, part, part.dtype, None))
     return _to_card(gpu, source, kwargs.get("dtype") or source.dtype, kwargs.get("memory_format"))
@@ -45,7 +48,8 @@ def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch
     try:
         return gpu.shadows.values(source).to(dtype, copy=True)
     except Unknown:
-        return gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
+        host = gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
+        return host.fill_(1) if gpu.truths.holds(source) else host
 
 
 def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
@@ -83,7 +87,7 @@ def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappin
     try:
         return gpu.shadows.values(args[0]).item()
     except Unknown:
-        if args[0].untyped_storage()._cdata in gpu.conjunctions:
+        if gpu.truths.holds(args[0]):
             return True
         return gpu.reads.scalar(args[0].dtype)
 
@@ -164,6 +168,27 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
 
 
+def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The sizes of the steps are counted from lengths on the host, and stay there."""
+    padded, lengths, batch_first = args
+    narrow = torch.empty(*padded.shape[:2], 1)
+    packed, batch_sizes = func(narrow, lengths, batch_first)
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    size = (packed.size(0), *padded.shape[2:])
+    return gpu.new(size, torch.empty(size, device="meta").stride(), padded.dtype), batch_sizes
+
+
+def _never(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """cuDNN takes a CTC loss only with int32 targets on the host (LossCTC.cpp, `_use_cudnn_ctc_loss`); torch's own kernel the others."""
+    return False
+
+
+def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    raise CaptureError(
+        f"{gpu.attribution.where()}: compressed sparse tensors (CSR, CSC, BSR, BSC) have no virtual kind in torch {torch.__version__}; use COO for the estimate"
+    )
+
+
 def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """GradScaler's check for infinities: the run is taken as one that finds none."""
     known = facts(func)
@@ -171,11 +196,21 @@ def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     gpu.recorder.assume(gpu.attribution.where(), "gradients are taken as finite: GradScaler skips no step")
 
 
+_CTC_LIBRARIES = [
+    getattr(getattr(aten, name), overload)
+    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+    if hasattr(aten, name)
+    for overload in ("default", "Tensor")
+]
+
 HANDLERS: dict[OpOverload, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
+    aten._pack_padded_sequence.default: _pack_padded,
+    **dict.fromkeys(_CTC_LIBRARIES, _never),
+    aten._sparse_compressed_tensor_unsafe.default: _refuse_compressed,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys(
         (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index

@@ -64,6 +64,7 @@ class HostMemory:
         self._recorder = recorder
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether nothing has been written to the storage of `tensor`."""
@@ -71,6 +72,8 @@ class HostMemory:
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
+        if kwargs.get("pin_memory"):
+            return self._pin(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and self._blank and self.is_blank(first):
             if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
@@ -90,6 +93,21 @@ class HostMemory:
             if operator in _FACTORIES:
                 self._set_blank(result)
         return result
+
+    def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`Tensor.pin_memory`."""
+        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """`Tensor.is_pinned`."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._pinned
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            self._pinned[address] = weakref.ref(storage, lambda _reference: self._pinned.pop(address, None))
+        return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Counts the storage of a host tensor until it goes."""

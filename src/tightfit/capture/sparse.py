@@ -1,9 +1,9 @@
-"""Sparse tensors on the virtual GPU: each is known by its parts, which are dense and lie in storages like any other."""
+"""Sparse tensors (COO) on the virtual GPU: each is known by its parts, which are dense and lie in storages like any other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,18 +13,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
-
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The dense tensors that a sparse one is made of: its indices, then its values."""
     if tensor.layout == torch.sparse_coo:
         return (tensor._indices(), tensor._values())
-    if tensor.layout in _BY_ROWS:
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in _BY_COLUMNS:
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     return ()
 
 
@@ -39,32 +32,17 @@ def virtual_of(gpu: VirtualGpu, host: torch.Tensor, make: Callable[[torch.Tensor
     """A sparse tensor on the card of the structure of `host`; `make` gives the dense one on the card for each of its parts."""
     made = [make(part) for part in parts(host)]
     common = {"dtype": host.dtype, "layout": host.layout, "device": torch.device("cuda", 0), "pin_memory": False}
-    if host.layout == torch.sparse_coo:
-        arguments: tuple[Any, ...] = (host.sparse_dim(), host.dense_dim(), host.size(), *made)
-        operator = aten._sparse_coo_tensor_with_dims_and_tensors.default
-        return gpu.fake.dispatch(operator, (FakeTensor,), arguments, common | {"is_coalesced": host.is_coalesced()})
-    operator = aten._sparse_compressed_tensor_unsafe.default
-    return gpu.fake.dispatch(operator, (FakeTensor,), (*made, host.size()), common)
+    arguments = (host.sparse_dim(), host.dense_dim(), host.size(), *made)
+    operator = aten._sparse_coo_tensor_with_dims_and_tensors.default
+    return gpu.fake.dispatch(operator, (FakeTensor,), arguments, common | {"is_coalesced": host.is_coalesced()})
 
 
 def host_of(virtual: torch.Tensor) -> torch.Tensor:
     """A sparse host tensor of the structure of `virtual`: as many elements, at places that all differ, with zero values."""
     values = torch.zeros(parts(virtual)[-1].size(), dtype=virtual.dtype)
-    if virtual.layout == torch.sparse_coo:
-        size, count = virtual.size()[: virtual.sparse_dim()], values.size(0)
-        places = torch.arange(count) % max(1, torch.Size(size).numel())
-        indices = torch.stack(torch.unravel_index(places, size)) if size else torch.empty(0, count, dtype=torch.int64)
-        return torch.sparse_coo_tensor(
-            indices, values, virtual.size(), check_invariants=False, is_coalesced=virtual.is_coalesced()
-        )
-    pointers, plain = parts(virtual)[:2]
-    count = plain.size(-1)
-    starts = torch.linspace(0, count, pointers.size(-1)).to(pointers.dtype)
-    return torch.sparse_compressed_tensor(
-        starts.expand(pointers.size()).contiguous(),
-        torch.zeros(plain.size(), dtype=plain.dtype),
-        values,
-        virtual.size(),
-        layout=virtual.layout,
-        check_invariants=False,
+    size, count = virtual.size()[: virtual.sparse_dim()], values.size(0)
+    places = torch.arange(count) % max(1, torch.Size(size).numel())
+    indices = torch.stack(torch.unravel_index(places, size)) if size else torch.empty(0, count, dtype=torch.int64)
+    return torch.sparse_coo_tensor(
+        indices, values, virtual.size(), check_invariants=False, is_coalesced=virtual.is_coalesced()
     )

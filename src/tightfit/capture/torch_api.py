@@ -5,17 +5,18 @@ weights that are tied, go on holding the same objects. Here the contents of the 
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_any, tree_map
 
+from tightfit.capture import graphs, legacy, one_card, saving, shapes
+from tightfit.capture.kernels import flex
 from tightfit.capture.replacing import replace
 from tightfit.capture.streams import VirtualStream
 from tightfit.capture.virtual import VirtualGpu
@@ -28,7 +29,14 @@ def install(gpu: VirtualGpu) -> None:
     _treat_as_plain_tensors()
     _install_tensor_methods(gpu)
     _install_compile(gpu)
-    _install_saving(gpu)
+    _install_reading()
+    saving.install(gpu)
+    legacy.install()
+    graphs.install()
+    one_card.install()
+    shapes.install()
+    # The fused kernel of `nn.TransformerEncoderLayer` in evaluation works on nested tensors, which have no fake ones.
+    torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_only_lift_cpu_tensors(True)
 
 
@@ -77,6 +85,9 @@ def _apply(
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
+        if is_lazy(parameter):
+            _move_when_made(parameter, function)
+            continue
         gradient = parameter.grad
         parameter.grad = None  # it counts as a use of the tensor whose contents are exchanged
         with torch.no_grad():
@@ -84,9 +95,22 @@ def _apply(
             if gradient is not None:
                 moved.grad = _moved(gradient, function(gradient))
     for name, buffer in module._buffers.items():
-        if buffer is not None:
+        if is_lazy(buffer):
+            _move_when_made(buffer, function)
+        elif buffer is not None:
             module._buffers[name] = function(buffer)
     return module
+
+
+def _move_when_made(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A lazy module does not know its shape yet: what was asked of it is done when it does."""
+
+    def materialize(shape: Any, device: Any = None, dtype: Any = None) -> None:
+        del tensor.materialize
+        type(tensor).materialize(tensor, shape, device, dtype)
+        tensor.data = function(tensor.data)
+
+    tensor.materialize = materialize
 
 
 def _moved(tensor: torch.Tensor, value: torch.Tensor) -> Any:
@@ -123,28 +147,6 @@ def _skip_initialisers(gpu: VirtualGpu) -> None:
 def _treat_as_plain_tensors() -> None:
     optimizer_types.append(FakeTensor)
     foreach_types.append(FakeTensor)
-    for name, dtype in _LEGACY_TYPES.items():
-        setattr(torch.cuda, name, functools.partial(_legacy_tensor, dtype))
-
-
-_LEGACY_TYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
-
-
-def _legacy_tensor(dtype: torch.dtype, *args: Any) -> torch.Tensor:
-    if args and isinstance(args[0], int):
-        return torch.empty(args, dtype=dtype, device="cuda")
-    return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
 
 
 def _install_tensor_methods(gpu: VirtualGpu) -> None:
@@ -170,10 +172,39 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
     replace(
         torch.Tensor,
         record_stream=record_stream,
-        pin_memory=lambda self, *_args, **_kwargs: self,
-        is_pinned=lambda self, *_args, **_kwargs: False,
+        pin_memory=lambda self, *_args, **_kwargs: gpu.host.pinned_copy(self),
+        is_pinned=lambda self, *_args, **_kwargs: gpu.host.is_pinned(self),
     )
     replace(torch, Generator=Generator)
+
+
+def _install_reading() -> None:
+    """What prints a number or hands it to numpy looks at the kind of the tensor first."""
+    write, to_numpy = torch.Tensor.__format__, torch.Tensor.numpy
+
+    def write_(self: torch.Tensor, specification: str) -> str:
+        if isinstance(self, FakeTensor) and self.dim() == 0:
+            return self.detach().item().__format__(specification)
+        return write(self, specification)
+
+    def to_numpy_(self: torch.Tensor, *, force: bool = False) -> Any:
+        if not isinstance(self, FakeTensor):
+            return to_numpy(self, force=force)
+        if force:
+            return to_numpy(self.detach().cpu(), force=True)
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    as_array = torch.Tensor.__array__
+
+    def as_array_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return to_numpy_(self) if isinstance(self, FakeTensor) else as_array(self, *args, **kwargs)
+
+    replace(torch.Tensor, __format__=write_, numpy=to_numpy_, __array__=as_array_)
+    from torch.nn.attention import flex_attention as flexible
+
+    replace(flexible, flex_attention=flex.flex_attention)
 
 
 def _install_compile(gpu: VirtualGpu) -> None:
@@ -185,47 +216,3 @@ def _install_compile(gpu: VirtualGpu) -> None:
 
     replace(torch, compile=compile_)
     replace(torch.nn.Module, compile=lambda self, *_args, **_kwargs: compile_())
-
-
-class _Unsaved:
-    """Stands for a virtual tensor in what a script saved and may load again."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.size, self.dtype, self.device = tensor.size(), tensor.dtype, tensor.device
-
-    def restore(self, gpu: VirtualGpu, map_location: Any) -> torch.Tensor:
-        device = (
-            self.device
-            if map_location is None or callable(map_location) or isinstance(map_location, dict)
-            else torch.device(map_location)
-        )
-        return gpu.host.new_blank(self.size, self.dtype).to(device)
-
-
-def _install_saving(gpu: VirtualGpu) -> None:
-    save, load = torch.save, torch.load
-    saved: dict[str, Any] = {}
-
-    def save_(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not tree_any(lambda value: isinstance(value, FakeTensor), obj):
-            save(obj, f, *args, **kwargs)
-            return
-        gpu.recorder.assume(
-            gpu.attribution.where(), "torch.save: tensors of the virtual GPU hold no data; nothing was written"
-        )
-        if isinstance(f, str | os.PathLike):
-            saved[os.path.abspath(f)] = tree_map(lambda v: _Unsaved(v) if isinstance(v, FakeTensor) else v, obj)
-
-    def load_(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        key = os.path.abspath(f) if isinstance(f, str | os.PathLike) else None
-        if key not in saved:
-            map_location = (
-                "cpu"
-                if map_location is None
-                or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda")
-                else map_location
-            )
-            return load(f, map_location, *args, **kwargs)
-        return tree_map(lambda v: v.restore(gpu, map_location) if isinstance(v, _Unsaved) else v, saved[key])
-
-    replace(torch, save=save_, load=load_)

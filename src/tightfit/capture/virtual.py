@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.capture import fallback, sparse
+from tightfit.capture import fallback, one_card, sparse
 from tightfit.capture.attribution import Attribution
 from tightfit.capture.hosts import HostMemory
 from tightfit.capture.kernel_memory import KernelMemory
@@ -22,13 +22,13 @@ from tightfit.capture.operators import OperatorFacts, facts, tensors, written
 from tightfit.capture.reads import Reads
 from tightfit.capture.recorder import Recorder
 from tightfit.capture.shadows import Shadows, Unknown, limit
+from tightfit.capture.truths import Truths
 from tightfit.tape import Category
 
 aten = torch.ops.aten
 
 CUDA = torch.device("cuda", 0)
 
-_CONJUNCTIONS = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default}
 _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
 
@@ -56,9 +56,7 @@ class VirtualGpu(TorchDispatchMode):
         self.host = HostMemory(recorder)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.references: dict[int, StorageReference] = {}
-        self.conjunctions: set[int] = (
-            set()
-        )  # addresses of the results of `all`, which read as true where nothing is known
+        self.truths = Truths()
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
         self._handlers = handlers
@@ -72,10 +70,11 @@ class VirtualGpu(TorchDispatchMode):
         if func is _DEVICE_OF:
             return args[0].fake_device
         kwargs = kwargs or {}
-        if FakeTensor not in types:
-            device = kwargs.get("device")
-            if device is None or torch.device(device).type != "cuda":
-                return self.host.run(func, args, kwargs)
+        device = kwargs.get("device")
+        if device is not None:
+            one_card.check(device)
+        if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
+            return self.host.run(func, args, kwargs)
         handler = self._handlers.get(func)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
 
@@ -115,8 +114,8 @@ class VirtualGpu(TorchDispatchMode):
         if known.resizes:
             for tensor in written(func, args, kwargs):
                 self._resized(tensor)
-        if func in _CONJUNCTIONS:
-            self.conjunctions.add(out.untyped_storage()._cdata)
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
+            self.truths.follow(func, args, out)
         self._kernels.add(func, args, kwargs, out)
         self._follow_values(func, known, args, kwargs, outputs)
 
@@ -176,7 +175,7 @@ class VirtualGpu(TorchDispatchMode):
     def _died(self, reference: StorageReference) -> None:
         del self.references[reference.address]
         self.shadows.forget(reference.address)
-        self.conjunctions.discard(reference.address)
+        self.truths.forget(reference.address)
         self.recorder.free(reference.index)
 
     def _resized(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,70 @@
+"""Shape rules of torch that are narrower than the card."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    fake_mode: FakeTensorMode,
+    _operator: Any,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`aten::_grouped_mm` in every dtype: the shape rule knows bfloat16 alone, the card multiplies group by group in the others.
+
+    Rows are padded to 16 bytes (GroupedMMUtils.h, `create_grouped_gemm_output_tensor`).
+    """
+    dtype = out_dtype or first.dtype
+    if first.dim() == 2 and second.dim() == 2:
+        assert offs is not None
+        size = [offs.size(0), first.size(0), second.size(1)]
+    elif first.dim() == 2:
+        size = [first.size(0), second.size(-1)]
+    elif second.dim() == 2:
+        size = [first.size(1), second.size(1)]
+    else:
+        size = [first.size(0), first.size(1), second.size(-1)]
+    per_row = 16 // dtype.itemsize
+    padded = (size[-1] + per_row - 1) // per_row * per_row
+    stride = [padded, 1] if len(size) == 2 else [size[1] * padded, padded, 1]
+    with fake_mode:
+        return first.new_empty_strided(size, stride, dtype=dtype)
+
+
+def _gru_cell(
+    fake_mode: FakeTensorMode,
+    _operator: Any,
+    input_gates: torch.Tensor,
+    _hidden_gates: torch.Tensor,
+    hidden: torch.Tensor,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`aten::_thnn_fused_gru_cell`: the next state, and five numbers a unit for the backward pass (RNN.cu, `GRU_WORKSPACE_MULTIPLIER`)."""
+    with fake_mode:
+        return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), hidden.size(1) * 5)
+
+
+def _gru_cell_backward(
+    fake_mode: FakeTensorMode, _operator: Any, gradient: torch.Tensor, _workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """`aten::_thnn_fused_gru_cell_backward`: the gradients of both gates, of the state, and of the biases as sums of those."""
+    batch, width = gradient.shape
+    with fake_mode:
+        gates = [gradient.new_empty(batch, 3 * width) for _ in range(2)]
+        biases = [gradient.new_empty(3 * width) if has_bias else None for _ in range(2)]
+        return (*gates, torch.empty_like(gradient), *biases)
+
+
+def install() -> None:
+    """Registers the rules for fake tensors of this process."""
+    register_op_impl(aten._grouped_mm.default)(_grouped_mm)
+    register_op_impl(aten._thnn_fused_gru_cell.default)(_gru_cell)
+    register_op_impl(aten._thnn_fused_gru_cell_backward.default)(_gru_cell_backward)

@@ -1,0 +1,66 @@
+"""Which truths that nobody knows read as true.
+
+A truth of unknown data reads as false: no overflow, no infinity, nothing to skip. What says the same thing the other way round must read as true:
+that all is finite, that a number equals itself, that there is no NaN.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+aten = torch.ops.aten
+
+_ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, aten.isfinite.default}
+_ANY = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default, aten.clone.default}
+_AND = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
+_OR = {aten.logical_or.default, aten.bitwise_or.Tensor}
+_NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+class Truths:
+    """The storages of truths that read as true, by their addresses."""
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    def follow(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
+        """Called with the result of each operator that gives truths."""
+        if self._reads_true(operator, args):
+            self._addresses.add(out.untyped_storage()._cdata)
+
+    def _reads_true(self, operator: OpOverload, args: Sequence[Any]) -> bool:
+        if operator in _AND:
+            return all(map(self.holds, args[:2]))
+        if operator in _OR:
+            return any(map(self.holds, args[:2]))
+        if operator in _NOT:
+            return not self.holds(args[0])
+        if operator in _ANY:
+            return self.holds(args[0])
+        return (
+            operator in _ALL
+            or (operator is aten.eq.Tensor and _is_same(args[0], args[1]))
+            or (operator is aten.ne.Scalar and isinstance(args[1], float) and math.isinf(args[1]))
+        )
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether `tensor` reads as true."""
+        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._addresses
+
+    def forget(self, address: int) -> None:
+        """The storage is gone."""
+        self._addresses.discard(address)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (
+        isinstance(one, FakeTensor)
+        and isinstance(other, FakeTensor)
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.shape == other.shape
+        and one.storage_offset() == other.storage_offset()
+    )
