@@ -32,7 +32,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def shorten_module(path: str, width: int) -> str:
-    """A dotted module path in at most `width` cells: whole components are left out before its end, its first one last of all."""
+    """A dotted module path in at most `width` cells: whole components are left out from its start, which all its neighbours share."""
     return _keep_the_end(path, ".", width)
 
 
@@ -45,23 +45,22 @@ def _keep_the_end(text: str, separator: str, width: int) -> str:
     if len(text) <= width:
         return text
     parts = text.split(separator)
-    candidates = [f"{parts[0]}{separator}…{separator}{separator.join(parts[i:])}" for i in range(2, len(parts) - 1)]
-    candidates += [f"…{separator}{separator.join(parts[i:])}" for i in range(1, len(parts))]
-    return next((c for c in candidates if len(c) <= width), shorten_middle(parts[-1], width))
+    tails = (f"…{separator}{separator.join(parts[i:])}" for i in range(1, len(parts)))
+    return next((tail for tail in tails if len(tail) <= width), shorten_middle(parts[-1], width))
 
 
 def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_width: int) -> list[int]:
     """The width of each column in cells, so that all of them with gaps fit `total_width` as far as they may be shortened."""
-    widths = [
-        max(len(column.heading), *(len(row[i]) for row in rows)) if rows else len(column.heading)
-        for i, column in enumerate(columns)
-    ]
+    widths = [max([len(column.heading), *(len(row[i]) for row in rows)]) for i, column in enumerate(columns)]
     excess = sum(widths) + GAP * (len(columns) - 1) - total_width
-    order = sorted((i for i, c in enumerate(columns) if c.shorten is not None), key=lambda i: -columns[i].yields)
-    for i in order:
-        given = min(max(excess, 0), max(0, widths[i] - columns[i].least_width))
-        widths[i] -= given
-        excess -= given
+    for i in sorted(range(len(columns)), key=lambda i: -columns[i].yields):
+        shorten, least = columns[i].shorten, max(columns[i].least_width, len(columns[i].heading))
+        if excess > 0 and shorten is not None and widths[i] > least:
+            # What is cut at a dot or slash may come out shorter than it had to; the next columns keep what that frees.
+            width = max(least, widths[i] - excess)
+            kept = max([len(columns[i].heading), *(len(shorten(row[i], width)) for row in rows)])
+            excess -= widths[i] - kept
+            widths[i] = kept
     return widths
 
 

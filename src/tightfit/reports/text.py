@@ -24,7 +24,7 @@ PIPED_WIDTH = 120
 MAX_WIDTH = 160
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
-_WIDTH_FOR_OPERATORS = 100
+_WIDTH_FOR_OPERATORS = 110
 _MOST_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _LEAST_BAR_CELLS = 10
@@ -44,7 +44,7 @@ _HOLDER_COLUMNS = (
     Column(heading="what"),
     Column(heading="your line", shorten=shorten_place, yields=3),
     Column(heading="module", shorten=shorten_module, least_width=16, yields=1),
-    Column(heading="operator", shorten=shorten_middle, least_width=10, yields=2),
+    Column(heading="operator", shorten=shorten_middle, least_width=18, yields=2),
 )
 
 
@@ -212,7 +212,9 @@ def _fitted(
 def _holders(estimate: Estimate, width: int) -> Table:
     file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
     columns = [
-        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS)) if column.shorten is shorten_place else column
+        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS))
+        if column.shorten is shorten_place
+        else column
         for column in (_HOLDER_COLUMNS if width >= _WIDTH_FOR_OPERATORS else _HOLDER_COLUMNS[:-1])
     ]
     rows = [

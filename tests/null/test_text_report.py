@@ -1,0 +1,327 @@
+"""The text of an estimate, on one made by hand: verdict first, aligned, names shortened where the terminal is narrow."""
+
+import dataclasses
+import io
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tightfit.reports.columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
+from tightfit.reports.results import Estimate
+from tightfit.reports.text import ComparisonText, EstimateText, bar, write_comparison, write_estimate
+from tightfit.simulate.estimate import Band, Holder, Peak, PeakMoment, SpanPeak
+from tightfit.tape import Assumption
+from tightfit.units import GIB, MIB
+
+ESTIMATE = Estimate(
+    target="train.py",
+    device="NVIDIA GeForce RTX 4060",
+    capacity_bytes=8 * GIB,
+    peak=Peak(
+        allocated_bytes=9 * GIB,
+        reserved_bytes=10 * GIB,
+        device_bytes=10 * GIB + 150 * MIB,
+        device_low_bytes=10 * GIB + 100 * MIB,
+        device_high_bytes=10 * GIB + 250 * MIB,
+    ),
+    at_peak={
+        "parameters": 1 * GIB,
+        "gradients": 0,
+        "optimizer_state": 2 * GIB,
+        "activations": 5 * GIB,
+        "temporaries": 1 * GIB,
+        "inputs": 0,
+        "workspace": 0,
+        "cache": 1 * GIB,
+        "context": 150 * MIB,
+    },
+    moment=PeakMoment(
+        span="step 2", phase="backward", operator="aten.mm", module="Net.head", line="project/train.py:41"
+    ),
+    holders=(
+        Holder(
+            category="activations",
+            module="LanguageModel.transformer.layers.*.feed_forward.activation",
+            operator="aten.native_layer_norm_backward",
+            line="project/models/transformer.py:141",
+            num_storages=24,
+            num_bytes=5 * GIB,
+        ),
+        Holder(
+            category="optimizer_state",
+            module="",
+            operator="aten.zeros_like",
+            line="project/train.py:41",
+            num_storages=200,
+            num_bytes=2 * GIB,
+        ),
+    ),
+    spans=(
+        SpanPeak(
+            name="set-up",
+            kind="setup",
+            peak_allocated_bytes=GIB,
+            peak_reserved_bytes=2 * GIB,
+            end_allocated_bytes=GIB,
+        ),
+        SpanPeak(
+            name="step 1",
+            kind="step",
+            peak_allocated_bytes=9 * GIB,
+            peak_reserved_bytes=10 * GIB,
+            end_allocated_bytes=3 * GIB,
+        ),
+    ),
+    band=(Band(cause="context of the process", less_bytes=50 * MIB, more_bytes=100 * MIB),),
+    host_peak_bytes=300 * MIB,
+    seconds_per_step=0.25,
+    versions={"python": "3.11.7", "torch": "2.13.0", "cuda": ""},
+    assumptions=(Assumption(where="train.py:44", what="a value read back from the device is taken as 1.0"),),
+)
+ROOMY = dataclasses.replace(ESTIMATE, device="NVIDIA GeForce RTX 4090", capacity_bytes=24 * GIB)
+TIGHT = dataclasses.replace(ESTIMATE, capacity_bytes=10 * GIB + 200 * MIB)
+
+REPORT = """\
+does not fit: 2.15 GiB too much
+train.py on NVIDIA GeForce RTX 4060, 8.00 GiB
+
+peak on the card  10.15 GiB  10.10 GiB to 10.24 GiB (context of the process)
+reserved          10.00 GiB  what torch's caching allocator holds
+allocated          9.00 GiB  what live tensors hold
+on the host       300.0 MiB  in tensors
+a step             250.0 ms  by a roofline
+peak reached in   step 2, backward, mm, Net.head, project/train.py:41
+
+most of it: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB
+to try: a smaller batch, gradient checkpointing
+
+what holds it at the peak
+parameters        1.00 GiB  10%  █████████▋
+optimizer state   2.00 GiB  20%  ███████████████████▎
+activations       5.00 GiB  49%  ████████████████████████████████████████████████
+temporaries       1.00 GiB  10%  █████████▋
+unused cache      1.00 GiB  10%  █████████▋
+CUDA context     150.0 MiB   1%  █▍
+
+who asked for most of it
+   bytes  blocks  what             your line           module                              operator
+5.00 GiB      24  activations      transformer.py:141  ….layers.*.feed_forward.activation  native_l…_backward
+2.00 GiB     200  optimizer state  …/train.py:41                                           zeros_like
+
+step by step
+        peak allocated  peak reserved  left at its end
+set-up        1.00 GiB       2.00 GiB         1.00 GiB
+step 1        9.00 GiB      10.00 GiB         3.00 GiB
+
+assumed
+- a value read back from the device is taken as 1.0 (train.py:44)
+
+with python 3.11.7, torch 2.13.0; estimated in 1.5 s
+"""
+
+
+def text_of(estimate: Estimate, *, width: int, encoding: str = "utf-8", elapsed_seconds: float | None = None) -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
+    console = Console(file=file, width=width, highlight=False)
+    console.print(EstimateText(estimate, elapsed_seconds=elapsed_seconds))
+    file.seek(0)
+    return "".join(line.rstrip() + "\n" for line in file.read().splitlines())
+
+
+def section(text: str, title: str) -> list[str]:
+    lines = text.partition(f"{title}\n")[2].partition("\n\n")[0]
+    return lines.splitlines()
+
+
+def test_the_whole_report() -> None:
+    assert text_of(ESTIMATE, width=120, elapsed_seconds=1.5) == REPORT
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 240])
+def test_no_line_is_wider_than_the_terminal_and_none_is_cut_by_it(width: int) -> None:
+    text = text_of(ESTIMATE, width=width)
+    assert max(map(len, text.splitlines())) <= min(width, 160)
+    assert "141" in text
+    assert "activation" in text
+
+
+def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() -> None:
+    heading, first, _ = section(text_of(ESTIMATE, width=80), "who asked for most of it")
+    assert heading.split() == ["bytes", "blocks", "what", "your", "line", "module"]
+    assert "transformer.py:141" in first
+    assert "project" not in first
+    assert first.endswith("….feed_forward.activation")
+
+
+def test_a_wide_terminal_shortens_nothing() -> None:
+    _, first, _ = section(text_of(ESTIMATE, width=240), "who asked for most of it")
+    assert "LanguageModel.transformer.layers.*.feed_forward.activation" in first
+    assert "project/models/transformer.py:141" in first
+
+
+@pytest.mark.parametrize(
+    ("estimate", "verdict"),
+    [
+        (ROOMY, "fits: 13.85 GiB left"),
+        (TIGHT, "fits, barely: 50.0 MiB left, less than the doubt about it"),
+        (ESTIMATE, "does not fit: 2.15 GiB too much"),
+    ],
+)
+def test_the_verdict_comes_first(estimate: Estimate, verdict: str) -> None:
+    assert text_of(estimate, width=100).splitlines()[0] == verdict
+
+
+def test_what_fits_needs_no_advice() -> None:
+    assert "to try" not in text_of(ROOMY, width=100)
+
+
+def advice_for(**at_peak: int) -> str:
+    held = dict.fromkeys(ESTIMATE.at_peak, 0) | {name: gib * GIB for name, gib in at_peak.items()}
+    return text_of(dataclasses.replace(ESTIMATE, at_peak=held), width=160).partition("to try: ")[2].partition("\n")[0]
+
+
+def test_advice_follows_what_is_held() -> None:
+    assert advice_for(activations=8, parameters=2) == "a smaller batch, gradient checkpointing"
+    assert advice_for(temporaries=4, parameters=6) == "a smaller batch"
+    assert advice_for(activations=1, parameters=9).startswith("smaller weights, LoRA or an optimizer with less state")
+    assert advice_for(cache=3, parameters=7).startswith("the allocator setting expandable_segments:True")
+
+
+def test_equal_assumptions_are_said_once_with_their_places() -> None:
+    places = tuple(Assumption(where=f"train.py:{line}", what="taken as 1.0") for line in (3, 5, 7, 9))
+    many = tuple(Assumption(where="", what=f"assumption {i}") for i in range(9))
+    text = text_of(dataclasses.replace(ESTIMATE, assumptions=places + many), width=100)
+    assert section(text, "assumed")[0] == "- taken as 1.0 (train.py:3, train.py:5 and 2 more places)"
+    assert section(text, "assumed")[-1] == "- and 2 more (--json lists all)"
+
+
+def test_markup_in_the_users_names_is_text() -> None:
+    odd = dataclasses.replace(ESTIMATE, target="[red]train[/].py")
+    assert "[red]train[/].py on NVIDIA" in text_of(odd, width=100)
+
+
+def test_a_terminal_without_unicode_gets_bars_of_ascii() -> None:
+    text = text_of(ESTIMATE, width=100, encoding="ascii")
+    assert "activations       5.00 GiB  49%  ####" in text
+    assert "█" not in text
+
+
+@given(share=st.floats(0, 1), cells=st.integers(1, 60))
+def test_a_bar_shows_something_and_never_more_than_its_cells(share: float, cells: int) -> None:
+    for drawn in (bar(share, cells), bar(share, cells, is_ascii=True)):
+        assert 1 <= len(drawn) <= cells
+
+
+def test_an_empty_run_costs_its_context() -> None:
+    empty = dataclasses.replace(
+        ROOMY,
+        at_peak={"context": 150 * MIB},
+        moment=PeakMoment(span="", phase="other", operator="", module="", line=""),
+        holders=(),
+        spans=(),
+        band=(),
+        assumptions=(),
+        seconds_per_step=0.0,
+    )
+    text = text_of(empty, width=100)
+    assert "who asked" not in text
+    assert "step by step" not in text
+    assert "assumed" not in text
+    assert "a step" not in text
+
+
+def test_several_cards_are_rows_in_the_order_given() -> None:
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    console.print(ComparisonText([ROOMY, ESTIMATE, TIGHT]))
+    assert isinstance(console.file, io.StringIO)
+    rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert rows[0] == "train.py"
+    assert rows[3:6] == [
+        "GeForce RTX 4090 fits 24.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB 13.85 GiB 250.0 ms",
+        "GeForce RTX 4060 does not fit 8.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB -2.15 GiB 250.0 ms",
+        "GeForce RTX 4060 fits, barely 10.20 GiB 10.15 GiB 10.10 GiB 10.24 GiB 50.0 MiB 250.0 ms",
+    ]
+    assert rows.count("- a value read back from the device is taken as 1.0 (train.py:44)") == 1
+
+
+def test_the_command_writes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    write_estimate(ESTIMATE, elapsed_seconds=1.5)
+    write_comparison([ESTIMATE, ROOMY], elapsed_seconds=1.5)
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith("does not fit: 2.15 GiB too much\n")
+    assert "\x1b" not in captured.out
+
+
+def test_a_stdout_that_cannot_write_a_character_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    write_estimate(dataclasses.replace(ESTIMATE, target="訓練.py"), elapsed_seconds=1.5)
+    stdout.seek(0)
+    assert "??.py on NVIDIA GeForce RTX 4060" in stdout.read()
+
+
+class TestAnEstimateShowsItself:
+    def test_in_a_few_sentences(self) -> None:
+        assert ESTIMATE.explain().splitlines() == [
+            "train.py does not fit on NVIDIA GeForce RTX 4060 (2.15 GiB too much).",
+            "Its peak is 10.15 GiB of 8.00 GiB, between 10.10 GiB and 10.24 GiB, "
+            "in step 2 (backward, Net.head, project/train.py:41).",
+            "Most of it: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB.",
+            "To try: a smaller batch, gradient checkpointing.",
+        ]
+        assert "To try" not in ROOMY.explain()
+
+    def test_with_rich(self) -> None:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(ESTIMATE)
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue().startswith("does not fit: 2.15 GiB too much")
+
+    def test_in_a_notebook_as_html_that_holds_no_markup_of_the_user(self) -> None:
+        html = dataclasses.replace(ESTIMATE, target="<script>.py")._repr_html_()
+        assert html.startswith("<pre")
+        assert "does not fit" in html
+        assert "<script>" not in html
+
+
+class TestShortening:
+    @pytest.mark.parametrize(
+        ("width", "short"),
+        [
+            (40, "GPT.transformer.h.*.mlp.act"),
+            (26, "….transformer.h.*.mlp.act"),
+            (14, "….h.*.mlp.act"),
+            (8, "….act"),
+            (2, "…t"),
+        ],
+    )
+    def test_a_module_keeps_its_end(self, width: int, short: str) -> None:
+        assert shorten_module("GPT.transformer.h.*.mlp.act", width) == short
+
+    def test_a_place_keeps_its_file_and_line(self) -> None:
+        assert shorten_place("a/long/folder/train.py:41", 20) == "…/folder/train.py:41"
+        assert shorten_place("a/long/folder/train.py:41", 13) == "…/train.py:41"
+        assert shorten_place("a/long/folder/train.py:41", 11) == "train.py:41"
+
+    @given(text=st.text(alphabet="ab./:*", max_size=40), width=st.integers(1, 45))
+    def test_never_wider_than_asked_and_whole_if_it_fits(self, text: str, width: int) -> None:
+        for shorten in (shorten_middle, shorten_module, shorten_place):
+            short = shorten(text, width)
+            assert len(short) <= width
+            assert (short == text) == (len(text) <= width)
+
+    def test_columns_give_way_in_their_order_and_not_below_their_least(self) -> None:
+        columns = (
+            Column(heading="fixed"),
+            Column(heading="first", shorten=shorten_middle, least_width=6, yields=2),
+            Column(heading="second", shorten=shorten_middle, least_width=5, yields=1),
+        )
+        rows = [("12345", "1234567890", "1234567890")]
+        assert fit_widths(columns, rows, 29) == [5, 10, 10]
+        assert fit_widths(columns, rows, 27) == [5, 8, 10]
+        assert fit_widths(columns, rows, 22) == [5, 6, 7]
+        assert fit_widths(columns, rows, 10) == [5, 6, 6]
