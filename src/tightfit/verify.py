@@ -41,9 +41,13 @@ def _values(tape: Tape) -> Iterator[str]:
         if not np.isin(column, list(allowed)).all():
             yield f"a value that is no {allowed.__name__}"
     storages = tape.storages
-    if (storages.num_bytes <= 0).any():
+    if (storages.num_bytes < 0).any() or (storages.high_bytes <= 0).any():
         yield "a storage of no bytes"
-    if (storages.low_bytes < 0).any() or (storages.low_bytes > storages.num_bytes).any() or (storages.num_bytes > storages.high_bytes).any():
+    if (
+        (storages.low_bytes < 0).any()
+        or (storages.low_bytes > storages.num_bytes).any()
+        or (storages.num_bytes > storages.high_bytes).any()
+    ):
         yield "a storage whose likely size lies outside its range"
     for column in ("flops", "bytes_read", "bytes_written"):
         if not (getattr(tape.operators, column) >= 0).all():

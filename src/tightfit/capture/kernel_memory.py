@@ -11,6 +11,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.rule import Uncertain
 from tightfit.capture.kernels.scratch import scratch_events
 from tightfit.capture.kernels.workspaces import workspaces
 from tightfit.capture.recorder import Recorder
@@ -43,11 +44,17 @@ class KernelMemory:
         blocks: list[int] = []
         alive: list[int] = []
         for event in events:
-            if event > 0:
-                blocks.append(self._recorder.allocate(event, Category.TEMPORARIES, Source.SCRATCH))
+            if event >= 0:
+                blocks.append(self._allocate(event))
                 alive.append(blocks[-1])
             else:
                 alive.remove(blocks[-event - 1])
                 self._recorder.free(blocks[-event - 1])
         for block in reversed(alive):
             self._recorder.free(block)
+
+    def _allocate(self, num_bytes: int) -> int:
+        if isinstance(num_bytes, Uncertain):
+            size_range = (num_bytes.low_bytes, num_bytes.high_bytes)
+            return self._recorder.allocate(int(num_bytes), Category.WORKSPACE, Source.CUDNN, size_range)
+        return self._recorder.allocate(num_bytes, Category.TEMPORARIES, Source.SCRATCH)

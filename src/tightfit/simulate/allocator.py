@@ -251,7 +251,8 @@ class CachingAllocator(Counters):
             block = self._ask_driver(pool, size)
         if block is None:
             self.num_ooms += 1
-            limit_bytes = min(bound for bound in (self.capacity_bytes, self.total_bytes) if bound is not None)
+            limits = (bound for bound in (self.capacity_bytes, self.total_bytes) if bound is not None)
+            limit_bytes = min(limits, default=self.address_space_bytes)
             raise OutOfDeviceMemory(
                 requested_bytes=size,
                 reserved_bytes=self.reserved_bytes,

@@ -43,7 +43,9 @@ class Mapper:
         return at
 
     def allocate(self, size: int, pool: Pool) -> Block | None:
-        """A block of at least `size` bytes that is mapped whole, or None where the driver has no memory left."""
+        """A block of at least `size` bytes that is mapped whole, or None where the driver has no memory (or addresses) for it."""
+        if size > self._address_space_bytes:
+            return None
         block = self._find(size, pool)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None

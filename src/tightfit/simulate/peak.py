@@ -1,80 +1,40 @@
 """From a tape to an estimate: replays the events through the simulated allocator of a card and looks at the highest moments.
 
-The likely peak comes from the likely sizes. Its band comes from what is not known, cause by cause: the context of the process (a range per
-card), and storages whose size is a range (library workspaces), replayed once with all of them at their least and once at their most.
+The likely peak comes from the likely sizes, on a card of the given capacity: a library that asks for a workspace when no memory is left
+goes on without it, as cuDNN does. The band comes from replays in which what is not known is otherwise (`tightfit.simulate.band`).
 """
-
-import dataclasses
 
 import numpy as np
 
 from tightfit.cost.steps import step_seconds
 from tightfit.devices.device import Device
-from tightfit.simulate.allocator import CachingAllocator
+from tightfit.simulate.allocator import OutOfDeviceMemory
+from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
-from tightfit.simulate.replay import TapeReplay
+from tightfit.simulate.levels import Levels, replay_levels
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
 NUM_HOLDERS = 12
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
-    """Bytes held after each event of a tape, and the rounded size of the block that each storage had."""
-
-    allocated: Column
-    reserved: Column
-    block_bytes: Column
-
-
-def replay_levels(tape: Tape, settings: AllocatorSettings, num_bytes: Column) -> Levels:
-    """Replays all events with storages of the given sizes; a storage of no bytes is left out."""
-    replay = TapeReplay(CachingAllocator(settings))
-    allocator = replay.allocator
-    num_events = len(tape.events)
-    allocated, reserved = [0] * num_events, [0] * num_events
-    block_bytes = [0] * len(tape.storages)
-    sizes, streams = num_bytes.tolist(), tape.storages.stream.tolist()
-    events = zip(tape.events.kind.tolist(), tape.events.storage.tolist(), tape.events.value.tolist(), strict=True)
-    for at, (kind, storage, value) in enumerate(events):
-        if storage < 0 or sizes[storage]:
-            replay.feed(kind, storage, sizes, streams, value)
-            if kind == EventKind.ALLOCATE:
-                block_bytes[storage] = replay.blocks[storage].size
-        allocated[at] = allocator.allocated_bytes
-        reserved[at] = allocator.reserved_bytes
-    return Levels(
-        allocated=np.asarray(allocated, dtype=np.int64),
-        reserved=np.asarray(reserved, dtype=np.int64),
-        block_bytes=np.asarray(block_bytes, dtype=np.int64),
-    )
-
-
 def estimate_peak(tape: Tape, device: Device, settings: AllocatorSettings | None = None) -> Estimate:
     """What `tape` costs on `device`. An empty tape costs its context."""
     settings = settings or AllocatorSettings()
     storages = tape.storages
-    levels = replay_levels(tape, settings, storages.num_bytes)
+    try:
+        levels = replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes)
+    except OutOfDeviceMemory:
+        levels = replay_levels(tape, settings)
     peak_reserved, peak_allocated = int(levels.reserved.max(initial=0)), int(levels.allocated.max(initial=0))
-    band = [
+    band = (
         Band(
             cause="context of the process",
             less_bytes=device.context_bytes - device.context_low_bytes,
             more_bytes=device.context_high_bytes - device.context_bytes,
-        )
-    ]
-    if (storages.low_bytes != storages.high_bytes).any():
-        least, most = (
-            int(replay_levels(tape, settings, c).reserved.max()) for c in (storages.low_bytes, storages.high_bytes)
-        )
-        band.append(
-            Band(
-                cause="choice of library workspaces",
-                less_bytes=max(0, peak_reserved - least),
-                more_bytes=max(0, most - peak_reserved),
-            )
-        )
+        ),
+        *reserved_band(tape, settings, levels, room_bytes=device.capacity_bytes - device.context_low_bytes),
+    )
     device_bytes = peak_reserved + device.context_bytes
     at = int(levels.allocated.argmax()) if len(levels.allocated) else 0
     alive = _alive(tape, at)
@@ -96,7 +56,7 @@ def estimate_peak(tape: Tape, device: Device, settings: AllocatorSettings | None
         moment=_moment(tape, at),
         holders=_holders(tape, alive, levels.block_bytes),
         spans=_span_peaks(tape, levels),
-        band=tuple(band),
+        band=band,
         host_peak_bytes=tape.host_peak_bytes,
         seconds_per_step=seconds[-1] if seconds else 0.0,
         versions=tape.versions,

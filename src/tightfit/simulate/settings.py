@@ -7,6 +7,7 @@ without a word, and `max_split_size_mb` together with `expandable_segments:True`
 """
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterator
 from typing import Self
@@ -112,7 +113,9 @@ def _pairs(tokens: list[str]) -> Iterator[tuple[str, _Value]]:
     while at < len(tokens):
         key = tokens[at]
         if key not in KEYS:
-            raise UsageError(f"'{key}' is no key of PYTORCH_CUDA_ALLOC_CONF; torch 2.13 knows {', '.join(KEYS)}")
+            near = difflib.get_close_matches(key.lower(), KEYS, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"torch 2.13 knows {', '.join(KEYS)}"
+            raise UsageError(f"'{key}' is no key of PYTORCH_CUDA_ALLOC_CONF: {hint}")
         if tokens[at + 1 : at + 2] != [":"] or at + 2 >= len(tokens):
             raise UsageError(f"{key} needs a value: write {key}:VALUE")
         if tokens[at + 2] == "[":

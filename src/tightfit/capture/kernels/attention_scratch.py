@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.card import Card
-from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, ceil_div, num_bytes, round_up
+from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, Uncertain, ceil_div, num_bytes, round_up
 
 aten = torch.ops.aten
 
@@ -199,7 +199,9 @@ def _cudnn_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> Iter
     grad: torch.Tensor = arguments["grad_out"]
     if grad.stride(-1) != 1:
         yield num_bytes(grad)
-    yield card.pick(cudnn_backward_workspace_bytes(arguments["query"], arguments["key"], arguments["value"], card))
+    yield Uncertain.between(
+        *cudnn_backward_workspace_bytes(arguments["query"], arguments["key"], arguments["value"], card)
+    )
 
 
 _FAMILIES: tuple[tuple[Rule, Sequence[OpOverload]], ...] = (

@@ -5,7 +5,6 @@ an attention kernel hang on them.
 """
 
 import dataclasses
-from typing import Literal
 
 # Shared memory that one block may opt in to (cudaDevAttrMaxSharedMemoryPerBlockOptin) and threads resident on one multiprocessor, by
 # compute capability: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
@@ -39,8 +38,7 @@ _THREADS_PER_MULTIPROCESSOR = {
 class Card:
     """A card as the kernels see it.
 
-    `library_workspaces` picks, where a library states its workspace only at run time, the likely figure or the low or high end of the range:
-    a capture at each end gives the band of an estimate. `cudnn_version` is what `torch.backends.cudnn.version()` returns. The defaults are those of the Linux wheels of torch 2.11 to 2.13
+    `cudnn_version` is what `torch.backends.cudnn.version()` returns. The defaults are those of the Linux wheels of torch 2.11 to 2.13
     (CUDA 13.0, cuDNN 9.19 and 9.20: the package requirements of these wheels).
     """
 
@@ -48,7 +46,6 @@ class Card:
     num_multiprocessors: int
     cuda_version: tuple[int, int] = (13, 0)
     cudnn_version: int = 92000
-    library_workspaces: Literal["likely", "low", "high"] = "likely"
 
     @property
     def num_threads_per_multiprocessor(self) -> int:
@@ -61,10 +58,6 @@ class Card:
         return (
             _SHARED_MEMORY_PER_BLOCK.get(self.compute_capability, 48 if self.compute_capability < (7, 0) else 99) * 1024
         )
-
-    def pick(self, likely_low_high: tuple[int, int, int]) -> int:
-        """The figure of a range that this card is asked to use, in bytes."""
-        return likely_low_high[("likely", "low", "high").index(self.library_workspaces)]
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> bool:
         """Whether the compute capability lies in the closed range."""

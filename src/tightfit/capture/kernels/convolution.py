@@ -17,7 +17,15 @@ from torch._prims_common import suggest_memory_format
 
 from tightfit.capture.kernels.card import Card
 from tightfit.capture.kernels.reductions import reduction_buffers
-from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, accumulate_size, contiguous_copy, round_up
+from tightfit.capture.kernels.rule import (
+    Arguments,
+    Outputs,
+    Rule,
+    Uncertain,
+    accumulate_size,
+    contiguous_copy,
+    round_up,
+)
 
 aten = torch.ops.aten
 
@@ -148,7 +156,7 @@ def _workspace(direction: Direction, arguments: Arguments, output_shape: Sequenc
         input_shape, output_shape = output_shape, input_shape
         swapped: dict[Direction, Direction] = {"forward": "backward_input", "backward_input": "forward"}
         direction = swapped.get(direction, direction)
-    likely_low_high = convolution_workspace_bytes(
+    likely, low, high = convolution_workspace_bytes(
         direction,
         _padded(input_shape),
         _padded(weight.shape),
@@ -160,7 +168,7 @@ def _workspace(direction: Direction, arguments: Arguments, output_shape: Sequenc
         channels_last=output_memory_format(tensor, weight) is not torch.contiguous_format,
         card=card,
     )
-    return card.pick(likely_low_high)
+    return Uncertain.between(likely, low, high) if high or likely else 0
 
 
 def _forward(arguments: Arguments, outputs: Outputs, card: Card) -> Iterator[int]:
@@ -188,7 +196,7 @@ def _backward(arguments: Arguments, _outputs: Outputs, card: Card) -> Iterator[i
     directions: tuple[Direction, Direction] = ("backward_input", "backward_weight")
     for wanted, direction in zip(arguments["output_mask"][:2], directions, strict=True):
         size = _workspace(direction, arguments, grad.shape, card) if wanted else 0
-        if size:
+        if isinstance(size, Uncertain):
             blocks += 1
             yield size
             yield -blocks

@@ -5,12 +5,27 @@ A rule yields what a CUDA kernel tells the caching allocator, in order: `n` asks
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.card import Card
+
+
+class Uncertain(int):
+    """A number of bytes that is likely, and the range it is in; the likely one may be 0."""
+
+    low_bytes: int
+    high_bytes: int
+
+    @classmethod
+    def between(cls, likely_bytes: int, low_bytes: int, high_bytes: int) -> Self:
+        """`likely_bytes`, for certain at least `low_bytes` and at most `high_bytes`."""
+        value = cls(likely_bytes)
+        value.low_bytes, value.high_bytes = min(low_bytes, likely_bytes), max(high_bytes, likely_bytes)
+        return value
+
 
 Arguments = Mapping[str, Any]
 Outputs = Sequence[torch.Tensor | None]

@@ -23,7 +23,7 @@ from tightfit.capture.kernels import (
     spectral,
 )
 from tightfit.capture.kernels.card import Card
-from tightfit.capture.kernels.rule import Outputs, Rule, bind
+from tightfit.capture.kernels.rule import Outputs, Rule, Uncertain, bind
 
 SCRATCH: dict[OpOverload, Rule] = {
     **attention_scratch.RULES,
@@ -53,7 +53,9 @@ def scratch_events(
         return ()
     listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
     tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]
-    return tuple(event for event in rule(bind(operator, args, kwargs), tensors, card) if event)
+    return tuple(
+        event for event in rule(bind(operator, args, kwargs), tensors, card) if event or isinstance(event, Uncertain)
+    )
 
 
 def scratch_bytes(
