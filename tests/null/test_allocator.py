@@ -316,6 +316,26 @@ def test_expandable_segments_are_charged_a_whole_segment_at_the_limit():
         allocator.malloc(2 * MIB)
 
 
+def test_pages_of_expandable_segments_may_exceed_a_fraction_but_not_the_card():
+    """As in torch: the fraction is checked against 12 MiB here, and then a page of 20 MiB is mapped."""
+    bounded = allocator_with("expandable_segments:True", capacity_bytes=40 * MIB)
+    bounded.malloc(3 * MIB, stream=1)
+    bounded.malloc(1)
+    bounded.malloc(11 * MIB)
+    assert bounded.reserved_bytes == 42 * MIB
+    card = allocator_with("expandable_segments:True", total_bytes=40 * MIB)
+    card.malloc(3 * MIB, stream=1)
+    card.malloc(1)
+    with pytest.raises(OutOfDeviceMemory):
+        card.malloc(11 * MIB)
+
+
+def test_a_request_beyond_the_address_space_finds_no_memory():
+    allocator = allocator_with("expandable_segments:True")
+    with pytest.raises(OutOfDeviceMemory):
+        allocator.malloc(1 << 60)
+
+
 def test_best_fit_prefers_the_expandable_block_that_can_grow_least():
     allocator = allocator_with("expandable_segments:True")
     blocks = [allocator.malloc(n * MIB) for n in (30, 5, 25)]

@@ -181,7 +181,9 @@ class Books(RuleBasedStateMachine):
             num_bytes for action, _, num_bytes in allocator.driver_log if action in ("segment_alloc", "segment_map")
         )
         assert allocator.segments == given
-        assert self.capacity is None or allocator.reserved_bytes <= self.capacity
+        # torch checks an expandable request at its own size, and then maps whole pages for it.
+        slack = self.conf.large_segment_size_bytes if self.conf.expandable_segments else 0
+        assert self.capacity is None or allocator.reserved_bytes <= self.capacity + slack
         assert allocator.peak_reserved_bytes >= allocator.reserved_bytes >= allocator.active_bytes
 
     def teardown(self):
@@ -198,7 +200,7 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

@@ -347,3 +347,55 @@ def test_far_addresses_do_no_harm(tmp_path):
     recorder = Recorder(place_segment=lambda num_bytes, stream: (1 << 63) - GIB)
     recorder.malloc(12 * MIB)
     assert replay(read_recording(recorder.save(tmp_path / "far.pickle"))).agrees
+
+
+def tampered(events, source):
+    """The events with a few dropped, repeated or changed to what no allocator does."""
+    addresses = [event["addr"] for event in events] + [0, (1 << 63) - 1]
+    actions = [
+        "alloc",
+        "free_requested",
+        "free_completed",
+        "segment_alloc",
+        "segment_free",
+        "segment_map",
+        "segment_unmap",
+        "oom",
+    ]
+    events = list(events)
+    for _ in range(5):
+        at = source.randrange(len(events))
+        change = {
+            "size": source.choice([0, 1, 2 * MIB, 1 << 62, source.randrange(GIB)]),
+            "addr": source.choice(addresses),
+            "action": source.choice(actions),
+        }
+        kept = source.choice(list(change))
+        events.insert(source.randrange(len(events)), events[at] | {kept: change[kept]})
+        del events[source.randrange(len(events))]
+    return events
+
+
+@pytest.mark.parametrize(
+    "conf", ["", "expandable_segments:True", "max_split_size_mb:20", "garbage_collection_threshold:0.5"]
+)
+def test_inconsistent_recordings_are_replayed_as_far_as_they_go(tmp_path, conf):
+    for seed in range(60):
+        source = random.Random(seed)
+        recorder = Recorder(conf, place_segment=scattered(seed))
+        for at in range(25):
+            recorder.malloc(
+                source.choice([source.randrange(1, MIB), source.randrange(MIB, 40 * MIB)]), source.randrange(2)
+            )
+            if at % 3:
+                recorder.free(source.choice(recorder.live))
+            if at == 12:
+                recorder.empty_cache()
+                recorder.begin()
+        whole = recorder.snapshot()
+        whole["device_traces"] = [tampered(recorder.events, source)]
+        path = tmp_path / "tampered.pickle"
+        path.write_bytes(pickle.dumps(whole))
+        result = replay(read_recording(path), capacity_bytes=source.choice([None, 200 * MIB]))
+        assert result.events == len(recorder.events)
+        assert result.peak_reserved_bytes >= result.peak_allocated_bytes

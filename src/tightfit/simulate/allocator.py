@@ -58,6 +58,8 @@ class CachingAllocator(Counters):
     ) -> None:
         """`capacity_bytes` is what the allocator may hold, as `set_per_process_memory_fraction` bounds it; `total_bytes` what the card has.
 
+        As in torch, the first is checked before pages of an expandable segment are rounded up, and may be exceeded by less than a page.
+
         `place_segment(num_bytes, stream)` gives the address of a new segment (by default ever growing ones, far apart).
         """
         super().__init__()

@@ -141,7 +141,12 @@ class _Player:
         self.recording = recording
         self.places = _Places(recording)
         self.is_expandable = settings.expandable_segments
-        self.allocator = CachingAllocator(settings, capacity_bytes=capacity_bytes, place_segment=self._place)
+        self.allocator = CachingAllocator(
+            settings,
+            capacity_bytes=capacity_bytes,
+            total_bytes=capacity_bytes,
+            place_segment=self._place,
+        )
         start = rebuild(recording, recorded_settings, self.allocator)
         self.blocks: dict[int, Block] = start.blocks
         for address, num_bytes in start.segments:
