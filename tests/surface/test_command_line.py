@@ -164,6 +164,15 @@ def test_exit_codes(tape: str, arguments: list[str], code: int) -> None:
         assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    program = Path(sys.executable).with_name("tightfit")
+    answer = subprocess.run(
+        f"'{program}' devices --json | head -n 1", shell=True, capture_output=True, text=True, check=True
+    )
+    assert (answer.stdout, answer.stderr) == ("{\n", "")
+
+
 def test_text_that_is_piped_has_no_escapes_and_no_more_than_120_columns(tape: str) -> None:
     answer = tightfit("estimate", tape, "--device", "4060")
     assert answer.stdout.startswith("does not fit: 1.40 GiB too much\n")

@@ -3,6 +3,7 @@
 Data goes to stdout, talk and progress to stderr. Exit codes: 0 it fits or is done, 1 it does not fit, 2 usage, 3 it could not be done.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
 from tightfit.errors import TightfitError, UsageError
+
+_SIGPIPE = 13
 
 app = App(
     name="tightfit",
@@ -32,6 +35,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit code; errors are one line on stderr."""
     try:
         result = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
     except CycloptsError as error:
         line = " ".join(str(error).split())
         hint = "a script's own options go after --; " if isinstance(error, UnknownOptionError) else ""
@@ -43,6 +47,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tightfit: interrupted\n")
         return 130
+    except BrokenPipeError:
+        # Who read the answer has seen enough, as `head` does; what is still buffered must not be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + _SIGPIPE
     return result if isinstance(result, int) else 0
 
 
