@@ -235,6 +235,16 @@ def test_too_tight_a_limit_says_where_it_fails(cold):
     )
 
 
+def test_a_request_that_failed_is_made_again_where_something_is_different(tmp_path):
+    recorder = Recorder()
+    recorder.malloc(12 * MIB)
+    recorder.events.append({"action": "oom", "device_free": 0, "size": 40 * MIB, "stream": 0, "time_us": 9})
+    found = read_recording(recorder.save(tmp_path / "oom.pickle"))
+    assert replay(found).peak_reserved_bytes == 12 * MIB
+    assert replay(found, capacity_bytes=60 * MIB).peak_reserved_bytes == 52 * MIB
+    assert replay(found, capacity_bytes=50 * MIB).oom.event == 2
+
+
 def test_other_settings_show_what_would_have_happened(cold):
     result = replay(read_recording(cold), settings=AllocatorSettings.parse("expandable_segments:True"))
     assert result.peak_reserved_bytes == 60 * MIB

@@ -4,9 +4,7 @@ import dataclasses
 import json as json_module
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +21,7 @@ def replay(
     recording: Path,
     /,
     *,
-    alloc_conf: Annotated[str | None, Parameter(name="--alloc-conf")] = None,
+    alloc_conf: str | None = None,
     memory: str | None = None,
     json: bool = False,
 ) -> int:

@@ -76,6 +76,7 @@ def replay(
 
     `settings` are those that were recorded unless given; what the cache held at the start stays as it was recorded. `capacity_bytes`
     bounds what the allocator may hold; without it there is no limit. A cache that is larger than that at the start is given back first.
+    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds.
 
     Raises:
         UsageError: the recording has nothing of `device`.
@@ -141,6 +142,7 @@ class _Player:
         self.recording = recording
         self.places = _Places(recording)
         self.is_expandable = settings.expandable_segments
+        self.is_hypothetical = capacity_bytes is not None or settings != recorded_settings
         self.allocator = CachingAllocator(
             settings,
             capacity_bytes=capacity_bytes,
@@ -171,9 +173,9 @@ class _Player:
             if oom is not None:
                 break
             is_returning = action in _RETURNS
-            if action == Action.ALLOC:
+            if action == Action.ALLOC or (action == Action.OOM and self.is_hypothetical):
                 try:
-                    self._malloc(address, num_bytes, lane)
+                    self._malloc(address, num_bytes, lane, was_served=action == Action.ALLOC)
                 except OutOfDeviceMemory as error:
                     oom = _out_of_memory(at, error)
             elif action == Action.FREE_REQUESTED:
@@ -204,11 +206,14 @@ class _Player:
             free_bytes=0,
         )
 
-    def _malloc(self, address: int, num_bytes: int, lane: int) -> None:
+    def _malloc(self, address: int, num_bytes: int, lane: int, *, was_served: bool) -> None:
         block = self.allocator.malloc(num_bytes, lane)
-        self.num_moved_blocks += block.address != address
-        self.blocks[address] = block
         self.places.announced.clear()
+        if was_served:
+            self.num_moved_blocks += block.address != address
+            self.blocks[address] = block
+        else:
+            self.allocator.free(block)
 
     def _free(self, address: int, *, waits: bool) -> None:
         block = self.blocks.get(address)
