@@ -183,6 +183,26 @@ def _never(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     return False
 
 
+def _ctc_loss(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The loss of each row and the forward variables, two for each label of the longest target and one more (LossCTC.cu)."""
+    log_probs, longest = args[0], max(args[3])
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    steps, batch = log_probs.shape[:2]
+    width = 2 * longest + 1
+    variables = gpu.new((batch, steps, width), (steps * width, width, 1), log_probs.dtype)
+    return gpu.new((batch,), (1,), log_probs.dtype), variables
+
+
+def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The gradient of the log-probabilities, beside backward variables that are as many as the forward ones (LossCTC.cu)."""
+    log_probs, log_alpha = args[1], args[6]
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    log_beta = gpu.new(log_alpha.size(), log_alpha.stride(), log_alpha.dtype)
+    gradient = gpu.new(log_probs.size(), log_probs.stride(), log_probs.dtype)
+    del log_beta
+    return gradient
+
+
 def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raise CaptureError(
         f"{gpu.attribution.where()}: compressed sparse tensors (CSR, CSC, BSR, BSC) have no virtual kind in torch {torch.__version__}; use COO for the estimate"
@@ -210,6 +230,8 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,
     **dict.fromkeys(_CTC_LIBRARIES, _never),
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._sparse_compressed_tensor_unsafe.default: _refuse_compressed,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys(

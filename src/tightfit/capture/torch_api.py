@@ -12,8 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._device import _device_constructors
 from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from tightfit.capture import graphs, legacy, one_card, saving, shapes
 from tightfit.capture.kernels import flex
@@ -30,6 +32,8 @@ def install(gpu: VirtualGpu) -> None:
     _install_tensor_methods(gpu)
     _install_compile(gpu)
     _install_reading()
+    _install_construction()
+    _install_ctc_loss(gpu)
     saving.install(gpu)
     legacy.install()
     graphs.install()
@@ -205,6 +209,50 @@ def _install_reading() -> None:
     from torch.nn.attention import flex_attention as flexible
 
     replace(flexible, flex_attention=flex.flex_attention)
+
+
+def _install_construction() -> None:
+    """`torch.tensor` reads the numbers in a list itself, below every mode; those that are virtual tensors are read before."""
+
+    def reading(construct: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(construct)
+        def maybe(*args: Any, **kwargs: Any) -> torch.Tensor:
+            try:
+                return construct(*args, **kwargs)
+            except NotImplementedError:
+                return construct(*args[:-1], tree_map(_number, args[-1]), **kwargs)
+
+        return maybe
+
+    constructors = {name: reading(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    _device_constructors().update(constructors.values())  # those that a default device applies to
+    replace(torch, **constructors)
+    replace(torch.Tensor, new_tensor=reading(torch.Tensor.new_tensor))
+
+
+def _install_ctc_loss(gpu: VirtualGpu) -> None:
+    """On a card the lengths are read by the host first; beneath a mode torch takes another path, which wants them on the card."""
+    plain = torch.ctc_loss
+
+    def ctc_loss(log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+        if isinstance(log_probs, FakeTensor):
+            input_lengths = _lengths(gpu, input_lengths, log_probs.size(0))
+            target_lengths = _lengths(gpu, target_lengths, targets.size(-1))
+        return plain(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    replace(torch, ctc_loss=ctc_loss)
+
+
+def _lengths(gpu: VirtualGpu, lengths: Any, longest: int) -> Any:
+    if not isinstance(lengths, torch.Tensor):
+        return lengths
+    if isinstance(lengths, FakeTensor) and not gpu.shadows.known(lengths):
+        return [longest] * lengths.numel()
+    return lengths.tolist()
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, FakeTensor) else value
 
 
 def _install_compile(gpu: VirtualGpu) -> None:

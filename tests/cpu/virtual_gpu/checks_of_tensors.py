@@ -19,8 +19,7 @@ def a_tensor_prints_without_data():
     assert "cuda:0" in repr(tensor)
     assert "cuda:0" in f"{tensor}"
     assert "cuda:0" in str(torch.nn.Parameter(tensor))
-    assert f"{tensor.mean():.3f}"
-    assert f"{tensor.mean().item():.4f}"
+    assert format(tensor.mean(), ".3f") == format(tensor.mean().item(), ".3f")
 
 
 def small_tensors_that_came_from_the_host_keep_their_values():
@@ -66,7 +65,7 @@ def numpy_refuses_a_tensor_of_the_card_as_it_does_there():
 
 def operands_on_two_devices_are_refused_as_they_are_there():
     card, host = torch.randn(3, device="cuda"), torch.randn(3)
-    with pytest.raises(RuntimeError, match="two different devices|same device"):
+    with pytest.raises(RuntimeError, match=r"two different devices|same device"):
         card + host
     with pytest.raises(RuntimeError, match="device"):
         torch.nn.Linear(3, 3).cuda()(host)

@@ -235,7 +235,7 @@ def layers_of_attention_and_recurrence_train():
     x = torch.randn(2, 10, WIDTH, device="cuda")
     mask = torch.zeros(2, 10, dtype=torch.bool, device="cuda")
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).cuda()
-    out, weights = attention(x, x, x, key_padding_mask=mask)
+    _, weights = attention(x, x, x, key_padding_mask=mask)
     assert weights.shape == (2, 10, 10)
     attention(x, x, x, need_weights=False)[0].sum().backward()
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True)
@@ -314,7 +314,9 @@ def the_optimizers_with_closures_and_sparse_gradients_step():
         sparse.zero_grad()
     bag = nn.EmbeddingBag(100, 16, mode="mean").cuda()
     bag(torch.randint(0, 100, (3, 5), device="cuda")).sum().backward()
-    optimizer = torch.optim.AdamW(nn.Linear(4, 4).cuda().parameters(), lr=torch.tensor(0.1), capturable=True, foreach=True)
+    optimizer = torch.optim.AdamW(
+        nn.Linear(4, 4).cuda().parameters(), lr=torch.tensor(0.1), capturable=True, foreach=True
+    )
     assert optimizer.param_groups[0]["lr"].item() > 0
 
 
@@ -367,7 +369,12 @@ def normalisations_losses_and_samplers_train():
     image = torch.randn(2, 8, 16, 16, device="cuda", requires_grad=True)
     layers = [nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.SyncBatchNorm(8)]
     layers += [nn.LocalResponseNorm(2), nn.MaxPool2d(2, return_indices=False), nn.AdaptiveAvgPool2d(3)]
-    layers += [nn.Upsample(scale_factor=2, mode="bilinear"), nn.PixelShuffle(2), nn.Dropout2d(), nn.ConvTranspose2d(8, 4, 2)]
+    layers += [
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.PixelShuffle(2),
+        nn.Dropout2d(),
+        nn.ConvTranspose2d(8, 4, 2),
+    ]
     for layer in layers:
         layer.cuda()(image).sum().backward()
     logits, targets = torch.randn(6, 5, device="cuda", requires_grad=True), torch.randint(0, 5, (6,), device="cuda")

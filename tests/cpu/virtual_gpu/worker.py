@@ -1,6 +1,6 @@
 """Runs every check of the modules beside it on a virtual RTX 4090 and prints one line of JSON for each: its name and what went wrong.
 
-    worker.py [NAME ...]
+worker.py [NAME ...]
 """
 
 import inspect
