@@ -247,6 +247,17 @@ def test_several_cards_are_rows_in_the_order_given() -> None:
     assert rows.count("- a value read back from the device is taken as 1.0 (train.py:44)") == 1
 
 
+def test_several_cards_fit_a_narrow_terminal_without_their_ranges() -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(ComparisonText([ROOMY, dataclasses.replace(ESTIMATE, device="NVIDIA RTX 6000 Ada Generation")]))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["card", "has", "peak", "on", "it", "left", "a", "step"]
+    assert lines[4].startswith("RTX 600")
+    assert lines[4].endswith("does not fit   8.00 GiB   10.15 GiB  -2.15 GiB  250.0 ms")
+
+
 def test_the_command_writes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     write_estimate(ESTIMATE, elapsed_seconds=1.5)
     write_comparison([ESTIMATE, ROOMY], elapsed_seconds=1.5)

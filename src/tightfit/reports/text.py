@@ -25,6 +25,7 @@ MAX_WIDTH = 160
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
 _WIDTH_FOR_OPERATORS = 110
+_WIDTH_FOR_RANGES = 100
 _MOST_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _LEAST_BAR_CELLS = 10
@@ -246,31 +247,24 @@ def _spans(estimate: Estimate, width: int) -> Table:
 
 
 def _cards(estimates: Sequence[Estimate], width: int) -> Table:
-    columns = (
-        Column(heading="card", shorten=shorten_middle, least_width=12, yields=1),
-        Column(heading=""),
-        *(Column(heading=heading, is_number=True) for heading in ("has", "peak on it", "at least", "at most")),
-        Column(heading="left", is_number=True),
-        Column(heading="a step", is_number=True),
-    )
-    rows = [
-        (
-            estimate.device.removeprefix("NVIDIA "),
-            verdict_words(estimate)[0],
-            *(
-                format_bytes(n)
-                for n in (
-                    estimate.capacity_bytes,
-                    estimate.peak.device_bytes,
-                    estimate.peak.device_low_bytes,
-                    estimate.peak.device_high_bytes,
-                    estimate.headroom_bytes,
-                )
-            ),
-            format_seconds(estimate.seconds_per_step),
+    """A row per card; the range has no place in a narrow terminal."""
+    has_range = width >= _WIDTH_FOR_RANGES
+    columns = [Column(heading="card", shorten=shorten_middle, least_width=12), Column(heading="")]
+    headings = ("has", "peak on it", *(("at least", "at most") if has_range else ()), "left", "a step")
+    columns += [Column(heading=heading, is_number=True) for heading in headings]
+    rows = []
+    for estimate in estimates:
+        peak = estimate.peak
+        ends = (peak.device_low_bytes, peak.device_high_bytes) if has_range else ()
+        sizes = (estimate.capacity_bytes, peak.device_bytes, *ends, estimate.headroom_bytes)
+        rows.append(
+            (
+                estimate.device.removeprefix("NVIDIA "),
+                verdict_words(estimate)[0],
+                *map(format_bytes, sizes),
+                format_seconds(estimate.seconds_per_step) if estimate.seconds_per_step else "-",
+            )
         )
-        for estimate in estimates
-    ]
     styles = [["", _verdict_style(e), *[""] * (len(columns) - 2)] for e in estimates]
     return _fitted(columns, rows, width, styles=styles)
 
