@@ -12,13 +12,17 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorFacts:
-    """`is_view`: gives other names to the same storage and runs no kernel. `resizes`: may give an argument another storage size."""
+    """`is_view`: gives other names to the same storage and runs no kernel. `resizes`: may give an argument another storage size.
+
+    `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
+    """
 
     name: str
     is_view: bool
     is_mutable: bool
     resizes: bool
     creates: bool
+    is_composite: bool
     flops: Callable[..., int] | None
 
 
@@ -39,6 +43,8 @@ def facts(operator: OpOverload) -> OperatorFacts:
             or any(a.is_out for a in schema.arguments)
         ),
         creates=any(alias is None for alias in returns),
+        is_composite=operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
         flops=flop_registry.get(operator._overloadpacket),
     )
 

@@ -29,16 +29,18 @@ class Session:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
-        torch.set_num_threads(
-            1
-        )  # what is computed on the host is small, and a pool of threads costs more than it brings
+        # What is computed on the host is small, and a pool of threads costs more than it brings.
+        torch.set_num_threads(1)
         card = Card(
             compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
         )
         native.pretend_cuda_is_built()
         CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
         self.gpu = VirtualGpu(
-            self.recorder, HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS, KernelMemory(self.recorder, card)
+            self.recorder,
+            HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS,
+            KernelMemory(self.recorder, card),
+            install.composites(card),
         )
         torch_api.install(self.gpu)
         self._routes = install.install(card)

@@ -45,9 +45,19 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class VirtualGpu(TorchDispatchMode):
-    """The mode. `handlers` replace single operators; `kernels` says what a kernel allocates for itself."""
+    """The mode. `handlers` replace single operators, `kernels` says what a kernel allocates for itself.
 
-    def __init__(self, recorder: Recorder, handlers: Mapping[OpOverload, Handler], kernels: KernelMemory) -> None:
+    `composites` are the functions that torch's own composites are replaced by on a card. They are registered with torch, but inference
+    mode hands composites to a dispatch mode whole.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        handlers: Mapping[OpOverload, Handler],
+        kernels: KernelMemory,
+        composites: Mapping[OpOverload, Callable[..., Any]],
+    ) -> None:
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
@@ -61,6 +71,7 @@ class VirtualGpu(TorchDispatchMode):
         self.progress: Callable[[str, int], None] | None = None
         self._handlers = handlers
         self._kernels = kernels
+        self._composites = composites
         self._names: dict[OpOverload, int] = {}
         self._dtypes: dict[torch.dtype, int] = {}
 
@@ -75,8 +86,15 @@ class VirtualGpu(TorchDispatchMode):
             one_card.check(device)
         if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
             return self.host.run(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
+            return self._take_apart(func, args, kwargs)
         handler = self._handlers.get(func)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
+
+    def _take_apart(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        replaced = self._composites.get(func)
+        with self:
+            return replaced(*args, **kwargs) if replaced else func.decompose(*args, **kwargs)
 
     def run(
         self,

@@ -70,7 +70,7 @@ def virtual():
     native.pretend_cuda_is_built()
     torch.cuda._lazy_init = lambda: None
     recorder = Recorder()
-    gpu = VirtualGpu(recorder, HANDLERS, NoKernels())
+    gpu = VirtualGpu(recorder, HANDLERS, NoKernels(), {})
     torch_api.install(gpu)
 
     def trace(run):
