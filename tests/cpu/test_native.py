@@ -1,0 +1,62 @@
+"""What the virtual GPU relies on inside torch: a release that moves any of it breaks these tests, and not the product."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INCLUDE = Path(torch.__file__).parent / "include"
+
+
+def test_the_hooks_begin_with_the_three_questions_that_are_answered():
+    header = (INCLUDE / "ATen" / "detail" / "AcceleratorHooksInterface.h").read_text()
+    virtuals = re.findall(r"^\s*virtual\s+(.*?)\(", header, re.MULTILINE)
+    names = [declaration.split()[-1] for declaration in virtuals[:4]]
+    assert names == ["~AcceleratorHooksInterface", "isBuilt", "isAvailable", "hasPrimaryContext"]
+
+
+def test_the_guard_registry_is_a_plain_array_indexed_by_device_type():
+    header = (INCLUDE / "c10" / "core" / "impl" / "DeviceGuardImplInterface.h").read_text()
+    assert re.search(r"std::atomic<const DeviceGuardImplInterface\*>", header)
+    assert "device_guard_impl_registry" in header
+    assert re.search(r"\bCUDA = 1\b", (INCLUDE / "torch" / "headeronly" / "core" / "DeviceType.h").read_text())
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build needs no pretending")
+def test_backward_runs_on_cuda_tensors_without_data_in_a_cpu_build():
+    program = """
+import os
+import torch
+from tightfit.capture import native
+native.pretend_cuda_is_built()
+native.pretend_cuda_is_built()
+torch.cuda._lazy_init = lambda: None
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    weight = torch.ones(3, 3, device="cuda", requires_grad=True)
+    (torch.ones(2, 3, device="cuda") @ weight).sum().backward()
+    print(torch.accelerator.current_accelerator(), weight.grad.device, tuple(weight.grad.shape), flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "cuda cuda:0 (3, 3)\n", done.stderr
+
+
+def test_every_private_name_that_is_replaced_or_called_exists():
+    private = {
+        torch._C: (
+            "_ensureCUDADeviceGuardSet",
+            "_current_autograd_node",
+            "_set_only_lift_cpu_tensors",
+            "_storage_Use_Count",
+            "_swap_tensor_impl",
+        ),
+        torch.autograd: ("_engine_run_backward", "_get_sequence_nr"),
+        torch.nn.Module: ("_apply",),
+        torch: ("_has_compatible_shallow_copy_type",),
+    }
+    missing = [f"{owner}.{name}" for owner, names in private.items() for name in names if not hasattr(owner, name)]
+    assert missing == []
