@@ -1,10 +1,13 @@
-"""The training step behind the T4 measurements (source: highwaterlabs/torch-preflight, tests/calibration).
+"""The training step behind the T4 measurements (source: highwaterlabs/torch-preflight, tests/calibration/measure_cuda.py).
 
-float16 autocast around forward and loss, no GradScaler, AdamW, inputs made once on the card. The step is a function of
-its own, so loss and outputs die when it returns; gradients are set to none at its start. One warm-up step, then the
-peak statistics are reset and the second step is measured. The source names no attention function, so the library's
-default ran: torch's scaled_dot_product_attention, which on that card and torch was its math kernel (the measured peaks
-grow with the square of the sequence, and match that kernel's to 0.2 % for both encoders).
+Autocast around forward and loss, no GradScaler, AdamW, inputs made once on the card. The step is a function of its own,
+so loss and outputs die when it returns; gradients are set to none at its start. One warm-up step, then the peak
+statistics are reset and the second step is measured.
+
+The script takes bfloat16 where `torch.cuda.is_bf16_supported()` says yes, and that function counts emulation: a T4, which
+has no bfloat16 units, says yes. It names no attention function, so the library's default ran,
+scaled_dot_product_attention; for bfloat16 below compute capability 8.0 neither flash nor the memory-efficient kernel
+runs, so it was the plain one, in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,11 +80,9 @@ def train_images(
 
 
 def _steps(optimizer: torch.optim.Optimizer, loss_of_batch: Callable[[], torch.Tensor], device: str) -> Iterator[None]:
-    half = torch.float16 if device.startswith("cuda") else torch.bfloat16
-
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.partition(":")[0], dtype=half):
+        with torch.autocast(device.partition(":")[0], dtype=torch.bfloat16):
             loss = loss_of_batch()
         loss.backward()
         optimizer.step()
