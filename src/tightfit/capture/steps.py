@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tightfit.capture.repetition import Repetition
 from tightfit.capture.replacing import replace
 from tightfit.capture.virtual import VirtualGpu
 from tightfit.tape import Category, Phase, SpanKind
@@ -37,6 +38,7 @@ class StepWatch:
         self._on_end = on_end
         self._optimizers: list[torch.optim.Optimizer] = []
         self._num_optimizer_steps: Counter[int] = Counter()
+        self._phases_around_steps: list[Phase] = []  # an optimizer may step inside a backward pass
         self._num_backwards = 0
         self._roots: dict[int, torch.nn.Module] = {}
         self._first_operator = 0
@@ -82,10 +84,12 @@ class StepWatch:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             self._begin_step()
             self._mark_gradients()
+            self._phases_around_steps.append(self.gpu.recorder.phase)
             self.gpu.recorder.phase = Phase.OPTIMIZER
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.gpu.recorder.phase = Phase.OTHER
+            outer = self._phases_around_steps.pop()
+            self.gpu.recorder.phase = Phase.BACKWARD if outer == Phase.BACKWARD else Phase.OTHER
             self._mark_state(optimizer)
             self._after_optimizer_step(optimizer)
 
@@ -96,15 +100,22 @@ class StepWatch:
     def _watch_modules(self) -> None:
         call = torch.nn.Module.__call__
         recorder, modules = self.gpu.recorder, self.gpu.attribution.modules
+        repetition = Repetition(self.gpu)
+        repetition.install()
 
-        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
-                self._enter_root(module)
+        def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             modules.append(module)
             try:
                 return call(module, *args, **kwargs)
             finally:
                 modules.pop()
+
+        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
+                self._enter_root(module)
+                if not (self._by_yield or torch.is_grad_enabled()):
+                    return repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+            return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)
 
