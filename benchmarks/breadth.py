@@ -283,7 +283,8 @@ def _rows(chosen: list[Case], options: argparse.Namespace, known: dict[tuple[str
 
         def run(job: tuple[Case, str]) -> Row:
             case, size = job
-            source = str(write_config(case, "small", Path(folder))) if size == "small" else case.name
+            is_written = size == "small" or bool(case.complete)
+            source = str(write_config(case, size, Path(folder))) if is_written else case.name
             return estimate(case, size, source, options.device, options.limit_seconds)
 
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.attribution import user_line
+from tightfit.capture.replacing import replace
 from tightfit.errors import CaptureError
 
 
@@ -47,5 +48,5 @@ def install() -> None:
             world_size = 1
         begin("gloo", init_method, timeout, world_size, **kwargs)
 
-    torch.distributed.init_process_group = init_process_group
-    torch.distributed.distributed_c10d.init_process_group = init_process_group
+    replace(torch.distributed, init_process_group=init_process_group)
+    replace(torch.distributed.distributed_c10d, init_process_group=init_process_group)

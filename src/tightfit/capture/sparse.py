@@ -34,7 +34,9 @@ def virtual_of(gpu: VirtualGpu, host: torch.Tensor, make: Callable[[torch.Tensor
     common = {"dtype": host.dtype, "layout": host.layout, "device": torch.device("cuda", 0), "pin_memory": False}
     arguments = (host.sparse_dim(), host.dense_dim(), host.size(), *made)
     operator = aten._sparse_coo_tensor_with_dims_and_tensors.default
-    return gpu.fake.dispatch(operator, (FakeTensor,), arguments, common | {"is_coalesced": host.is_coalesced()})
+    out = gpu.fake.dispatch(operator, (FakeTensor,), arguments, common | {"is_coalesced": host.is_coalesced()})
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def host_of(virtual: torch.Tensor) -> torch.Tensor:

@@ -99,9 +99,11 @@ def _apply(
             if gradient is not None:
                 moved.grad = _moved(gradient, function(gradient))
     for name, buffer in module._buffers.items():
+        if buffer is None:
+            continue
         if is_lazy(buffer):
             _move_when_made(buffer, function)
-        elif buffer is not None:
+        else:
             module._buffers[name] = function(buffer)
     return module
 
@@ -164,7 +166,7 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
         """A generator that says it is where it was asked to be; random data on the device does not exist."""
 
         def __new__(cls, device: Any = "cpu") -> torch.Generator:
-            return torch._C.Generator.__new__(cls, device="cpu")
+            return torch._C.Generator.__new__(cls, device="cpu")  # pyrefly: ignore[unexpected-keyword]
 
         def __init__(self, device: Any = "cpu") -> None:
             self._device = torch.device(device)
