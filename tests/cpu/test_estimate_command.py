@@ -102,6 +102,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             "batch_size: only for a Hugging Face config, and model.py:workload is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value",
         ),
+        ("gpt2 --batch-size 0", "batch_size is 0; it must be at least 1"),
+        ("model.py:workload --save-tape nowhere/run.npz", "--save-tape nowhere/run.npz: there is no folder nowhere"),
         ("model.py:workload --steps 0", "steps is 0: at least one step must be traced"),
         (
             "model.py:workload --steps two",

@@ -156,6 +156,14 @@ def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() ->
     assert first.endswith("….feed_forward.activation")
 
 
+def test_a_column_that_nothing_is_known_for_is_left_out() -> None:
+    holders = tuple(dataclasses.replace(holder, line="") for holder in ESTIMATE.holders)
+    heading, *_ = section(
+        text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "who asked for most of it"
+    )
+    assert heading.split() == ["bytes", "blocks", "what", "module", "operator"]
+
+
 def test_a_wide_terminal_shortens_nothing() -> None:
     _, first, _ = section(text_of(ESTIMATE, width=240), "who asked for most of it")
     assert "LanguageModel.transformer.layers.*.feed_forward.activation" in first

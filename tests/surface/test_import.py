@@ -1,9 +1,9 @@
 """`import tightfit` and `tightfit --help` are instant, and load none of the heavy packages."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ import pytest
 HEAVY = {"torch", "transformers", "numpy", "rich", "cyclopts"}
 MEASURE = """
 import sys, time
-before = time.perf_counter()
+before = time.process_time()
 import tightfit
-seconds = time.perf_counter() - before
+seconds = time.process_time() - before
 import json
 print(json.dumps({"seconds": seconds, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
 """
@@ -35,14 +35,16 @@ def test_no_public_name_loads_torch(name: str) -> None:
     assert python(code).split() == ["False", "False"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["replay", "--help"], ["--version"]])
 def test_help_comes_within_half_a_second(arguments: list[str]) -> None:
+    """Of processor time, so that what else a machine does is not counted."""
     program = str(Path(sys.executable).with_name("tightfit"))
     took = []
-    for _ in range(5):
-        started = time.perf_counter()
+    for _ in range(3):
+        before = os.times()
         answer = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
-        took.append(time.perf_counter() - started)
+        after = os.times()
+        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert answer.stdout
         assert answer.stderr == ""
     assert min(took) < 0.5

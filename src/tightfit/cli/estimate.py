@@ -1,25 +1,71 @@
-"""`tightfit estimate`: what a workload would hold on a card, found by running it on a virtual one."""
+"""`tightfit estimate`: what a workload would hold on a card, found by running it on a virtual one.
 
+What computes is imported when the command runs, so that its `--help` is instant.
+"""
+
+import dataclasses
 import json as jsonlib
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from tightfit import fit
 from tightfit.cli.devices import local_cards
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.reports import text as text_report
-from tightfit.simulate.estimate import Estimate
-from tightfit.tape import Tape
 
-_HUGGING_FACE = Group("Parameters of a Hugging Face config", sort_key=2)
+if TYPE_CHECKING:
+    from tightfit.simulate.estimate import Estimate
+    from tightfit.tape import Tape
+
 _SEVERAL = Parameter(consume_multiple=False)
-_MODEL = Parameter(group=_HUGGING_FACE)
+
+
+@Parameter(name="*", group=Group("Parameters of a Hugging Face config", sort_key=2))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.HuggingFaceTarget`.
+
+    Parameters
+    ----------
+    task
+        causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
+    batch_size
+        Rows of a batch, 1 if not given.
+    sequence_length
+        Tokens of a row, by default 512 or as many as the model has positions for.
+    image_size
+        Pixels a side, where the config leaves it open.
+    dtype
+        Of the weights: float32, bfloat16 or float16.
+    optimizer
+        adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
+    autocast
+        bfloat16 or float16.
+    lora_rank
+        Train adapters of this rank, with peft.
+    attention
+        eager, sdpa, flex_attention ...
+    gradient_checkpointing
+        Recompute activations block by block.
+    """
+
+    task: str | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    image_size: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    autocast: str | None = None
+    lora_rank: int | None = None
+    attention: str | None = None
+    gradient_checkpointing: bool = False
+
+
+NO_OPTIONS = ModelOptions()
 
 
 def estimate(
@@ -33,16 +79,7 @@ def estimate(
     json: bool = False,
     show_output: bool = False,
     save_tape: Path | None = None,
-    task: Annotated[str | None, _MODEL] = None,
-    batch_size: Annotated[int | None, _MODEL] = None,
-    sequence_length: Annotated[int | None, _MODEL] = None,
-    image_size: Annotated[int | None, _MODEL] = None,
-    dtype: Annotated[str | None, _MODEL] = None,
-    optimizer: Annotated[str | None, _MODEL] = None,
-    autocast: Annotated[str | None, _MODEL] = None,
-    lora_rank: Annotated[int | None, _MODEL] = None,
-    attention: Annotated[str | None, _MODEL] = None,
-    gradient_checkpointing: Annotated[bool, _MODEL] = False,
+    model: ModelOptions = NO_OPTIONS,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
 
@@ -65,44 +102,20 @@ def estimate(
         Show what the workload prints, on stderr.
     save_tape
         Also write the recorded run to this file (.npz).
-    task
-        causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
-    batch_size
-        Rows of a batch, 1 if not given.
-    sequence_length
-        Tokens of a row, by default 512 or as many as the model has positions for.
-    image_size
-        Pixels a side, where the config leaves it open.
-    dtype
-        Of the weights: float32, bfloat16 or float16.
-    optimizer
-        adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
-    autocast
-        bfloat16 or float16.
-    lora_rank
-        Train adapters of this rank, with peft.
-    attention
-        eager, sdpa, flex_attention ...
-    gradient_checkpointing
-        Recompute activations block by block.
     """
+    from tightfit import fit
+
     started = time.monotonic()
     devices = device or (_own_card(),)
-    options: dict[str, Any] = {
-        "task": task,
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
-        "image_size": image_size,
-        "dtype": dtype,
-        "optimizer": optimizer,
-        "autocast": autocast,
-        "lora_rank": lora_rank,
-        "attention": attention,
-        "gradient_checkpointing": gradient_checkpointing or None,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
     cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
+    options = {
+        name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
+    }
+    if save_tape is not None and not save_tape.resolve().parent.is_dir():
+        raise UsageError(f"--save-tape {save_tape}: there is no folder {save_tape.parent}")
     if target.endswith(".npz"):
+        if arguments or parameter or options:
+            raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
         tape = _saved_tape(target)
     else:
         tape = fit.capture(
@@ -121,7 +134,9 @@ def estimate(
     return 0 if all(e.fits for e in estimates) else 1
 
 
-def _saved_tape(path: str) -> Tape:
+def _saved_tape(path: str) -> "Tape":
+    from tightfit.tape import Tape
+
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
     return Tape.load(path)
@@ -136,7 +151,9 @@ def _own_card() -> str:
     return cards[0].name
 
 
-def _print(estimates: Sequence[Estimate], *, json: bool, elapsed_seconds: float) -> None:
+def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:
+    from tightfit.reports import text as text_report
+
     if json:
         for estimate in estimates:
             sys.stdout.write(jsonlib.dumps(estimate.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")

@@ -18,6 +18,7 @@ app = App(
     name="tightfit",
     version=__version__,
     help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
+    help_format="plaintext",
     result_action="return_value",
     default_parameter=Parameter(negative=(), show_default=False),
 )

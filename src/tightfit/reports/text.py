@@ -211,13 +211,6 @@ def _fitted(
 
 
 def _holders(estimate: Estimate, width: int) -> Table:
-    file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
-    columns = [
-        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS))
-        if column.shorten is shorten_place
-        else column
-        for column in (_HOLDER_COLUMNS if width >= _WIDTH_FOR_OPERATORS else _HOLDER_COLUMNS[:-1])
-    ]
     rows = [
         (
             format_bytes(holder.num_bytes),
@@ -226,9 +219,19 @@ def _holders(estimate: Estimate, width: int) -> Table:
             holder.line,
             holder.module,
             holder.operator.removeprefix("aten."),
-        )[: len(columns)]
+        )
         for holder in estimate.holders
     ]
+    file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
+    last = len(_HOLDER_COLUMNS) if width >= _WIDTH_FOR_OPERATORS else len(_HOLDER_COLUMNS) - 1
+    shown = [i for i in range(last) if any(row[i] for row in rows)]
+    columns = [
+        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS))
+        if column.shorten is shorten_place
+        else column
+        for column in (_HOLDER_COLUMNS[i] for i in shown)
+    ]
+    rows = [tuple(row[i] for i in shown) for row in rows]
     return _fitted(columns, rows, width, title="who asked for most of it")
 
 
