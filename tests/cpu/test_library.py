@@ -62,12 +62,12 @@ def test_allocator_settings_come_from_the_environment_unless_they_are_given(monk
     command = ["estimate", "model.py:workload", "-p", "batch_size=2049", "--device", "4090"]
     assert run([*command, "--save-tape", "run.npz"]) == 0
     tape = tightfit.Tape.load("run.npz")
-    plain = tightfit.estimate(tape, "4090").peak.reserved_bytes
-    rounded = tightfit.estimate(tape, "4090", alloc_conf="roundup_power2_divisions:2").peak.reserved_bytes
+    plain = tightfit.estimate(tape, "4090").peak.allocated_bytes
+    rounded = tightfit.estimate(tape, "4090", alloc_conf="roundup_power2_divisions:2").peak.allocated_bytes
     assert rounded > plain
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:2")
-    assert tightfit.estimate(tape, "4090").peak.reserved_bytes == rounded
-    assert tightfit.estimate(tape, "4090", alloc_conf="").peak.reserved_bytes == plain
+    assert tightfit.estimate(tape, "4090").peak.allocated_bytes == rounded
+    assert tightfit.estimate(tape, "4090", alloc_conf="").peak.allocated_bytes == plain
 
 
 def test_errors_are_exceptions_of_one_tree() -> None:
