@@ -1,9 +1,9 @@
 """What torch's C++ core must believe before `cuda` tensors without data can run forward and backward where there is no card.
 
-Two beliefs. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as a built
-accelerator (autograd asks it for streams). A CUDA build of torch has both, card or not. A CPU build has neither, so two pointers are set:
-torch's own no-op guard is installed through `_ensureCUDADeviceGuardSet`, which wants to see a guard with zero devices first, and the
-three questions `isBuilt`, `isAvailable`, `hasPrimaryContext` of the CUDA hooks are answered with yes. No code is patched and nothing is
+Two beliefs. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as an accelerator
+that is there (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this, which a CUDA build without
+a card installs when asked, and which a CPU build installs once it has been shown a guard with zero devices. The three questions `isBuilt`,
+`isAvailable` and `hasPrimaryContext` of the CUDA hooks are answered with yes. Two pointers are set; no code is patched and nothing is
 compiled. This is the only file that knows about it; `tests/cpu/test_native.py` names what it relies on.
 
 Sources: c10/core/impl/DeviceGuardImplInterface.{h,cpp}, aten/src/ATen/detail/AcceleratorHooksInterface.h and CUDAHooksInterface.cpp,
@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 import torch
+from torch._subclasses import fake_tensor
 
+from tightfit.capture.replacing import replace
 from tightfit.errors import CaptureError
 
 _CUDA = 1  # c10/core/DeviceType.h
@@ -34,11 +36,14 @@ def pretend_cuda_is_built() -> None:
     Raises:
         CaptureError: this build of torch keeps these two pointers where they cannot be set.
     """
-    if torch.version.cuda is not None:
-        torch._C._ensureCUDADeviceGuardSet()
-    elif torch.accelerator.current_accelerator() is None:
-        _install_guard()
+    if not _kept_alive:
+        if torch.version.cuda is None:
+            _install_guard()
+        else:
+            torch._C._ensureCUDADeviceGuardSet()
         _install_hooks()
+    # Fake tensors would make a context on a card as soon as they believe in one.
+    replace(fake_tensor, init_gpu_context=lambda device: None)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda":
         raise CaptureError(
