@@ -1,7 +1,8 @@
 """The training step behind the T4 measurements (source: highwaterlabs/torch-preflight, tests/calibration/measure_cuda.py).
 
-Autocast around forward and loss, no GradScaler, AdamW, inputs made once on the card. The step is a function of its own,
-so loss and outputs die when it returns; gradients are set to none at its start. One warm-up step, then the peak
+Autocast around forward and loss, no GradScaler, AdamW, inputs made once on the card. The step is a function of its own:
+loss and outputs (logits, and the key-value cache of a language model) live until it returns, through backward and
+optimizer; gradients are set to none at its start. One warm-up step, then the peak
 statistics are reset and the second step is measured.
 
 The script takes bfloat16 where `torch.cuda.is_bf16_supported()` says yes, and that function counts emulation: a T4, which
@@ -53,14 +54,14 @@ def train_language_model(
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5)
     tokens = torch.randint(0, config.vocab_size - 1, (batch_size, num_tokens), device=device)
 
-    def loss_of_batch() -> torch.Tensor:
+    def run_batch() -> tuple[torch.Tensor, Any]:
         if model == "gpt2":
             outputs = network(input_ids=tokens, labels=tokens)
-            return outputs.loss
+            return outputs.loss, outputs
         outputs = network(input_ids=tokens)
-        return outputs.last_hidden_state.float().pow(2).mean()
+        return outputs.last_hidden_state.float().pow(2).mean(), outputs
 
-    yield from _steps(optimizer, loss_of_batch, device)
+    yield from _steps(optimizer, run_batch, device)
 
 
 def train_images(
@@ -76,16 +77,19 @@ def train_images(
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
     labels = torch.randint(0, 1000, (batch_size,), device=device)
-    yield from _steps(optimizer, lambda: torch.nn.functional.cross_entropy(network(images), labels), device)
+    yield from _steps(optimizer, lambda: (torch.nn.functional.cross_entropy(network(images), labels), None), device)
 
 
-def _steps(optimizer: torch.optim.Optimizer, loss_of_batch: Callable[[], torch.Tensor], device: str) -> Iterator[None]:
+def _steps(
+    optimizer: torch.optim.Optimizer, run_batch: Callable[[], tuple[torch.Tensor, Any]], device: str
+) -> Iterator[None]:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.partition(":")[0], dtype=torch.bfloat16):
-            loss = loss_of_batch()
+            loss, outputs = run_batch()
         loss.backward()
         optimizer.step()
+        del outputs
 
     while True:
         step()
