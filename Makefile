@@ -1,6 +1,7 @@
 # make demo   sets up, then shows the main job on a real model; no GPU is needed
 # make test   sets up, then runs everything that CI runs
 PYTHON ?= python3
+TORCH_INDEX ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 export PYTHONHASHSEED := 0
@@ -37,10 +38,11 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch is installed by itself first: asked for by a range, it would pull gigabytes of CUDA libraries.
+# torch is installed by itself first, in the version of the constraints. PyPI's torch for Linux brings gigabytes of CUDA libraries; the build
+# without them does for all of this: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/pip install --quiet -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
