@@ -5,6 +5,8 @@ data is written to it. Initialisers of a blank storage are skipped, casts and co
 a script builds on the host before `.to("cuda")` takes no host memory. Data loading, tokenising and shape arithmetic see real tensors.
 """
 
+import mmap
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +19,10 @@ from tightfit.capture.recorder import Recorder
 aten = torch.ops.aten
 
 MIN_BLANK_BYTES = 1 << 20
+MIN_MAPPED_BYTES = 1 << 28
+
+# Python 3.11 has no name for it (sys/mman.h of Linux and of macOS).
+_MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)
 
 _FACTORIES = {
     aten.empty.memory_format,
@@ -25,6 +31,7 @@ _FACTORIES = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _RANDOM_FACTORIES = {aten.randn.default, aten.rand.default, aten.normal.float_float}
 _LARGE_RANDOM_BYTES = 1 << 26
 _FILLS = {
@@ -87,7 +94,9 @@ class HostMemory:
         elif operator in _RANDOM_FACTORIES and _factory_bytes(operator, args, kwargs) >= _LARGE_RANDOM_BYTES:
             operator, args = aten.empty.memory_format, args[-1:]
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
-        result = operator(*args, **kwargs)
+        result = _mapped(operator, args, kwargs) if operator in _FACTORIES or operator in _ZEROS else None
+        if result is None:
+            result = operator(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.numel() * result.element_size() >= MIN_BLANK_BYTES:
             self.hold(result)
             if operator in _FACTORIES:
@@ -128,7 +137,7 @@ class HostMemory:
 
     def new_blank(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An unwritten host tensor; blank if it is large."""
-        tensor = torch.zeros(size, dtype=dtype)
+        tensor = self.run(aten.zeros.default, (list(size),), {"dtype": dtype})
         if tensor.numel() * tensor.element_size() >= MIN_BLANK_BYTES:
             self.hold(tensor)
             self._set_blank(tensor)
@@ -140,14 +149,30 @@ class HostMemory:
         self._blank[address] = weakref.ref(storage, lambda _reference: self._blank.pop(address, None))
 
     def _blank_copy(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        copy = torch.empty_like(
-            source,
-            dtype=kwargs.get("dtype") or source.dtype,
-            memory_format=kwargs.get("memory_format") or torch.preserve_format,
-        )
+        how = {
+            "dtype": kwargs.get("dtype") or source.dtype,
+            "memory_format": kwargs.get("memory_format") or torch.preserve_format,
+        }
+        copy = self.run(aten.empty_like.default, (source,), how)
         self.hold(copy)
         self._set_blank(copy)
         return copy
+
+
+def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A large host tensor of zeros that reserves addresses and nothing else; a system refuses to reserve memory that it does not have."""
+    first = args[0]
+    if isinstance(first, torch.Tensor):
+        if first.layout != torch.strided or first.numel() * first.element_size() < MIN_BLANK_BYTES:
+            return None
+        args = (torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta"), *args[1:])
+    shape = operator(*args, **{**kwargs, "device": "meta", "pin_memory": False})
+    num_bytes = shape.untyped_storage().nbytes()
+    if num_bytes < MIN_MAPPED_BYTES or shape.layout != torch.strided:
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    return whole.view(shape.dtype).as_strided(shape.size(), shape.stride())
 
 
 def _factory_bytes(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

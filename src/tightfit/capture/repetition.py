@@ -220,7 +220,8 @@ class Repetition:
 def _describe(leaf: Any) -> Any:
     """What of an argument decides over shapes; None where that is not known."""
     if isinstance(leaf, torch.Tensor):
-        return ("tensor", leaf.is_cuda, leaf.dtype, tuple(leaf.size()), leaf.layout == torch.strided and leaf.stride())
+        is_dense = leaf.layout == torch.strided and leaf.is_contiguous()
+        return ("tensor", leaf.is_cuda, leaf.dtype, leaf.layout, tuple(leaf.size()), is_dense)
     if isinstance(leaf, bool | str | type(None) | torch.dtype | torch.device | torch.layout):
         return ("plain", leaf)
     return ("number", type(leaf)) if isinstance(leaf, int | float) else None
