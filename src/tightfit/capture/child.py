@@ -47,11 +47,7 @@ def main(path: str) -> None:
     except TightfitError as error:
         answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
     except SystemExit as error:
-        answer = {
-            "ok": False,
-            "kind": "CaptureError",
-            "message": f"{request.label} ended itself with exit code {error.code} before its steps were over",
-        }
+        answer = {"ok": False, "kind": "CaptureError", "message": _ended_itself(request.label, error.code)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = {"ok": False, "kind": "CaptureError", "message": _one_line(request.label, error)}
     Path(f"{path}.answer").write_text(json.dumps(answer))
@@ -131,7 +127,14 @@ def _quiet(show_output: bool) -> Iterator[None]:
     sys.stdout.flush()
 
 
+def _ended_itself(label: str, code: object) -> str:
+    how = code if isinstance(code, str) else f"exit code {code or 0}"
+    return f"{label} ended itself before its steps were over: {how}"
+
+
 def _one_line(label: str, error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "tightfit" not in f.filename.split(os.sep)]
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
     place = own[-1] if own else frames[-1] if frames else None

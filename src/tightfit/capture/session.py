@@ -1,5 +1,6 @@
 """One capture: a virtual GPU of a given card, and a target run on it until its steps are over."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -60,21 +61,24 @@ class Session:
         """Runs the target until its steps are over.
 
         Raises:
-            CaptureError: it never takes a step.
+            CaptureError: it never takes a step, or never uses the card.
         """
-        with self.gpu:
-            try:
-                if isinstance(target, targets.Script):
-                    targets.run_script(target)
-                else:
-                    self._run_generator(self._generator(target))
-            except EndOfCapture:
-                return
+        with self.gpu, contextlib.suppress(EndOfCapture):
+            if isinstance(target, targets.Script):
+                targets.run_script(target)
+            else:
+                self._run_generator(self._generator(target))
+        if not self.watch.num_ended and not isinstance(target, targets.Script):
+            raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended:
             raise CaptureError(
                 "the workload ended without a step: no optimizer stepped and no backward pass was run; for inference, give a generator function that yields once per step"
             )
         self.watch.settle()
+        if not self.recorder.storages["num_bytes"]:
+            raise CaptureError(
+                'the workload took its steps without a tensor on the card; does it move its model to "cuda"?'
+            )
 
     def _generator(self, target: targets.GeneratorFunction | targets.HuggingFaceConfig) -> Iterator[Any]:
         if isinstance(target, targets.GeneratorFunction):

@@ -6,6 +6,7 @@ The child imitates a card, and a fault inside autograd can abort an interpreter;
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,7 +70,14 @@ def trace(
 
 def _death(label: str, code: int, said: str) -> str:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    lines = [line for line in said.strip().splitlines() if line.strip()]
-    detail = f": {lines[-1].strip()}" if lines else ""
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
-    return f"the process that traced {label} died with {reason}{hint}{detail}; run again with --show-output to see what it printed last"
+    place = _user_place(said)
+    where = f" at {place}" if place else ""
+    return f"the process that traced {label} died with {reason}{hint}{where}; run again with --show-output to see what it printed last"
+
+
+def _user_place(said: str) -> str | None:
+    """The innermost line of the user's own code in what `faulthandler` printed, most recent call first."""
+    frames = re.findall(r'^  File "([^"]+)", line (\d+)', said, re.MULTILINE)
+    own = [(f, line) for f, line in frames if not re.search(r"site-packages|[/\\]tightfit[/\\]|^<|[/\\]python3", f)]
+    return f"{os.path.relpath(own[0][0])}:{own[0][1]}" if own else None
