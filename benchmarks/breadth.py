@@ -148,6 +148,7 @@ class Case:
     group: str
     complete: dict[str, Any]
     small: dict[str, Any]
+    sequence_length: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +168,16 @@ class Row:
 def cases() -> list[Case]:
     """Every model type of breadth_models.toml."""
     table = tomllib.loads(Path(__file__).with_name("breadth_models.toml").read_text(encoding="utf-8"))
-    complete, small = table.pop("complete"), table.pop("small")
+    complete, small, lengths = table.pop("complete"), table.pop("small"), table.pop("sequence_length")
     return [
-        Case(name=name, task=task, group=group, complete=complete.get(name, {}), small=small.get(name, {}))
+        Case(
+            name=name,
+            task=task,
+            group=group,
+            complete=complete.get(name, {}),
+            small=small.get(name, {}),
+            sequence_length=lengths.get(name),
+        )
         for group, tasks in table.items()
         for name, task in tasks.items()
     ]

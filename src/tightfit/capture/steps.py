@@ -6,6 +6,7 @@ one that steps least often has. A script that has no optimizer ends its steps wi
 
 import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,6 +42,7 @@ class StepWatch:
         self._phases_around_steps: list[Phase] = []  # an optimizer may step inside a backward pass
         self._num_backwards = 0
         self._roots: dict[int, torch.nn.Module] = {}
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
 
     def install(self) -> None:
@@ -59,6 +61,7 @@ class StepWatch:
             if outer == Phase.BACKWARD:
                 return run_backward(*args, **kwargs)
             self._begin_step()
+            self._watch_leaves(args[0])
             self._settle_forward()
             recorder.phase = Phase.BACKWARD
             try:
@@ -124,18 +127,20 @@ class StepWatch:
         recorder = self.gpu.recorder
         recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
         if torch.is_grad_enabled():
-            self._begin_step()
+            if self._begin_step():
+                self._first_operator = recorder.num_operators
         elif not self._by_yield:
             name = f"without gradients at {self.gpu.attribution.where()}"
             if recorder.spans[-1][0] != name:
                 recorder.span(name, SpanKind.ASIDE)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self) -> bool:
         recorder = self.gpu.recorder
         name = f"step {self.num_ended + 1}"
-        if not self._by_yield and recorder.spans[-1][0] != name:
-            recorder.span(name, SpanKind.STEP)
-            self._first_operator = recorder.num_operators
+        if self._by_yield or recorder.spans[-1][0] == name:
+            return False
+        recorder.span(name, SpanKind.STEP)
+        return True
 
     def begin_yielded_step(self) -> None:
         """A generator is about to be resumed."""
@@ -185,12 +190,32 @@ class StepWatch:
             (i for t in tensors if t is not None and (i := self.gpu.index_of(t)) is not None), category
         )
 
-    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+    def _watch_leaves(self, losses: Iterable[torch.Tensor]) -> None:
+        """A script without optimizers and modules has parameters too: what its gradients are accumulated in."""
+        if self._optimizers or self._roots:
+            return
+        waiting = [loss.grad_fn for loss in losses]
+        seen = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self._leaves.setdefault(id(leaf), weakref.ref(leaf))
+            waiting.extend(next_node for next_node, _ in node.next_functions)
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
         for module in self._roots.values():
             yield from module.parameters()
+        for reference in self._leaves.values():
+            leaf = reference()
+            if leaf is not None:
+                yield leaf
 
     def _mark_gradients(self) -> None:
         self._mark((p.grad for p in self._parameters()), Category.GRADIENTS)

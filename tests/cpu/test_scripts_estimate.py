@@ -1,0 +1,126 @@
+"""The training scripts of tests/scripts are estimated as they are: unmodified, without arguments, on a machine without a card."""
+
+import concurrent.futures
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+LSTM = 2048 * (256 + 512 + 2) + 2048 * (512 + 512 + 2)
+GAN_GENERATOR = 16 * (100 * 512 + 512 * 256 + 256 * 128 + 128 * 64 + 64 * 3) + 2 * (512 + 256 + 128 + 64)
+GAN_DISCRIMINATOR = 16 * (3 * 64 + 64 * 128 + 128 * 256 + 256 * 512 + 512) + 2 * (128 + 256 + 512)
+NUM_CHARACTERS = 23  # in the text that sampling_rnn.py makes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What can be said of a script without running it; the parameters are counted by hand, of four bytes each."""
+
+    num_parameters: int | None = None
+    folders: frozenset[str] = frozenset()
+    asides: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    has_state: bool = True
+
+
+EXPECTED = {
+    "accelerate_glue": Expected(),
+    "accumulation_ema": Expected(),
+    "clip_two_tower": Expected(),
+    "detection": Expected(),
+    "diffusion_unet": Expected(said=("gradients are taken as finite",)),
+    "gan": Expected(num_parameters=GAN_GENERATOR + GAN_DISCRIMINATOR, folders=frozenset({"dcgan"})),
+    "lightning_mnist": Expected(asides=("without gradients at",)),
+    "manual_sgd": Expected(
+        num_parameters=64 * 2048 + 2 * 2048 * 2048 + 2048 + 3 * 2048 + 1,
+        said=("a step is taken to end with each backward pass",),
+        has_state=False,
+    ),
+    "nanogpt_train": Expected(
+        num_parameters=(50304 + 256 + 1) * 384 + 6 * (12 * 384 * 384 + 2 * 384),
+        folders=frozenset({"out"}),
+        asides=("without gradients at",),
+        said=("calls of GPT without gradients repeat themselves here",),
+    ),
+    "peft_lora": Expected(),
+    "reinforce": Expected(),
+    "run_clm": Expected(num_parameters=124_439_808, folders=frozenset({"clm-output"})),
+    "sampling_rnn": Expected(num_parameters=NUM_CHARACTERS * 256 + LSTM + NUM_CHARACTERS * 513),
+    "segmentation_unet": Expected(),
+    "seq2seq_t5": Expected(num_parameters=60_506_624, has_state=False),
+    "vit_amp": Expected(),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
+    def run(name: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+        directory = tmp_path_factory.mktemp(name)
+        command = ["-m", "tightfit", "estimate", str(SCRIPTS / f"{name}.py"), "--device", "RTX 4090", "--json"]
+        done = subprocess.run(
+            [sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=300, check=False
+        )
+        return done, directory
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(EXPECTED, pool.map(run, EXPECTED), strict=True))
+
+
+def answer(runs: Any, name: str) -> dict[str, Any]:
+    done, _ = runs[name]
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_script_is_here() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_three_steps_are_estimated(runs: Any, name: str) -> None:
+    said = answer(runs, name)
+    assert len(said["steps"]) == 3
+    first, second, third = (step["peak_allocated_bytes"] for step in said["steps"])
+    assert first > 0
+    assert second > 0.5 * first
+    assert third > 0.5 * second
+    assert said["fits"] == (runs[name][0].returncode == 0)
+    assert said["seconds_per_step"] > 0
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_categories_are_sane(runs: Any, name: str) -> None:
+    said = answer(runs, name)
+    held, peak = said["at_peak"], said["peak"]
+    assert all(num_bytes >= 0 for num_bytes in held.values())
+    in_tensors = sum(num_bytes for category, num_bytes in held.items() if category not in ("cache", "context"))
+    assert in_tensors + held["cache"] == peak["reserved_bytes"]
+    assert held["parameters"] > 0
+    expected = EXPECTED[name]
+    if expected.num_parameters is not None:
+        assert held["parameters"] == pytest.approx(4 * expected.num_parameters, rel=0.01)
+    assert (held["optimizer_state"] > 0) == expected.has_state
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_nothing_is_written_but_what_the_script_itself_writes(runs: Any, name: str) -> None:
+    answer(runs, name)
+    _, directory = runs[name]
+    assert {path.name for path in directory.iterdir()} == EXPECTED[name].folders
+    assert not [path for path in directory.rglob("*") if path.suffix in (".pth", ".safetensors", ".ckpt")]
+
+
+@pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if expected.asides or expected.said])
+def test_what_was_taken_for_granted_and_what_ran_aside_is_said(runs: Any, name: str) -> None:
+    said = answer(runs, name)
+    asides = [span["name"] for span in said["spans"] if span["kind"] == "aside"]
+    for start in EXPECTED[name].asides:
+        assert any(aside.startswith(start) and f"{name}.py:" in aside for aside in asides), asides
+    for what in EXPECTED[name].said:
+        assert any(what in assumption["what"] for assumption in said["assumptions"]), said["assumptions"]
