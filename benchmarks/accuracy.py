@@ -106,6 +106,9 @@ def run_group(group: str, rows: Sequence[Row], options: argparse.Namespace) -> l
             "host": f"{platform.machine()}, no GPU used; {datetime.date.today().isoformat()}",
             "summary": summary_line(group, summarise(shown)),
         }
+        if any(row.baseline_bytes for row in shown):
+            whole = summarise([row.with_baseline() for row in shown])
+            remarks["summary_with_baseline"] = summary_line(group, whole)
         write_csv(options.csv / f"{group}.csv", [*shown, *compared] if group == "timm" else compared, remarks)
     return shown
 

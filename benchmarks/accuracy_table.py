@@ -7,7 +7,7 @@ looked at, and rows that could not be estimated are listed but enter no figure o
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
@@ -22,6 +22,7 @@ class Comparison:
     estimated_bytes: float | None = None
     low_bytes: float | None = None
     high_bytes: float | None = None
+    baseline_bytes: float = 0
     excluded: str = ""
     fault: str = ""
     elapsed_seconds: float = 0.0
@@ -45,6 +46,10 @@ class Comparison:
         if self.low_bytes is None or self.high_bytes is None:
             return None
         return (self.high_bytes - self.low_bytes) / self.measured_bytes
+
+    def with_baseline(self) -> "Comparison":
+        """The same row with the measurement counted from an empty card."""
+        return replace(self, measured_bytes=self.measured_bytes + self.baseline_bytes, baseline_bytes=0)
 
     @property
     def counts(self) -> bool:
@@ -146,12 +151,16 @@ def _amount(value: float | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.1f}"
 
 
+def _signed(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.2f} %"
+
+
 def table(comparisons: Sequence[Comparison]) -> str:
     """The rows as aligned text, MiB; the last column says why a row does not count."""
-    lines = [("row", "figure", "measured", "estimated", "error", "band", "in", "remark")]
+    lines = [("row", "figure", "measured", "estimated", "error", "band", "in", "baseline", "error with it", "remark")]
     for row in comparisons:
         band = "-" if row.low_bytes is None else f"{_amount(row.low_bytes)} to {_amount(row.high_bytes)}"
-        error = "-" if row.error is None else f"{100 * row.error:+.2f} %"
+        error, whole_error = _signed(row.error), _signed(row.with_baseline().error) if row.baseline_bytes else "-"
         inside = {None: "-", True: "yes", False: "no"}[row.is_inside]
         remark = row.fault or row.excluded
         lines.append(
@@ -163,6 +172,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
                 error,
                 band,
                 inside,
+                _amount(row.baseline_bytes or None),
+                whole_error,
                 remark,
             )
         )
@@ -176,6 +187,9 @@ def report(group: str, comparisons: Sequence[Comparison]) -> str:
     """The table of a group, its summary, and the summaries of the other tools that have figures for it."""
     tools = sorted({tool for row in comparisons for tool in row.others})
     lines = [f"== {group}", table(comparisons), summary_line("tightfit", summarise(comparisons))]
+    if any(row.baseline_bytes for row in comparisons):
+        whole = [row.with_baseline() for row in comparisons]
+        lines.append(summary_line("tightfit, baselines added to the measurements", summarise(whole)))
     lines += [summary_line(tool, summarise_other(comparisons, tool)) for tool in tools]
     return "\n".join(lines)
 
@@ -193,6 +207,9 @@ def write_csv(path: Path, comparisons: Sequence[Comparison], remarks: Mapping[st
         "low_bytes",
         "high_bytes",
         "inside",
+        "baseline_bytes",
+        "error_with_baseline",
+        "inside_with_baseline",
         "excluded",
         "fault",
         "elapsed_seconds",
@@ -209,6 +226,9 @@ def write_csv(path: Path, comparisons: Sequence[Comparison], remarks: Mapping[st
             figures = [row.measured_bytes, row.estimated_bytes]
             cells = [*("" if figure is None else f"{figure:.0f}" for figure in figures), error]
             cells += ["" if figure is None else f"{figure:.0f}" for figure in (row.low_bytes, row.high_bytes)]
-            cells += ["" if row.is_inside is None else str(int(row.is_inside)), row.excluded, row.fault]
+            whole = row.with_baseline()
+            cells += ["" if row.is_inside is None else str(int(row.is_inside)), f"{row.baseline_bytes:.0f}"]
+            cells += ["" if whole.error is None else f"{whole.error:.6f}"]
+            cells += ["" if whole.is_inside is None else str(int(whole.is_inside)), row.excluded, row.fault]
             others = [f"{row.others[tool]:.0f}" if tool in row.others else "" for tool in tools]
             writer.writerow([row.group, row.name, row.figure, *cells, f"{row.elapsed_seconds:.2f}", *others])

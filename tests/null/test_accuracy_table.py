@@ -55,9 +55,13 @@ def comparison(measured: float, estimated: float | None, **changes: Any) -> Comp
 
 def answer(**peak: int) -> Answer:
     steps = [{"peak_allocated_bytes": 700}, {"peak_allocated_bytes": 800}]
-    return Answer(content={"peak": peak, "steps": steps}, fault="", elapsed_seconds=1.5)
+    return Answer(content={"peak": peak, "band": BAND, "steps": steps}, fault="", elapsed_seconds=1.5)
 
 
+BAND = [
+    {"cause": "context of the process", "less_bytes": 30, "more_bytes": 60},
+    {"cause": "order of frees and requests", "less_bytes": 20, "more_bytes": 40},
+]
 PEAK = {
     "allocated_bytes": 900,
     "reserved_bytes": 1100,
@@ -135,7 +139,18 @@ def test_a_summary_of_nothing_says_so_without_failing() -> None:
 
 def test_the_table_shows_mebibytes_and_signed_errors() -> None:
     line = table([comparison(2 * MIB, 3 * MIB, low_bytes=MIB, high_bytes=4 * MIB)]).splitlines()[1]
-    assert line.split() == ["n", "reserved", "2.0", "3.0", "+50.00", "%", "1.0", "to", "4.0", "yes"]
+    assert line.split() == ["n", "reserved", "2.0", "3.0", "+50.00", "%", "1.0", "to", "4.0", "yes", "-", "-"]
+
+
+def test_a_baseline_is_shown_beside_the_figure_as_published() -> None:
+    rows = [comparison(100 * MIB, 120 * MIB, baseline_bytes=20 * MIB, low_bytes=110 * MIB, high_bytes=130 * MIB)]
+    assert rows[0].is_inside is False
+    assert rows[0].with_baseline().is_inside is True
+    assert rows[0].with_baseline().error == 0
+    assert "20.0      +0.00 %" in table(rows)
+    raw, whole = report("rtx", rows).splitlines()[-2:]
+    assert "median 20.00 %" in raw
+    assert whole.startswith("tightfit, baselines added to the measurements: 1 of 1 rows; |error| median 0.00 %")
 
 
 def test_the_csv_file_says_where_it_comes_from(tmp_path: Path) -> None:
@@ -163,7 +178,7 @@ def test_the_command_is_what_a_user_would_type() -> None:
     ("figure", "estimated", "band"),
     [
         ("device", 1300, (1250, 1400)),
-        ("reserved", 1100, (1050, 1200)),
+        ("reserved", 1100, (1080, 1140)),
         ("allocated", 900, (None, None)),
         ("step_allocated", 800, (None, None)),
     ],

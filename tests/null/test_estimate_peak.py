@@ -141,9 +141,18 @@ def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
     def levels(allocated: list[int], reserved: list[int]) -> Levels:
         return Levels(allocated=np.asarray(allocated), reserved=np.asarray(reserved), block_bytes=np.asarray([]))
 
-    assert doubtful_bytes(levels([100, 10, 60], [100, 100, 150])) == 50
-    assert doubtful_bytes(levels([100, 90, 140], [100, 100, 150])) == 0
-    assert doubtful_bytes(levels([100], [100])) == 0
+    def doubtful(allocated: list[int], reserved: list[int]) -> int:
+        return doubtful_bytes(levels([a * MIB for a in allocated], [r * MIB for r in reserved])) // MIB
+
+    assert doubtful([100, 10, 60], [100, 100, 150]) == 50
+    assert doubtful([100, 90, 140], [100, 100, 150]) == 0
+    assert doubtful([100], [100]) == 0
+    assert doubtful([], []) == 0
+
+
+def test_a_small_segment_that_comes_last_does_not_hide_a_doubtful_one():
+    allocated, reserved = np.asarray([100, 10, 60, 61]) * MIB, np.asarray([100, 100, 150, 152]) * MIB
+    assert doubtful_bytes(Levels(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]))) == 50 * MIB
 
 
 def test_an_empty_tape_costs_its_context():

@@ -1,8 +1,11 @@
-"""Where a tensor is used twice, autograd adds the gradients of its uses, in place if nobody else holds the first of them.
+"""Where autograd writes into a tensor that nobody else holds, a card does it in place; with tensors without data torch does not.
 
-Autograd decides that by counting references, and never adds in place while tensors without data are in play, so a residual network would
-seem to hold one gradient more than it does. The decision is made again here, by the same rule (torch/csrc/autograd/input_buffer.cpp,
-`can_accumulate_inplace`): the sum replaces the first gradient if it is dense and its storage has no other owner.
+Two places. Where a tensor is used twice, the gradients of its uses are added, into the first of them if it has no other owner
+(torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). And the backward of a selection (gather, max over a dimension, topk, sort,
+index, take, index_select, masked_select ...) fills a tensor of zeros that it has just made: in place, unless a dispatch mode is on, which
+counts as a tensor subclass (`isTensorSubclassLike`, aten/src/ATen/TensorSubclassLikeUtils.h; used so in FunctionsManual.cpp,
+TensorAdvancedIndexing.cpp and ReduceOps.cpp). The decision is made again here: what the engine itself writes into, if it is dense and its
+storage has no other owner, is overwritten.
 """
 
 import sys
@@ -15,7 +18,8 @@ from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.capture.operators import facts
+from tightfit.capture.handlers import HANDLERS
+from tightfit.capture.operators import tensors
 from tightfit.capture.virtual import Handler, VirtualGpu
 from tightfit.tape import Phase
 
@@ -25,14 +29,29 @@ _WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_compile
 # One owner is the tensor, the other the Python object of the storage, by which its end is noticed.
 _NUM_OWNERS_OF_SOLE_STORAGE = 2
 
+_IN_PLACE: dict[OpOverload, OpOverload] = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_put.default: aten._index_put_impl_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.put.default: aten.put_.default,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+}
 
-def _add(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    held, added = args[:2]
-    if not (gpu.recorder.phase == Phase.BACKWARD and _is_called_by_engine() and _can_be_overwritten(held, added)):
-        return gpu.run(func, args, kwargs)
-    gpu.note_operator(aten.add_.Tensor, facts(aten.add_.Tensor), args, kwargs, (held,), None)
-    gpu.shadows.forget(held.untyped_storage()._cdata)
-    return gpu.fake.dispatch(aten.alias.default, (), (held,), {})
+
+def _write(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    held = args[0]
+    if gpu.recorder.phase == Phase.BACKWARD and _is_called_by_engine() and _can_be_overwritten(func, args):
+        func = _IN_PLACE[func]
+        _run(gpu, func, args, kwargs)
+        return gpu.fake.dispatch(aten.alias.default, (), (held,), {})
+    return _run(gpu, func, args, kwargs)
+
+
+def _run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    handler = HANDLERS.get(func)
+    return handler(gpu, func, args, kwargs) if handler else gpu.run(func, args, kwargs)
 
 
 def _is_called_by_engine() -> bool:
@@ -43,16 +62,18 @@ def _is_called_by_engine() -> bool:
     return frame is None
 
 
-def _can_be_overwritten(held: Any, added: Any) -> bool:
-    if not (isinstance(held, FakeTensor) and isinstance(added, FakeTensor)) or held.layout != torch.strided:
+def _can_be_overwritten(func: OpOverload, args: Sequence[Any]) -> bool:
+    held = args[0]
+    if not isinstance(held, FakeTensor) or held.layout != torch.strided:
         return False
     storage = held.untyped_storage()._cdata
+    if func is aten.add.Tensor and not (isinstance(args[1], FakeTensor) and args[1].shape == held.shape):
+        return False
     return (
-        held.shape == added.shape
-        and storage != added.untyped_storage()._cdata
+        all(t.layout == torch.strided and t.untyped_storage()._cdata != storage for t in tensors(args[1:]))
         and torch._C._storage_Use_Count(storage) == _NUM_OWNERS_OF_SOLE_STORAGE
         and is_non_overlapping_and_dense_or_false(held)
     )
 
 
-ACCUMULATION_HANDLERS: dict[OpOverload, Handler] = {aten.add.Tensor: _add}
+ACCUMULATION_HANDLERS: dict[OpOverload, Handler] = dict.fromkeys(_IN_PLACE, _write)

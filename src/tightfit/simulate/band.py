@@ -2,8 +2,9 @@
 
 Two causes. *Library workspaces*: the tape gives a range for each; it is replayed with all of them at their least, and at their most.
 *Order*: whether a freed block serves the next request depends on which of two neighbouring events came first, and a kernel's own order
-inside an operator is not always known. So the tape is replayed with some frees one event later, and, the other way, the last segment
-that was mapped although as much lay free in pieces is counted as doubtful: with another order it need not have been mapped.
+inside an operator is not always known. So the tape is replayed with some frees one event later, and, the other way, the last large segment
+that was mapped on the way to the peak although as much lay free in pieces is counted as doubtful: with another order it need not have been
+mapped. Segments of the small pool, which are 2 MiB each and come at any time, do not hide it.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.simulate.allocator import OutOfDeviceMemory
+from tightfit.simulate.blocks import SMALL_SEGMENT_BYTES
 from tightfit.simulate.estimate import Band
 from tightfit.simulate.levels import Levels, replay_levels
 from tightfit.simulate.settings import AllocatorSettings
@@ -37,13 +39,13 @@ def reserved_band(tape: Tape, settings: AllocatorSettings, levels: Levels, *, ro
 
 
 def doubtful_bytes(levels: Levels) -> int:
-    """The segments that took the allocator to its reserved peak at one event, if as much lay free in pieces before; else none."""
-    at = int(levels.reserved.argmax())
-    if at == 0:
-        return 0
-    mapped = int(levels.reserved[at] - levels.reserved[at - 1])
-    free = int(levels.reserved[at - 1] - levels.allocated[at - 1])
-    return mapped if mapped <= free else 0
+    """The last large segment that was mapped, on the way to the reserved peak, although as many bytes lay free in pieces; 0 if there is none."""
+    reserved, allocated = levels.reserved, levels.allocated
+    climb = reserved[: int(reserved.argmax()) + 1] if len(reserved) else reserved
+    mapped = np.diff(climb)
+    free = climb[:-1] - allocated[: len(mapped)]
+    doubtful = mapped[(mapped > SMALL_SEGMENT_BYTES) & (mapped <= free)]
+    return int(doubtful[-1]) if len(doubtful) else 0
 
 
 def _band(cause: str, likely: int, peaks: list[int]) -> Band:
