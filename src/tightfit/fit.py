@@ -7,6 +7,7 @@ from typing import Any
 
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, trace
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
@@ -58,6 +59,7 @@ def estimate(
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
     alloc_conf: str | None = None,
+    calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Estimate:
@@ -65,15 +67,18 @@ def estimate(
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. `meanwhile` is called once while the workload is traced.
+    the one in the environment. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    is called once while the workload is traced.
 
     Raises:
-        UsageError: no such target, device or setting.
+        UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
         CaptureError: the workload could not be traced.
     """
     settings, card = allocator_settings(alloc_conf), find(device)
+    measured = None if calibration is None else Calibration.load(calibration)
+    card = card if measured is None else measured.applied_to(card)
     if isinstance(target, Tape):
-        return cost(target, card, settings)
+        return cost(target, card, settings, measured)
     tape = capture(
         target,
         device=device,
@@ -84,12 +89,12 @@ def estimate(
         show_output=show_output,
         meanwhile=meanwhile,
     )
-    return cost(tape, card, settings)
+    return cost(tape, card, settings, measured)
 
 
-def cost(tape: Tape, card: Device, settings: AllocatorSettings) -> Estimate:
+def cost(tape: Tape, card: Device, settings: AllocatorSettings, calibration: Calibration | None = None) -> Estimate:
     """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
-    found = estimate_peak(tape, card, settings)
+    found = estimate_peak(tape, card, settings, calibration)
     return Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
 
 

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
+from tightfit.devices.device import Context
+from tightfit.errors import UsageError
 from tightfit.simulate.band import doubtful_bytes
 from tightfit.simulate.levels import Levels, replay_levels
 from tightfit.simulate.peak import estimate_peak
@@ -153,6 +156,17 @@ def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
 def test_a_small_segment_that_comes_last_does_not_hide_a_doubtful_one():
     allocated, reserved = np.asarray([100, 10, 60, 61]) * MIB, np.asarray([100, 100, 150, 152]) * MIB
     assert doubtful_bytes(Levels(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]))) == 50 * MIB
+
+
+def test_a_calibration_replaces_the_context():
+    tape = tape_of([64 * MIB], [0])
+    card = find("RTX 4090")
+    context = Context(num_bytes=GIB, low_bytes=GIB - 5, high_bytes=GIB + 7, is_measured=True)
+    peak = estimate_peak(tape, card, calibration=Calibration(device=card.name, context=context)).peak
+    assert peak.device_bytes == peak.reserved_bytes + GIB
+    assert (peak.device_low_bytes, peak.device_high_bytes) == (peak.device_bytes - 5, peak.device_bytes + 7)
+    with pytest.raises(UsageError, match="was made on T4, not on"):
+        estimate_peak(tape, card, calibration=Calibration(device="T4"))
 
 
 def test_an_empty_tape_costs_its_context():

@@ -20,6 +20,7 @@ OPTIONS = {
         "--attention",
         "--autocast",
         "--batch-size",
+        "--calibration",
         "--device",
         "--dtype",
         "--gradient-checkpointing",

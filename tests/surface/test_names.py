@@ -10,7 +10,7 @@ import tightfit
 PUBLIC_NAMES = ["Device", "Estimate", "Replay", "Tape", "TightfitError", "estimate", "find_device", "replay"]
 
 PARAMETERS = {
-    "estimate": "target device | arguments parameters options steps alloc_conf show_output meanwhile",
+    "estimate": "target device | arguments parameters options steps alloc_conf calibration show_output meanwhile",
     "replay": "recording | alloc_conf memory device",
     "find_device": "text",
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import local_cards
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 
@@ -76,6 +77,7 @@ def estimate(
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     alloc_conf: str | None = None,
+    calibration: Path | None = None,
     json: bool = False,
     show_output: bool = False,
     save_tape: Path | None = None,
@@ -96,6 +98,8 @@ def estimate(
         How many steps to trace, 3 if not given; the worst one counts.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    calibration
+        What was measured on that machine: a TOML file with its context and speeds.
     json
         Print JSON: an object a line, one for each card.
     show_output
@@ -108,6 +112,9 @@ def estimate(
     started = time.monotonic()
     devices = device or (_own_card(),)
     cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
+    measured = None if calibration is None else Calibration.load(calibration)
+    if measured is not None:
+        cards = [measured.applied_to(card) for card in cards]
     options = {
         name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
     }
@@ -129,7 +136,7 @@ def estimate(
         )
     if save_tape is not None:
         tape.save(save_tape)
-    estimates = [fit.cost(tape, card, settings) for card in cards]
+    estimates = [fit.cost(tape, card, settings, measured) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
 

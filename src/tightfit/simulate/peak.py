@@ -7,6 +7,7 @@ goes on without it, as cuDNN does. The band comes from replays in which what is 
 import numpy as np
 
 from tightfit.cost.steps import step_seconds
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.allocator import OutOfDeviceMemory
 from tightfit.simulate.band import reserved_band
@@ -18,9 +19,16 @@ from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 NUM_HOLDERS = 12
 
 
-def estimate_peak(tape: Tape, device: Device, settings: AllocatorSettings | None = None) -> Estimate:
-    """What `tape` costs on `device`. An empty tape costs its context."""
+def estimate_peak(
+    tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
+) -> Estimate:
+    """What `tape` costs on `device`, with the context and the speeds that `calibration` measured there. An empty tape costs its context.
+
+    Raises:
+        UsageError: the calibration was made on another card.
+    """
     settings = settings or AllocatorSettings()
+    device = device if calibration is None else calibration.applied_to(device)
     storages = tape.storages
     try:
         levels = replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes)
@@ -40,7 +48,7 @@ def estimate_peak(tape: Tape, device: Device, settings: AllocatorSettings | None
     alive = _alive(tape, at)
     at_peak = {c.name.lower(): int(levels.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
-    seconds = step_seconds(tape, device)
+    seconds = step_seconds(tape, device, calibration)
     return Estimate(
         target=tape.target,
         device=device.name,
