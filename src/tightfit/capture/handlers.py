@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture import sparse
 from tightfit.capture.operators import facts
-from tightfit.capture.shadows import Unknown
+from tightfit.capture.shadows import Unknown, limit
 from tightfit.capture.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
 from tightfit.tape import Category
@@ -111,34 +111,37 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
     try:
         values = gpu.shadows.run(func, args, kwargs)
     except Unknown:
-        values = _largest(gpu, func, args, kwargs)
-        known = False
-    else:
-        known = True
+        gpu.recorder.assume(
+            gpu.attribution.where(),
+            f"{facts(func).name}: the size of the result depends on data; taken as large as it can be",
+        )
+        values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
     results = values if isinstance(values, tuple) else (values,)
     gpu.note_operator(func, facts(func), args, kwargs, (), None)
     out = []
     for value in results:
         tensor = gpu.new(value.size(), value.stride(), value.dtype)
-        if known:
+        if value.device.type == "cpu":
             gpu.shadows.adopt(tensor, value)
         out.append(tensor)
     return tuple(out) if isinstance(values, tuple) else out[0]
 
 
-def _largest(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _all_places(source: torch.Tensor) -> torch.Tensor:
+    """`nonzero` where nothing is zero. Its values are known then too, so that a loop over the experts that are hit meets each of them."""
+    if source.numel() * source.dim() * torch.int64.itemsize <= limit(torch.int64):
+        return torch.ones(source.shape).nonzero()
+    # CUDA's nonzero writes the columns one after the other.
+    return torch.empty(source.dim(), source.numel(), dtype=torch.int64, device="meta").t()
+
+
+def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0]
     numel = source.numel()
-    gpu.recorder.assume(
-        gpu.attribution.where(),
-        f"{facts(func).name}: the size of the result depends on data; taken as large as it can be",
-    )
 
     def meta(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    if func is aten.nonzero.default:
-        return meta(source.dim(), numel).t()  # CUDA's nonzero writes the columns one after the other
     if func is aten.masked_select.default:
         return meta(torch.broadcast_shapes(source.shape, args[1].shape).numel(), dtype=source.dtype)
     if func is aten.bincount.default:
