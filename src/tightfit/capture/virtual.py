@@ -252,7 +252,9 @@ class VirtualGpu(TorchDispatchMode):
                 pass
             else:
                 if not targets:
-                    for tensor, value in zip(outputs, tensors((values,)), strict=True):
+                    for tensor, value in zip(
+                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
+                    ):
                         self.shadows.adopt(tensor, value)
                 return
         for tensor in targets:
