@@ -38,6 +38,7 @@ OPTIONS = {
     ],
     "replay": ["--alloc-conf", "--json", "--memory"],
     "devices": ["--json"],
+    "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
 }
 # The keys of the contract, then those that are said besides.
 ESTIMATE_KEYS = {

@@ -1,0 +1,79 @@
+"""`tightfit place`: gives each buffer of a CSV file an address, so that all of them fit the capacity, or says why they do not."""
+
+import json as json_module
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tightfit.errors import UsageError
+from tightfit.placement.problem import read_problem, write_solution
+from tightfit.placement.solution import Solution
+from tightfit.placement.solve import solve
+from tightfit.units import format_bytes, parse
+
+_MOST_NAMES = 8
+
+
+def place(
+    file: str,
+    /,
+    *,
+    capacity: str,
+    alignment: str = "1",
+    seconds: float = 60.0,
+    output: Annotated[str | None, Parameter(name=["--output", "-o"])] = None,
+    json: bool = False,
+) -> int:
+    """Places the buffers of FILE (a CSV with the columns id,lower,upper,size) below the capacity; the exit code is 1 where they do not fit.
+
+    Args:
+        file: the problem; a buffer lives from `lower` until just before `upper`.
+        capacity: what the arena may hold, such as 1048576 or 22GiB.
+        alignment: every offset is a multiple of this.
+        seconds: how long to search at most.
+        output: write the buffers with their offsets to this CSV file.
+        json: print one JSON object instead of text.
+    """
+    if not seconds > 0:
+        raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+    problem = read_problem(file, capacity=parse(capacity), alignment=parse(alignment))
+    solution = solve(problem, seconds=seconds)
+    if output is not None:
+        write_solution(output, problem, solution.offsets)
+    if json:
+        print(json_module.dumps(_as_json(solution)))
+    else:
+        sys.stdout.write(_text(solution, parse(capacity)))
+    return 0 if solution.fits else 1
+
+
+def _as_json(solution: Solution) -> dict[str, object]:
+    return {
+        "schema": 1,
+        "offsets": dict(solution.offsets),
+        "height": solution.height,
+        "lower_bound": solution.lower_bound,
+        "seconds": solution.seconds,
+        "fits": solution.fits,
+    }
+
+
+def _text(solution: Solution, capacity: int) -> str:
+    crowd = solution.crowd
+    names = ", ".join(crowd.names[:_MOST_NAMES])
+    more = len(crowd.names) - _MOST_NAMES
+    who = f"{names} and {more} more" if more > 0 else names
+    facts = (
+        f"height       {solution.height} ({format_bytes(solution.height)}), found by {solution.strategy} in {solution.seconds:.2f} s\n"
+        f"lower bound  {crowd.num_bytes} ({format_bytes(crowd.num_bytes)}), live at moment {crowd.moment}\n"
+    )
+    if solution.fits:
+        return f"fits: {capacity - solution.height} bytes to spare\n{facts}"
+    if crowd.num_bytes > capacity:
+        why = f"{crowd.num_bytes} bytes live at moment {crowd.moment}, {crowd.num_bytes - capacity} too many: {who}"
+    elif solution.is_proven_infeasible:
+        why = "no placement exists at this capacity; the search went through all of them"
+    else:
+        why = f"not found in the time given; the best is {solution.height - capacity} bytes too high (more --seconds may help)"
+    return f"does not fit: {why}\n{facts}"

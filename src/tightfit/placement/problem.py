@@ -1,0 +1,153 @@
+"""What is to be placed: buffers with a lifetime and a size, in an arena of limited height.
+
+A buffer lives over the half-open interval [lower, upper) of any whole-number clock. Two buffers whose lifetimes meet must not share addresses; that is the only constraint, and it makes the
+question (dynamic storage allocation, problem SR2 of Garey and Johnson, 1979) NP-complete. Problems are CSV files with the columns `id,lower,upper,size`, and a solution is the same file with the column `offset`.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tightfit.errors import UsageError
+
+_COLUMNS = ("id", "lower", "upper", "size")
+_ALLOWED = {*_COLUMNS, "offset"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """`size` bytes that are needed from the moment `lower` until just before `upper`."""
+
+    name: str
+    lower: int
+    upper: int
+    size: int
+
+    def __post_init__(self) -> None:
+        """Refuses an empty lifetime and a negative size.
+
+        Raises:
+            UsageError: with the name of the buffer.
+        """
+        if self.lower >= self.upper:
+            raise UsageError(f"buffer {self.name} ends at {self.upper}, not after its begin at {self.lower}")
+        if self.size < 0:
+            raise UsageError(f"buffer {self.name} has the negative size {self.size}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Buffers to be placed below `capacity` bytes, each at a multiple of `alignment`; no capacity means as low as possible."""
+
+    buffers: tuple[Buffer, ...]
+    capacity: int | None = None
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses names that are given twice, and an alignment or a capacity that makes no sense.
+
+        Raises:
+            UsageError: with what was wrong.
+        """
+        if self.alignment < 1:
+            raise UsageError(f"the alignment {self.alignment} is not a positive number of bytes")
+        if self.capacity is not None and self.capacity < 0:
+            raise UsageError(f"the capacity {self.capacity} is negative")
+        seen: set[str] = set()
+        for buffer in self.buffers:
+            if buffer.name in seen:
+                raise UsageError(f"two buffers have the id {buffer.name}; each needs its own")
+            seen.add(buffer.name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """The moment at which most bytes live, those bytes (each buffer rounded up to the alignment, but for the topmost), and who lives then."""
+
+    moment: int
+    num_bytes: int
+    names: tuple[str, ...]
+
+
+def worst_crowd(problem: Problem) -> Crowd:
+    """The crowd that no placement can be lower than.
+
+    Buffers stacked at multiples of the alignment each take their size rounded up, except the one on top; leaving out the largest such
+    rounding keeps the bound valid whichever that is.
+    """
+    # Going up, only a birth can be the moment of a maximum.
+    births = sorted({buffer.lower for buffer in problem.buffers})
+    worst = Crowd(moment=0, num_bytes=0, names=())
+    for moment in births:
+        live = [buffer for buffer in problem.buffers if buffer.lower <= moment < buffer.upper and buffer.size]
+        paddings = [-buffer.size % problem.alignment for buffer in live]
+        total = sum(buffer.size for buffer in live) + sum(paddings) - max(paddings, default=0)
+        if total > worst.num_bytes:
+            worst = Crowd(moment=moment, num_bytes=total, names=tuple(buffer.name for buffer in live))
+    return worst
+
+
+def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> Problem:
+    """The problem in a CSV file with the columns `id,lower,upper,size` in any order; a column `offset` is passed over.
+
+    Raises:
+        UsageError: the file cannot be read, or a row is wrong; the message has the row's line number.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            _check_columns(path, reader.fieldnames or ())
+            buffers = tuple(_buffer(path, reader.line_num, row) for row in reader)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"{path} is not a text file; a CSV file with the columns id,lower,upper,size is needed"
+        ) from None
+    return Problem(buffers=buffers, capacity=capacity, alignment=alignment)
+
+
+def write_solution(path: Path | str, problem: Problem, offsets: Mapping[str, int]) -> None:
+    """Writes the buffers in their order with the column `offset`, in bytes from the start of the arena.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow((*_COLUMNS, "offset"))
+            for buffer in problem.buffers:
+                writer.writerow((buffer.name, buffer.lower, buffer.upper, buffer.size, offsets[buffer.name]))
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _check_columns(path: Path | str, columns: Iterable[str]) -> None:
+    columns = list(columns)
+    missing = [column for column in _COLUMNS if column not in columns]
+    if missing:
+        raise UsageError(f"{path} has no column {missing[0]}; its first line must be id,lower,upper,size")
+    unknown = [column for column in columns if column not in _ALLOWED]
+    if unknown:
+        raise UsageError(
+            f"{path} has the unknown column '{unknown[0]}'; only id,lower,upper,size (and offset) are understood"
+        )
+
+
+def _buffer(path: Path | str, line: int, row: dict[str, str | None]) -> Buffer:
+    place = f"{path}, line {line}"
+    if None in row or None in row.values():
+        raise UsageError(f"{place}: the row has not as many fields as the first line")
+    name = str(row["id"])
+    numbers: dict[str, int] = {}
+    for column in _COLUMNS[1:]:
+        try:
+            numbers[column] = int(str(row[column]))
+        except ValueError:
+            raise UsageError(f"{place}: the {column} '{row[column]}' is not a whole number") from None
+    try:
+        return Buffer(name=name, lower=numbers["lower"], upper=numbers["upper"], size=numbers["size"])
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from None
