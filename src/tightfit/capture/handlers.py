@@ -157,8 +157,16 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Masks among the indices become positions first, as the CUDA kernels do it."""
     indices = args[1]
+    if isinstance(args[0], FakeTensor):
+        # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
+        indices = [
+            _to_card(gpu, i, i.dtype, None)
+            if i is not None and not isinstance(i, FakeTensor) and i.dtype not in (torch.bool, torch.uint8)
+            else i
+            for i in indices
+        ]
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return gpu.run(func, args, kwargs)
+        return gpu.run(func, (args[0], indices, *args[2:]), kwargs)
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -167,7 +175,8 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
             found = _shaped_by_data(gpu, aten.nonzero.default, (index,), {})
             positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
         else:
-            positions.extend(index.nonzero().unbind(1))
+            found = index.nonzero().unbind(1)
+            positions.extend(_to_card(gpu, p, p.dtype, None) if isinstance(args[0], FakeTensor) else p for p in found)
     return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
 
 
