@@ -42,6 +42,9 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of a group, or model of a sweep")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one estimate may take")
     parser.add_argument("--csv", type=Path, help="folder that receives GROUP.csv")
+    parser.add_argument(
+        "--tapes", type=Path, help="folder that keeps traced runs, to estimate from them without tracing"
+    )
     parser.add_argument("--baselines", action="store_true", help="also run simpler estimators, where they run")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     parsed = parser.parse_args(words)
@@ -88,7 +91,7 @@ def baseline_figures(rows: Sequence[Row], options: argparse.Namespace) -> list[d
 
 def run_group(group: str, rows: Sequence[Row], options: argparse.Namespace) -> list[Comparison]:
     """Estimates every row of a group, prints its table and, where asked, writes its CSV file."""
-    commands = [tuple(estimate_command(row, options.python)) for row in rows]
+    commands = [tuple(estimate_command(row, options.python, options.tapes)) for row in rows]
     if options.list:
         print("\n".join(" ".join(command) for command in dict.fromkeys(commands)))
         return []

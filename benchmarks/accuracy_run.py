@@ -4,6 +4,7 @@ Each distinct command runs once in a process of its own, with the interpreter wh
 measurement; two figures of one run share it.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -37,10 +38,24 @@ def parameter_options(row: Row) -> list[str]:
     return [part for name, value in row.parameters.items() for part in ("-p", f"{name}={value}")]
 
 
-def estimate_command(row: Row, python: str) -> list[str]:
-    """The command that estimates `row`."""
-    options = ["--device", row.device, "--steps", str(row.num_steps), "--json"]
-    return [python, "-m", "tightfit", "estimate", row.workload, *parameter_options(row), *options]
+def tape_path(row: Row, folder: Path) -> Path:
+    """Where the traced run of a row is kept, by workload, parameters, device and steps."""
+    identity = json.dumps([row.workload, dict(row.parameters), row.device, row.num_steps])
+    return folder / f"{row.group}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.npz"
+
+
+def estimate_command(row: Row, python: str, tapes: Path | None = None) -> list[str]:
+    """The command that estimates `row`; with `tapes`, from the run kept in that folder, or so that it is kept there."""
+    options = ["--device", row.device, "--json"]
+    if row.calibration:
+        options += ["--calibration", row.calibration]
+    kept = None if tapes is None else tape_path(row, tapes)
+    if kept is not None and kept.exists():
+        return [python, "-m", "tightfit", "estimate", str(kept), *options]
+    if kept is not None:
+        options += ["--save-tape", str(kept)]
+    traced = [row.workload, *parameter_options(row), "--steps", str(row.num_steps)]
+    return [python, "-m", "tightfit", "estimate", *traced, *options]
 
 
 def run_json(command: Sequence[str], timeout_seconds: float) -> Answer:
@@ -117,10 +132,19 @@ def compare(row: Row, answer: Answer, others: Mapping[str, float]) -> Comparison
 
 
 def slopes(rows: Sequence[Row], levels: Sequence[Comparison]) -> list[Comparison]:
-    """One comparison per model of a sweep: bytes per item of the batch, least squares, both over the same batches."""
+    """One comparison per model of a sweep: bytes per item of the batch, least squares, both over the same batches.
+
+    Batches that were excluded stay out; a model that has fewer than two left has no slope and is not listed.
+    """
     compared = []
     for model in dict.fromkeys(str(row.parameters["model"]) for row in rows):
-        own = [(row, level) for row, level in zip(rows, levels, strict=True) if row.parameters["model"] == model]
+        own = [
+            (row, level)
+            for row, level in zip(rows, levels, strict=True)
+            if row.parameters["model"] == model and not row.excluded
+        ]
+        if len(own) < 2:
+            continue
         measured = slope([(float(row.parameters["batch_size"]), float(row.measured_bytes)) for row, _ in own])
         faults = [level.fault for _, level in own if level.fault]
         points = [

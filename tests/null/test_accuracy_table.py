@@ -167,11 +167,20 @@ def test_the_csv_file_says_where_it_comes_from(tmp_path: Path) -> None:
 
 
 def test_the_command_is_what_a_user_would_type() -> None:
-    words = " ".join(estimate_command(row(), "python"))
+    words = " ".join(estimate_command(row(calibration="machine.toml"), "python"))
     assert words == (
         "python -m tightfit estimate benchmarks/workloads/published_fp32.py:train_images -p model=VGG16 "
-        "-p batch_size=4 --device RTX 3060 --steps 4 --json"
+        "-p batch_size=4 --steps 4 --device RTX 3060 --json --calibration machine.toml"
     )
+
+
+def test_a_run_that_was_kept_is_not_traced_again(tmp_path: Path) -> None:
+    first = estimate_command(row(), "python", tmp_path)
+    kept = Path(first[first.index("--save-tape") + 1])
+    assert kept.parent == tmp_path
+    kept.touch()
+    assert estimate_command(row(), "python", tmp_path)[3:5] == ["estimate", str(kept)]
+    assert "--save-tape" in estimate_command(row(num_steps=2), "python", tmp_path)
 
 
 @pytest.mark.parametrize(
