@@ -65,7 +65,7 @@ class Session:
         """
         with self.gpu, contextlib.suppress(EndOfCapture):
             if isinstance(target, targets.Script):
-                targets.run_script(target)
+                held = targets.run_script(target)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
             else:
                 self._run_generator(self._generator(target))
         if not self.watch.num_ended and not isinstance(target, targets.Script):

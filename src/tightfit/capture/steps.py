@@ -35,6 +35,7 @@ class StepWatch:
         self.num_steps = num_steps
         self.num_ended = 0
         self.has_ended = False
+        self._is_over = False  # a script is left running to the end of its turn, until it begins the next one
         self._by_yield = by_yield
         self._on_end = on_end
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -123,6 +124,7 @@ class StepWatch:
         replace(torch.nn.Module, __call__=watched)
 
     def _enter_root(self, module: torch.nn.Module) -> None:
+        self._stop_if_over()
         self._roots.setdefault(id(module), module)
         recorder = self.gpu.recorder
         recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
@@ -135,6 +137,7 @@ class StepWatch:
                 recorder.span(name, SpanKind.ASIDE)
 
     def _begin_step(self) -> bool:
+        self._stop_if_over()
         recorder = self.gpu.recorder
         name = f"step {self.num_ended + 1}"
         if self._by_yield or recorder.spans[-1][0] == name:
@@ -151,16 +154,21 @@ class StepWatch:
         self.num_ended += 1
         self._mark(self._parameters(), Category.PARAMETERS)
         if self.num_ended >= self.num_steps:
-            self.settle()
-            if not self._by_yield:
-                raise EndOfCapture
+            self._mark_parameters()
+            self._is_over = True
+            if self._by_yield:
+                self.settle()
 
     def settle(self) -> None:
-        """Closes the books, once: what is alive now gets its category, and the tape can be taken."""
+        """Closes the books, once: the tape can be taken."""
         if not self.has_ended:
             self.has_ended = True
-            self._mark_parameters()
             self._on_end()
+
+    def _stop_if_over(self) -> None:
+        if self._is_over and not self._by_yield:
+            self.settle()
+            raise EndOfCapture
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._by_yield:

@@ -98,11 +98,11 @@ def _parameter(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def run_script(script: Script) -> None:
-    """Runs the script to its end, or until something raised ends it."""
+def run_script(script: Script) -> Mapping[str, Any]:
+    """Runs the script to its end, or until something raised ends it; returns its globals, which are alive as long as they are held."""
     sys.argv = [script.path, *script.arguments]
     sys.path[0] = str(Path(script.path).resolve().parent)
-    runpy.run_path(script.path, run_name="__main__")
+    return runpy.run_path(script.path, run_name="__main__")
 
 
 def generator_of(target: GeneratorFunction) -> Iterator[Any]:
