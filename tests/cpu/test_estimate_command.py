@@ -92,7 +92,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             "model.py:plain",
             "model.py:plain is not a generator function: set up, then `yield` once per step",
         ),
-        ("model.py:workload -p batch=3", "model.py:workload: got an unexpected keyword argument 'batch'"),
+        (
+            "model.py:workload -p batch=3",
+            "model.py:workload: got an unexpected keyword argument 'batch'; its parameters: batch_size",
+        ),
         ("model.py:workload -p batch_size", "-p batch_size: write name=value"),
         (
             "raises.py -p batch_size=3",
@@ -165,7 +168,10 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
     [
         ("raises.py", "raises.py raised ValueError at raises.py:4: no rows"),
         ("imports.py", "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package'"),
-        ("exits.py", "exits.py ended itself before its steps were over: exit code 4"),
+        (
+            "exits.py",
+            "exits.py ended itself before its steps were over: exit code 4 (--show-output shows what it printed)",
+        ),
         (
             "no_step.py",
             "the workload ended without a step: no optimizer stepped and no backward pass was run; "

@@ -129,7 +129,7 @@ def _quiet(show_output: bool) -> Iterator[None]:
 
 def _ended_itself(label: str, code: object) -> str:
     how = code if isinstance(code, str) else f"exit code {code or 0}"
-    return f"{label} ended itself before its steps were over: {how}"
+    return f"{label} ended itself before its steps were over: {how} (--show-output shows what it printed)"
 
 
 def _one_line(label: str, error: BaseException) -> str:

@@ -119,7 +119,8 @@ def generator_of(target: GeneratorFunction) -> Iterator[Any]:
     try:
         inspect.signature(function).bind(**target.parameters)
     except TypeError as error:
-        raise UsageError(f"{target.location}:{target.function}: {error}") from error
+        taken = ", ".join(inspect.signature(function).parameters) or "none"
+        raise UsageError(f"{target.location}:{target.function}: {error}; its parameters: {taken}") from error
     return function(**target.parameters)
 
 
