@@ -2,7 +2,8 @@
 
 Every exclusion here is decided from the measurements alone. The sources' own recipes are in the workloads' docstrings;
 what a figure contains is said at each loader. Two exclusions came after a first estimate: gpt2_large on the A100, whose
-script spreads the batch over every card it sees, and rows of the sweep that nearly fill the card. No torch here.
+script spreads the batch over every card it sees, and rows of the sweep that nearly fill the card or never grow.
+No torch here.
 """
 
 import csv
@@ -181,6 +182,8 @@ def timm_rows(data: Path) -> Iterator[Row]:
         own = sorted(
             (record for record in records if record["timm_model"] == model), key=lambda r: int(r["batch_size"])
         )
+        figures = [float(record["max_gpu_memory_mib_measured"]) for record in own]
+        failed = "the same at every batch size: a run that failed" if figures[-1] <= figures[0] else ""
         for record in [own[place] for place in sorted({0, len(own) // 2, len(own) - 1})]:
             measured = round(float(record["max_gpu_memory_mib_measured"]) * MIB)
             is_nearly_full = measured > NEARLY_FULL_SHARE * A100_40G_CAPACITY_BYTES
@@ -193,7 +196,8 @@ def timm_rows(data: Path) -> Iterator[Row]:
                 num_steps=2,
                 figure="device",
                 measured_bytes=measured,
-                excluded="over 90 % of the card: workspaces shrink, or the run failed" if is_nearly_full else "",
+                excluded=failed
+                or ("over 90 % of the card: workspaces shrink, or the run failed" if is_nearly_full else ""),
                 calibration=A100_CALIBRATION,
             )
 
