@@ -1,26 +1,125 @@
-"""From a problem to a solution: the greedy planners first."""
+"""From a problem to a solution, as good as the time allows.
 
+In turn: the bound of the most crowded moment, which may end it at once; the greedy planners, which often suffice; the search, which decides whether the capacity can be held;
+and, where it cannot or no capacity was given, searches for lower and lower heights.
+"""
+
+import dataclasses
 import time
 
+from tightfit.placement.board import Board
 from tightfit.placement.greedy import ORDERS, greedy
-from tightfit.placement.problem import Problem, worst_crowd
+from tightfit.placement.problem import Buffer, Crowd, Problem, worst_crowd
+from tightfit.placement.restarts import place_below
+from tightfit.placement.search import Outcome
 from tightfit.placement.solution import Solution, height_of
+
+_MOST_BUFFERS = 2000
+"""Of one independent group: the tables of the search have the square of that many entries."""
+_CAPACITY_SHARE = 0.8
+"""The part of the time that goes to the capacity itself; the rest makes the best height that is reported where it was not reached."""
+_TRY_SHARE = 0.25
+"""The part of the time left that one height between the best and the bound may take."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Best:
+    """The lowest placement so far, and the height in units below which there is none."""
+
+    offsets: dict[str, int]
+    height: int
+    strategy: str
+    unreachable: int
+
+    def improve(self, problem: Problem, offsets: dict[str, int], strategy: str) -> None:
+        height = height_of(problem, offsets)
+        if height < self.height:
+            self.offsets, self.height, self.strategy = offsets, height, strategy
 
 
 def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
-    """The lowest placement found within `seconds`."""
+    """A placement within the capacity, or with no capacity the lowest one, found within `seconds`.
+
+    Where it does not fit, the solution holds the lowest placement that was found, and says whether it is proven that none fits.
+    """
     begin = time.monotonic()
     crowd = worst_crowd(problem)
-    candidates = {order: greedy(problem, order) for order in ORDERS}
-    order = min(candidates, key=lambda name: height_of(problem, candidates[name]))
-    height = height_of(problem, candidates[order])
+    best = _greedy_best(problem, crowd)
+    capacity = problem.capacity
+    is_infeasible = capacity is not None and crowd.num_bytes > capacity
+    if capacity is None:
+        _descend(problem, best, begin + seconds)
+    elif not is_infeasible and best.height > capacity:
+        units = capacity // problem.alignment
+        outcome = _attempt(problem, best, units, begin + seconds * _CAPACITY_SHARE)
+        # Below a capacity that is no multiple of the alignment, the topmost buffer may use a part of a unit.
+        is_infeasible = outcome is Outcome.EXHAUSTED and capacity % problem.alignment == 0
+        if outcome is not Outcome.FOUND:
+            best.unreachable = max(best.unreachable, units)
+            _descend(problem, best, begin + seconds)
+    is_lowest = problem.alignment == 1 and best.height <= best.unreachable + 1 and (capacity is None or is_infeasible)
     return Solution(
-        offsets=candidates[order],
-        height=height,
+        offsets=best.offsets,
+        height=best.height,
         crowd=crowd,
-        fits=problem.capacity is None or height <= problem.capacity,
-        is_proven_optimal=height == crowd.num_bytes,
-        is_proven_infeasible=problem.capacity is not None and crowd.num_bytes > problem.capacity,
-        strategy=f"greedy by {order}",
+        fits=capacity is None or best.height <= capacity,
+        is_proven_optimal=best.height == crowd.num_bytes or is_lowest,
+        is_proven_infeasible=is_infeasible,
+        strategy=best.strategy,
         seconds=time.monotonic() - begin,
     )
+
+
+def _greedy_best(problem: Problem, crowd: Crowd) -> _Best:
+    placements = {order: greedy(problem, order) for order in ORDERS}
+    order = min(placements, key=lambda name: height_of(problem, placements[name]))
+    return _Best(
+        offsets=placements[order],
+        height=height_of(problem, placements[order]),
+        strategy=f"greedy by {order}",
+        unreachable=-(-crowd.num_bytes // problem.alignment) - 1,
+    )
+
+
+def _descend(problem: Problem, best: _Best, deadline: float) -> None:
+    """Tries heights between the bound and the best: the middle first, one nearer to the best after each that could not be had in its share of the time."""
+    target = best.unreachable + 1
+    while time.monotonic() < deadline:
+        highest = -(-best.height // problem.alignment) - 1
+        if target > highest:
+            return
+        share = (deadline - time.monotonic()) * _TRY_SHARE
+        outcome = _attempt(problem, best, target, time.monotonic() + share)
+        if outcome is Outcome.EXHAUSTED:
+            best.unreachable = target
+        low = best.unreachable if outcome is not Outcome.STOPPED else target
+        highest = -(-best.height // problem.alignment) - 1
+        target = max(best.unreachable + 1, (low + highest + 1) // 2)
+
+
+def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outcome:
+    """Searches for a placement below `units` times the alignment, group by group, and keeps it if it is better."""
+    offsets = {buffer.name: 0 for buffer in problem.buffers}
+    for group in _groups([buffer for buffer in problem.buffers if buffer.size]):
+        if len(group) > _MOST_BUFFERS:
+            return Outcome.STOPPED
+        outcome, found = place_below(Board.of(group, problem.alignment), units, deadline=deadline)
+        if outcome is not Outcome.FOUND:
+            return outcome
+        offsets |= {buffer.name: int(offset) * problem.alignment for buffer, offset in zip(group, found, strict=True)}
+    best.improve(problem, offsets, "branch and bound")
+    return Outcome.FOUND
+
+
+def _groups(buffers: list[Buffer]) -> list[list[Buffer]]:
+    """The buffers in groups that share no moment, the smallest group first."""
+    groups: list[list[Buffer]] = []
+    last_death = 0
+    for buffer in sorted(buffers, key=lambda buffer: (buffer.lower, buffer.upper)):
+        if groups and buffer.lower < last_death:
+            groups[-1].append(buffer)
+            last_death = max(last_death, buffer.upper)
+        else:
+            groups.append([buffer])
+            last_death = buffer.upper
+    return sorted(groups, key=len)

@@ -1,0 +1,76 @@
+"""Searching with restarts: many short runs in different orders instead of one long one that is lost in its first wrong choice.
+
+The first runs follow four orders, each good at other problems; later ones follow the same orders slightly shuffled. What the runs share is the weight of each section, which tells
+where the trouble is. The runs grow slowly, so a problem that has no solution is still proven to have none.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from tightfit.placement.board import Board, Numbers
+from tightfit.placement.search import Outcome, Search
+
+_FIRST_NODES = 400
+_GROWTH = 1.3
+_FORGET = 0.7
+"""The part of a section's weight that the next run still knows; without forgetting, the trouble of the first runs rules all later ones."""
+_SHUFFLE = 0.04
+"""The deviation of a shuffled rank, as a part of the number of buffers."""
+
+
+def _lifetime(board: Board) -> tuple[Numbers, ...]:
+    return board.upper - board.lower, board.sizes
+
+
+def _sections(board: Board) -> tuple[Numbers, ...]:
+    return board.members.sum(axis=0), board.sizes
+
+
+def _area(board: Board) -> tuple[Numbers, ...]:
+    return ((board.upper - board.lower) * board.sizes,)
+
+
+def _crowd(board: Board) -> tuple[Numbers, ...]:
+    crowds = np.where(board.members, board.member_sizes.sum(axis=1)[:, None], 0).max(axis=0)
+    return crowds, (board.upper - board.lower) * board.sizes
+
+
+PRIORITIES: Mapping[str, Callable[[Board], tuple[Numbers, ...]]] = {
+    # A long-lived buffer low down leaves a flat floor; one high up leaves a cave below.
+    "lifetime": _lifetime,
+    # The same where the clock says little, as it counts bytes or operators.
+    "sections": _sections,
+    # What is hard to place comes while there is still room.
+    "area": _area,
+    # The fullest moments decide whether it fits.
+    "crowd": _crowd,
+}
+
+
+def place_below(board: Board, height: int, *, deadline: float) -> tuple[Outcome, Numbers]:
+    """Offsets in units below `height`, where there are any and `deadline` (of `time.monotonic`) leaves time to find them; deterministic but for the deadline."""
+    random = np.random.default_rng(0)
+    weights = np.ones(len(board.members))
+    orders = [_ranks(priority(board)) for priority in PRIORITIES.values()]
+    num_nodes, num_runs = float(_FIRST_NODES), 0
+    while True:
+        ranks = orders[num_runs % len(orders)]
+        if num_runs >= len(orders):
+            noise = random.normal(0, len(ranks) * _SHUFFLE, len(ranks))
+            ranks = np.argsort(np.argsort(ranks + noise))
+        search = Search(board, height, ranks=ranks, weights=weights, num_nodes=int(num_nodes), deadline=deadline)
+        outcome = search.run()
+        if outcome is not Outcome.STOPPED or time.monotonic() > deadline:
+            return outcome, search.offsets
+        weights = weights * _FORGET + (1 - _FORGET)
+        num_runs += 1
+        if num_runs % len(orders) == 0:
+            num_nodes *= _GROWTH
+
+
+def _ranks(keys: tuple[Numbers, ...]) -> npt.NDArray[np.intp]:
+    """The place of each buffer when sorted by the keys, largest first, the first key counting most."""
+    return np.argsort(np.lexsort([-key for key in reversed(keys)]))
