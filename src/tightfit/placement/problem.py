@@ -13,6 +13,8 @@ from tightfit.errors import UsageError
 
 _COLUMNS = ("id", "lower", "upper", "size")
 _ALLOWED = {*_COLUMNS, "offset"}
+_MOST_BYTES = 1 << 48
+"""What one buffer may have, so that sums over thousands of them fit 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Buffer:
     size: int
 
     def __post_init__(self) -> None:
-        """Refuses an empty lifetime and a negative size.
+        """Refuses an empty lifetime, and a size that is negative or above 256 TiB.
 
         Raises:
             UsageError: with the name of the buffer.
@@ -34,6 +36,8 @@ class Buffer:
             raise UsageError(f"buffer {self.name} ends at {self.upper}, not after its begin at {self.lower}")
         if self.size < 0:
             raise UsageError(f"buffer {self.name} has the negative size {self.size}")
+        if self.size > _MOST_BYTES:
+            raise UsageError(f"buffer {self.name} has {self.size} bytes; more than {_MOST_BYTES} cannot be placed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Searching with restarts: many short runs in different orders instead of one long one that is lost in its first wrong choice.
 
-The first runs follow four orders, each good at other problems; later ones follow the same orders slightly shuffled. What the runs share is the weight of each section, which tells
-where the trouble is. The runs grow slowly, so a problem that has no solution is still proven to have none.
+The first runs follow four orders and choose by conflict sets alone, which solves problems with room to waste in a moment. Those after them choose by sections too, in the same orders
+and then slightly shuffled ones; what these share is the weight of each section, which tells where the trouble is. The runs grow slowly, so a problem that has no solution is still proven to have none.
 """
 
 import time
@@ -52,16 +52,37 @@ PRIORITIES: Mapping[str, Callable[[Board], tuple[Numbers, ...]]] = {
 
 def place_below(board: Board, height: int, *, deadline: float) -> tuple[Outcome, Numbers]:
     """Offsets in units below `height`, where there are any and `deadline` (of `time.monotonic`) leaves time to find them; deterministic but for the deadline."""
+    orders = [_ranks(priority(board)) for priority in PRIORITIES.values()]
+    for ranks in orders:
+        search = Search(
+            board,
+            height,
+            ranks=ranks,
+            weights=np.ones(len(board.members)),
+            uses_sections=False,
+            num_nodes=_FIRST_NODES,
+            deadline=deadline,
+        )
+        outcome = search.run()
+        if outcome is not Outcome.STOPPED:
+            return outcome, search.offsets
+    return _shuffled_runs(board, height, orders, deadline)
+
+
+def _shuffled_runs(
+    board: Board, height: int, orders: list[npt.NDArray[np.intp]], deadline: float
+) -> tuple[Outcome, Numbers]:
     random = np.random.default_rng(0)
     weights = np.ones(len(board.members))
-    orders = [_ranks(priority(board)) for priority in PRIORITIES.values()]
     num_nodes, num_runs = float(_FIRST_NODES), 0
     while True:
         ranks = orders[num_runs % len(orders)]
         if num_runs >= len(orders):
             noise = random.normal(0, len(ranks) * _SHUFFLE, len(ranks))
             ranks = np.argsort(np.argsort(ranks + noise))
-        search = Search(board, height, ranks=ranks, weights=weights, num_nodes=int(num_nodes), deadline=deadline)
+        search = Search(
+            board, height, ranks=ranks, weights=weights, uses_sections=True, num_nodes=int(num_nodes), deadline=deadline
+        )
         outcome = search.run()
         if outcome is not Outcome.STOPPED or time.monotonic() > deadline:
             return outcome, search.offsets

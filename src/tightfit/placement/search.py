@@ -54,7 +54,7 @@ class Search:
     """One depth-first run below `height` units; `offsets` (n, in units) holds the placement after FOUND.
 
     `ranks` (n) says which of several buffers at the same height is tried first. `weights` (s) is raised where sections fail and may be handed
-    to the next run. A run stops after `num_nodes` nodes or at `deadline` (of `time.monotonic`).
+    to the next run. Without `uses_sections` there are conflict sets only, which suits problems with room to waste. A run stops after `num_nodes` nodes or at `deadline` (of `time.monotonic`).
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Search:
         *,
         ranks: npt.NDArray[np.intp],
         weights: npt.NDArray[np.float64],
+        uses_sections: bool,
         num_nodes: int,
         deadline: float,
     ) -> None:
@@ -71,6 +72,7 @@ class Search:
         self.height = height
         self.ranks = ranks
         self.weights = weights
+        self.uses_sections = uses_sections
         self.num_nodes_left = num_nodes
         self.deadline = deadline
         self.offsets = np.zeros(len(board.sizes), dtype=np.int64)
@@ -190,10 +192,13 @@ class Search:
         weights = np.where(board.members, self.weights[:, None], 0).max(axis=0)
         scores = _scores(conflicts.sum(axis=1), weights, is_invalid, tops)
         best = scores.argmin()
+        if not self.uses_sections:
+            return conflicts[best]
 
         latest = (self.height - node.loads)[:, None]
-        nexts = board.members & (starts <= latest) & ~node.is_held
+        nexts = board.members & (starts <= latest)
         is_invalid = (nexts & (other_tops <= latest)).any(axis=1) | (node.loads == 0)
+        nexts &= ~node.is_held
         section_scores = _scores(nexts.sum(axis=1), self.weights, is_invalid, np.zeros_like(node.loads))
         best_section = section_scores.argmin()
         return nexts[best_section] if section_scores[best_section] <= scores[best] else conflicts[best]
