@@ -169,6 +169,13 @@ def test_a_calibration_replaces_the_context():
         estimate_peak(tape, card, calibration=Calibration(device="T4"))
 
 
+def test_the_workspace_of_cublas_is_that_of_the_card_asked_about():
+    tape = tape_of([8_519_680, 3 * MIB], [0, 1], sources=[Source.CUBLAS, Source.CUBLAS])
+    ada, hopper = (estimate_peak(tape, find(name)) for name in ("RTX 4090", "H200"))
+    assert ada.peak.allocated_bytes == 8_519_680 + 3 * MIB
+    assert hopper.peak.allocated_bytes == 32 * MIB + 3 * MIB, "a size that the user has set stays"
+
+
 def test_an_empty_tape_costs_its_context():
     tape = tape_of([], [], spans=[(5, SpanKind.STEP, 0, 0)])
     empty = dataclasses.replace(tape, spans=Spans.from_columns({"name": [], "kind": [], "begin": [], "end": []}))

@@ -14,6 +14,7 @@ from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
 from tightfit.simulate.levels import Levels, replay_levels
 from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
 NUM_HOLDERS = 12
@@ -22,13 +23,14 @@ NUM_HOLDERS = 12
 def estimate_peak(
     tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
 ) -> Estimate:
-    """What `tape` costs on `device`, with the context and the speeds that `calibration` measured there. An empty tape costs its context.
+    """What `tape` costs on `device`, with the context, workspaces and speeds that `calibration` measured there. An empty tape costs its context.
 
     Raises:
         UsageError: the calibration was made on another card.
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device)
+    tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
     try:
         levels = replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes)

@@ -14,12 +14,12 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels.card import Card
+from tightfit.devices.workspaces import default_cublas_bytes
+from tightfit.devices.workspaces import torch_version as torch_version_of
 
 aten = torch.ops.aten
 
 _KIB = 1024
-_DEFAULT_BYTES = 4096 * _KIB * 2 + 16 * _KIB * 8  # ":4096:2:16:8", 8,519,680 bytes
-_LARGE_BYTES = 4096 * _KIB * 8  # 32 MiB
 _LT_KIB = 1024
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
 
@@ -57,26 +57,15 @@ class Workspace:
     persistent: bool
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split("+", maxsplit=1)[0].split(".")[:2]
-    return int(major), int(minor)
-
-
 def cublas_workspace_bytes(card: Card, environ: Mapping[str, str], torch_version: str = torch.__version__) -> int:
     """Bytes of one cuBLAS workspace: `CUBLAS_WORKSPACE_CONFIG` (":SIZE:COUNT" in KiB, repeated) or the card's default.
 
-    Defaults (`parseChosenWorkspaceSize`): 32 MiB for compute capability 9.0, and from torch 2.12 for 10.x and 12.x (PR 175344), from 2.14 for
-    11.x (PR 189312); else 8,519,680 bytes. A value that does not parse counts as unset.
+    A value that does not parse counts as unset (`parseChosenWorkspaceSize`).
     """
     pairs = _CONFIG.findall(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * _KIB * int(count) for size, count in pairs)
-    major, minor = card.compute_capability
-    release = _release(torch_version)
-    large = (
-        (major, minor) == (9, 0) or (release >= (2, 12) and major in (10, 12)) or (release >= (2, 14) and major == 11)
-    )
-    return _LARGE_BYTES if large else _DEFAULT_BYTES
+    return default_cublas_bytes(card.compute_capability, torch=torch_version_of(torch_version))
 
 
 def uses_cublaslt(
@@ -114,7 +103,10 @@ def workspaces(
     if operator not in _PRODUCTS:
         return ()
     found = [Workspace(kind="cublas", num_bytes=cublas_workspace_bytes(card, environ, torch_version), persistent=True)]
-    unified = environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _release(torch_version) >= (2, 11) else "0") == "1"
+    unified = (
+        environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if torch_version_of(torch_version) >= (2, 11) else "0")
+        == "1"
+    )
     if not unified and uses_cublaslt(operator, args, kwargs, environ):
         setting = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
         size = int(setting) if setting.isdigit() else _LT_KIB
