@@ -50,6 +50,9 @@ def help_along() -> None:
     setattr(torch.nn.Module, "to", stay)  # noqa: B010 - a checker would refuse the plain assignment
     setattr(torch.Tensor, "item", read)  # noqa: B010
     setattr(torch.Tensor, "__bool__", decide)  # noqa: B010
+    for name in dir(torch.nn.init):  # values do not matter, and `trunc_normal_` draws again until they are in range
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
 
 
 def tracked(workload: Iterator[Any], num_steps: int) -> dict[str, int]:
