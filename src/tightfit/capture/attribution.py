@@ -84,7 +84,7 @@ class Attribution:
     def where(self) -> str:
         """The user's line as text, for an assumption."""
         index = self.line() or self.locate()[1]
-        return list(self.recorder.strings)[index] or "(a library)"
+        return self.recorder.texts[index] or "(a library)"
 
     def _path(self, module: torch.nn.Module) -> int:
         index = self._paths.get(module)

@@ -29,6 +29,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}
+        self.texts = [""]  # the same by index: every read of device data asks for one
         self.operators: dict[str, list[int | float]] = {
             name: []
             for name in ("name", "module", "line", "dtype", "phase", "stream", "flops", "bytes_read", "bytes_written")
@@ -50,7 +51,11 @@ class Recorder:
 
     def intern(self, text: str) -> int:
         """The index of `text` among the strings."""
-        return self.strings.setdefault(text, len(self.strings))
+        index = self.strings.get(text)
+        if index is None:
+            index = self.strings[text] = len(self.texts)
+            self.texts.append(text)
+        return index
 
     def operator(
         self, name: int, module: int, line: int, dtype: int, flops: float, bytes_read: int, bytes_written: int
@@ -133,7 +138,7 @@ class Recorder:
             target=target,
             versions=versions,
             traced_for=traced_for,
-            strings=tuple(self.strings),
+            strings=tuple(self.texts),
             operators=Operators.from_columns(self.operators),
             storages=Storages.from_columns(self.storages),
             events=Events.from_columns(self.events),

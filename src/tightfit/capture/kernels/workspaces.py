@@ -16,10 +16,10 @@ from torch._ops import OpOverload
 from tightfit.capture.kernels.card import Card
 from tightfit.devices.workspaces import default_cublas_bytes
 from tightfit.devices.workspaces import torch_version as torch_version_of
+from tightfit.units import KIB
 
 aten = torch.ops.aten
 
-_KIB = 1024
 _LT_KIB = 1024
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
 
@@ -64,7 +64,7 @@ def cublas_workspace_bytes(card: Card, environ: Mapping[str, str], torch_version
     """
     pairs = _CONFIG.findall(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
-        return sum(int(size) * _KIB * int(count) for size, count in pairs)
+        return sum(int(size) * KIB * int(count) for size, count in pairs)
     return default_cublas_bytes(card.compute_capability, torch=torch_version_of(torch_version))
 
 
@@ -110,5 +110,5 @@ def workspaces(
     if not unified and uses_cublaslt(operator, args, kwargs, environ):
         setting = environ.get("CUBLASLT_WORKSPACE_SIZE", "")
         size = int(setting) if setting.isdigit() else _LT_KIB
-        found.append(Workspace(kind="cublaslt", num_bytes=size * _KIB, persistent=True))
+        found.append(Workspace(kind="cublaslt", num_bytes=size * KIB, persistent=True))
     return tuple(workspace for workspace in found if workspace.num_bytes)
