@@ -6,6 +6,7 @@ one too (`history_of_recording`), and nothing that reads it needs to know which.
 """
 
 import dataclasses
+import re
 from typing import Literal
 
 from tightfit.simulate.settings import AllocatorSettings
@@ -14,6 +15,9 @@ from tightfit.tape import Assumption, Category, Column
 # What a block is for, by index; the last where a recording does not tell.
 CATEGORIES = (*(category.name.lower() for category in Category), "unknown")
 UNKNOWN = len(Category)
+# A script, a module, or the cell of a notebook; all else is compiled code.
+_PYTHON_PLACE = re.compile(r"\.pyw?:\d|^<ipython-input|ipykernel_")
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen ", "<string>", "<eval_with_key>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,7 @@ def user_frame(stack: tuple[str, ...]) -> str:
 
 
 def is_library_frame(frame: str) -> bool:
-    """Whether `frame` lies in an installed package, in Python itself, or in no file."""
+    """Whether `frame` lies in an installed package, in Python itself, in compiled code, or in no file."""
     place = frame.replace("\\", "/")
-    return "site-packages/" in place or "dist-packages/" in place or "/lib/python3" in place or place.startswith("<")
+    is_python = _PYTHON_PLACE.search(place) is not None
+    return not is_python or any(part in place for part in _LIBRARIES)

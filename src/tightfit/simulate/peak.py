@@ -9,10 +9,9 @@ import numpy as np
 from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
-from tightfit.simulate.allocator import OutOfDeviceMemory
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
-from tightfit.simulate.levels import Levels, replay_levels
+from tightfit.simulate.levels import Levels, levels_on
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
@@ -32,10 +31,7 @@ def estimate_peak(
     device = device if calibration is None else calibration.applied_to(device)
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
-    try:
-        levels = replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes)
-    except OutOfDeviceMemory:
-        levels = replay_levels(tape, settings)
+    levels = levels_on(device, tape, settings)
     peak_reserved, peak_allocated = int(levels.reserved.max(initial=0)), int(levels.allocated.max(initial=0))
     band = (
         Band(

@@ -13,6 +13,7 @@ from typing import Any
 from tightfit.errors import UsageError
 from tightfit.simulate.allocator import CachingAllocator, OutOfDeviceMemory
 from tightfit.simulate.blocks import Block
+from tightfit.simulate.levels import Watch
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Action, DeviceRecording, Recording
 from tightfit.snapshots.rebuild import rebuild
@@ -71,12 +72,14 @@ def replay(
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
     device: int | None = None,
+    watch: Watch | None = None,
 ) -> Replay:
     """Replays the events of one device, by default the one with most events.
 
     `settings` are those that were recorded unless given; what the cache held at the start stays as it was recorded. `capacity_bytes`
     bounds what the allocator may hold; without it there is no limit. A cache that is larger than that at the start is given back first.
-    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds.
+    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds. `watch` may look
+    at the allocator after each event; its blocks are by the address that was recorded.
 
     Raises:
         UsageError: the recording has nothing of `device`.
@@ -85,7 +88,7 @@ def replay(
     if not found:
         raise UsageError(f"{recording.path} has nothing of device {device}")
     chosen = max(found, key=lambda d: (d.num_events, len(d.segments), -d.device))
-    return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play()
+    return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play(watch)
 
 
 class _Places:
@@ -162,13 +165,15 @@ class _Player:
         self.num_moved_blocks = 0
         self.recorded_calls: list[tuple[str, int, int]] = []
 
-    def play(self) -> Replay:
+    def play(self, watch: Watch | None = None) -> Replay:
         """Replays every event, up to the first that finds no memory."""
         recording = self.recording
         columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
         actions, addresses, sizes, lanes = (column.tolist() for column in columns)
         oom = self._too_little_to_begin()
         was_returning = False
+        if watch is not None:
+            watch(-1, self.allocator, self.blocks)
         for at, (action, address, num_bytes, lane) in enumerate(zip(actions, addresses, sizes, lanes, strict=True)):
             if oom is not None:
                 break
@@ -191,6 +196,8 @@ class _Player:
                     self.allocator.empty_cache()
                 self.recorded_calls.append((Action(action).name.lower(), address, num_bytes))
             was_returning = is_returning
+            if watch is not None:
+                watch(at, self.allocator, self.blocks)
         return self._result(oom)
 
     def _too_little_to_begin(self) -> OutOfMemory | None:
