@@ -1,0 +1,184 @@
+"""A plan as plain data: the chosen options, what the traced run with them holds and takes, and what else was close."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tightfit.errors import PlanError
+from tightfit.simulate.estimate import Peak
+from tightfit.tape import Assumption
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One chosen option. `saves_bytes` and `adds_seconds` are what it promised by itself, at the peak of the plain run."""
+
+    technique: str
+    where: str
+    settings: Mapping[str, Any]
+    saves_bytes: int
+    adds_seconds: float
+    exact: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run holds and how long a step takes, as traced: the plain run, the planned one, or one that was also tried."""
+
+    peak: Peak
+    seconds_per_step: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Something else that was considered: `fits` is None where it was not traced. `why` says what it is, or why it was not taken."""
+
+    name: str
+    device_bytes: int | None
+    seconds_per_step: float | None
+    fits: bool | None
+    exact: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoPoint:
+    """What the fastest combination within `device_bytes` takes, as promised by the options."""
+
+    device_bytes: int
+    seconds_per_step: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least seconds that any choice of the known options could promise within the budget, and whether that is proven."""
+
+    seconds_per_step: float
+    is_proven: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer to "what makes it fit at the least cost". `promised_bytes` is what the options promised, `run.peak` what was traced.
+
+    `budget_bytes` is what the process may hold on the card; `headroom_bytes` of it are kept free. `model` names the model that the plan is for
+    by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
+    """
+
+    target: str
+    device: str
+    capacity_bytes: int
+    budget_bytes: int
+    headroom_bytes: int
+    fits: bool
+    run: Run
+    baseline: Run
+    promised_bytes: int
+    choices: tuple[Choice, ...]
+    bound: Bound
+    alternatives: tuple[Alternative, ...]
+    frontier: tuple[ParetoPoint, ...]
+    advice: tuple[str, ...]
+    model: Mapping[str, Any]
+    host_bytes: int
+    disk_bytes: int
+    versions: Mapping[str, str]
+    assumptions: tuple[Assumption, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every choice keeps the loss and the gradients."""
+        return all(choice.exact for choice in self.choices)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `tightfit plan --json` prints, without `elapsed_seconds`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        run = fields.pop("run")
+        return {
+            "schema": SCHEMA,
+            "fits": self.fits,
+            "peak": dataclasses.asdict(run.peak),
+            "seconds_per_step": run.seconds_per_step,
+            "exact": self.exact,
+            "target": self.target,
+            "device": {"name": self.device, "capacity_bytes": self.capacity_bytes},
+        } | {
+            name: _plain(value)
+            for name, value in fields.items()
+            if name not in ("fits", "target", "device", "capacity_bytes")
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: it is no plan, or one of another schema.
+        """
+        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
+            raise PlanError(f"this is no plan of schema {SCHEMA}; make one with tightfit plan -o FILE")
+        try:
+            return cls(
+                run=_run(value),
+                baseline=_run(value["baseline"]),
+                device=value["device"]["name"],
+                capacity_bytes=value["device"]["capacity_bytes"],
+                choices=tuple(Choice(**choice) for choice in value["choices"]),
+                bound=Bound(**value["bound"]),
+                alternatives=tuple(Alternative(**a) for a in value["alternatives"]),
+                frontier=tuple(ParetoPoint(**p) for p in value["frontier"]),
+                advice=tuple(value["advice"]),
+                assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
+                **{name: value[name] for name in _AS_THEY_ARE},
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"this plan lacks something or has something else: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        partial = Path(f"{os.fspath(path)}.partial")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: the file cannot be read or is no plan.
+        """
+        try:
+            value = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{os.fspath(path)} is no plan that can be read: {error}") from error
+        return cls.from_json(value)
+
+
+_AS_THEY_ARE = (
+    "target",
+    "budget_bytes",
+    "headroom_bytes",
+    "fits",
+    "promised_bytes",
+    "model",
+    "host_bytes",
+    "disk_bytes",
+    "versions",
+)
+
+
+def _run(value: Mapping[str, Any]) -> Run:
+    return Run(peak=Peak(**value["peak"]), seconds_per_step=value["seconds_per_step"])
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,35 @@
+"""All techniques there are: ours, and those that installed packages offer under the entry point `tightfit.techniques`."""
+
+import importlib
+from functools import cache
+from importlib.metadata import entry_points
+
+from tightfit.errors import PlanError
+from tightfit.techniques.technique import AbstractTechnique
+
+_OURS: tuple[str, ...] = ()
+
+
+@cache
+def techniques() -> dict[str, AbstractTechnique]:
+    """Every technique by its name."""
+    found = [_load(place) for place in _OURS]
+    found += [point.load()() for point in entry_points(group="tightfit.techniques")]
+    return {technique.name: technique for technique in found}
+
+
+def technique(name: str) -> AbstractTechnique:
+    """The technique `name`.
+
+    Raises:
+        PlanError: there is none.
+    """
+    known = techniques()
+    if name not in known:
+        raise PlanError(f"there is no technique '{name}'; there are {', '.join(sorted(known))}")
+    return known[name]
+
+
+def _load(place: str) -> AbstractTechnique:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)()

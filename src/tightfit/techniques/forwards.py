@@ -1,0 +1,55 @@
+"""Puts code around the `forward` of one module object, so that nothing else of the module is different.
+
+The wrapper lives in the module's own `__dict__`: hooks, submodules, parameters and `state_dict` keys stay what they are. A copy of the module
+(an EMA, say) wraps the copy and not the original, a module that is pickled whole is pickled without it, and `inspect.signature` sees the
+module's own signature.
+"""
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Called with what comes next, and with the arguments of the module.
+Around = Callable[..., Any]
+
+
+class WrappedForward:
+    """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had."""
+
+    def __init__(self, module: torch.nn.Module, around: Around, previous: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.around = around
+        self.previous = previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self.inner, *args, **kwargs)
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What would run without this wrapper."""
+        if self.previous is None:
+            return functools.partial(type(self.module).forward, self.module)
+        return self.previous
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WrappedForward":
+        previous = self.previous
+        if isinstance(previous, types.MethodType | WrappedForward):
+            previous = copy.deepcopy(previous, memo)
+        return WrappedForward(copy.deepcopy(self.module, memo), self.around, previous)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (types.MethodType, (type(self.module).forward, self.module))
+
+
+def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
+    """The wrapper that `session.set(module, "forward", ...)` takes."""
+    return WrappedForward(module, around, vars(module).get("forward"))

@@ -1,0 +1,78 @@
+"""A session: one model with its optimizers that techniques have been put on, and the way back.
+
+The same object stands on the virtual GPU and on a real one. A technique changes the live objects and returns how to undo that; the session
+keeps these and runs them in reverse order. What techniques have to say to a person, or count, goes through it too.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.forwards import Around, wrap_forward
+
+Undo = Callable[[], None]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Session:
+    """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
+
+    `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
+    """
+
+    model: torch.nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    statistics: Counter[str] = dataclasses.field(default_factory=Counter)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    _undo: list[Undo] = dataclasses.field(default_factory=list)
+
+    def module(self, where: str) -> torch.nn.Module:
+        """The module at the path `where`, which begins with the class name of the model.
+
+        Raises:
+            ApplyError: the plan was made for another model.
+        """
+        root, _, path = where.partition(".")
+        if root != type(self.model).__name__:
+            raise ApplyError(
+                f"the plan is for a {root}, and this model is a {type(self.model).__name__}; make a plan for it"
+            )
+        try:
+            return self.model.get_submodule(path)
+        except AttributeError:
+            raise ApplyError(
+                f"the plan names {where}, which this {root} does not have; make a plan for this model"
+            ) from None
+
+    def when_undone(self, undo: Undo) -> None:
+        """`undo` is run when the session is undone, before all that were given earlier."""
+        self._undo.append(undo)
+
+    def set(self, holder: Any, name: str, value: Any) -> None:
+        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again."""
+        own = vars(holder)
+        if name in own:
+            before = own[name]
+            self.when_undone(lambda: setattr(holder, name, before))
+        else:
+            self.when_undone(lambda: delattr(holder, name))
+        setattr(holder, name, value)
+
+    def wrap_forward(self, module: torch.nn.Module, around: Around) -> None:
+        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given."""
+        self.set(module, "forward", wrap_forward(module, around))
+
+    def undo(self) -> None:
+        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()

@@ -1,0 +1,57 @@
+"""What a technique is: options as pure numbers, worked out from a tape, and the code that puts the chosen ones on live objects.
+
+A technique is put on the virtual model with the very code that runs on the card, and the result is traced: so `options` may estimate, and
+`tolerance` says how far the traced saving may be from the promised one.
+"""
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from tightfit.devices.device import Device
+from tightfit.planner.option import Advice, Option
+from tightfit.tape import Tape
+from tightfit.techniques.session import Session
+
+
+class Choice(Protocol):
+    """One choice of a plan, as far as a technique needs it; `tightfit.planner.plan.Choice` is one."""
+
+    @property
+    def where(self) -> str:
+        """The place, as in `Option.where`."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """As in `Option.settings`."""
+        ...
+
+
+class AbstractTechnique(abc.ABC):
+    """One way to trade time for memory. Subclasses are final; nothing concrete is overridden.
+
+    `exact` is what the field means by it: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which.
+    A lossy technique is only offered where the user allows it. `tolerance` is relative to the promised saving.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool]
+    exactness: ClassVar[str]
+    tolerance: ClassVar[float] = 0.1
+
+    @abc.abstractmethod
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """The choices that there are on this tape; none where it does not apply. Pure: no torch, nothing is changed."""
+
+    @abc.abstractmethod
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts the chosen options on the session's live objects, and tells the session how to undo it.
+
+        Raises:
+            ApplyError: it cannot be put on this model; nothing has been changed then.
+        """
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """What a person could do along these lines that a plan does not do for them; nothing by default."""
+        return ()
