@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tightfit.errors import RecordingError
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots import plain_pickle
-from tightfit.snapshots.read import Action, read_recording
+from tightfit.snapshots.read import Action, Annotation, read_recording
 from tightfit.snapshots.replay import replay
 from tightfit.units import MIB
 
@@ -139,6 +139,61 @@ def test_settings_are_the_figures_in_force(tmp_path):
     assert read_recording(write(tmp_path, SMALL_RECORDING | {"allocator_settings": {}})).settings == AllocatorSettings()
 
 
+def frame(filename, line, name):
+    return {"filename": filename, "line": line, "name": name}
+
+
+INNER, OUTER = frame("/somewhere/torch/nn.py", 7, "forward"), frame("", 0, "at::empty(long, bool)")
+MARKED_RECORDING = SMALL_RECORDING | {
+    "segments": [
+        SMALL_RECORDING["segments"][0]
+        | {
+            "blocks": [
+                SMALL_RECORDING["segments"][0]["blocks"][0] | {"frames": [INNER, OUTER]},
+                SMALL_RECORDING["segments"][0]["blocks"][1],
+            ]
+        }
+    ],
+    "device_traces": [
+        [
+            SMALL_RECORDING["device_traces"][0][0] | {"frames": [OUTER], "user_metadata": "", "compile_context": "N/A"},
+            SMALL_RECORDING["device_traces"][0][1] | {"frames": [INNER, OUTER], "user_metadata": "mine"},
+            SMALL_RECORDING["device_traces"][0][2] | {"compile_context": "0/1"},
+        ]
+    ],
+    "external_annotations": [{"stage": "START", "name": "Optimizer.step#AdamW.step", "device": 0, "time_us": 6}],
+    "tightfit": {
+        "schema": 1,
+        "device": "h200",
+        "capacity_bytes": 150 << 30,
+        "context_bytes": None,
+        "spans": [["setup", "setup", 0, 1], ["step 0", "step", 1, 3]],
+        "categories": {"0": "parameters"},
+    },
+}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_stacks_notes_annotations_and_marks_are_kept(tmp_path, protocol):
+    recording = read_recording(write(tmp_path, pickle.dumps(MARKED_RECORDING, protocol)))
+    (device,) = recording.devices
+    inner, outer = "/somewhere/torch/nn.py:7 forward", "??:0 at::empty(long, bool)"
+    assert [recording.stacks[i] for i in device.stack] == [(outer,), (inner, outer), ()]
+    assert [recording.stacks[block.stack] for block in device.segments[0].blocks] == [(inner, outer), ()]
+    assert recording.stacks[0] == ()
+    assert [recording.notes[i] for i in device.user_metadata] == ["", "mine", ""]
+    assert [recording.notes[i] for i in device.compile_context] == ["", "", "0/1"]
+    assert recording.annotations == (Annotation(stage="START", name="Optimizer.step#AdamW.step", device=0, time_us=6),)
+    assert recording.extra == MARKED_RECORDING["tightfit"]
+    assert read_recording(write(tmp_path, SMALL_RECORDING)).extra is None
+
+
+def test_paths_in_the_working_directory_are_relative_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = changed(("device_traces", 0, 1, "frames"), [frame(str(tmp_path / "train.py"), 3, "step")])
+    assert ("train.py:3 step",) in read_recording(write(tmp_path, whole)).stacks
+
+
 class Evil:
     """Would run code where a pickle is loaded without care."""
 
@@ -225,6 +280,15 @@ def changed(path, value):
         (changed(("device_traces", 0, 1, "addr"), None), "'addr'"),
         (changed(("device_traces", 0, 1, "action"), 7), "'action'"),
         (changed(("device_traces", 0, 1, "size"), True), "'size'"),
+        (changed(("device_traces", 0, 1, "frames"), 5), "'frames'"),
+        (changed(("device_traces", 0, 1, "frames"), ["main.py"]), "frame"),
+        (changed(("device_traces", 0, 1, "frames"), [{"filename": "main.py", "line": 1.5, "name": "f"}]), "frame"),
+        (changed(("device_traces", 0, 1, "user_metadata"), 5), "'user_metadata'"),
+        (changed(("external_annotations",), [{"stage": 1}]), "'stage'"),
+        (changed(("tightfit",), []), "'tightfit'"),
+        (changed(("tightfit",), {"schema": 2}), "another schema"),
+        (changed(("tightfit",), MARKED_RECORDING["tightfit"] | {"spans": [["a", "step", 2, 1]]}), "span"),
+        (changed(("tightfit",), MARKED_RECORDING["tightfit"] | {"device": None}), "'device'"),
         (changed(("allocator_settings",), 5), "'allocator_settings'"),
         (SMALL_RECORDING | {"segments": SMALL_RECORDING["segments"] * 2}, "overlap"),
     ],

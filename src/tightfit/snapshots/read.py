@@ -5,51 +5,41 @@ and range. Whatever is wrong becomes one `RecordingError` line.
 """
 
 import dataclasses
-import enum
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from tightfit.errors import RecordingError, UsageError
 from tightfit.simulate.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.snapshots import plain_pickle
+from tightfit.snapshots.events import DEFAULT_POOL, MOST, Action, Column, EventTable, Malformed, Shared, table_of
 
-Column = npt.NDArray[np.int64]
+__all__ = [
+    "Action",
+    "Annotation",
+    "Column",
+    "DeviceRecording",
+    "RecordedBlock",
+    "RecordedSegment",
+    "Recording",
+    "read_recording",
+]
 
-_MOST = (1 << 63) - 1
-_DEFAULT_POOL = (0, 0)
-
-
-class Action(enum.IntEnum):
-    """What an event says; `OTHER` is all that concerns no memory."""
-
-    ALLOC = 0
-    FREE_REQUESTED = 1
-    FREE_COMPLETED = 2
-    SEGMENT_ALLOC = 3
-    SEGMENT_FREE = 4
-    SEGMENT_MAP = 5
-    SEGMENT_UNMAP = 6
-    OOM = 7
-    OTHER = 8
-
-
-_ACTIONS = {action.name.lower(): action for action in Action}
+_MOST_BLOCKS = 1 << 22
+_MOST_DEVICES = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """A block at the end of the recording. `is_waiting`: freed, while another stream still used it."""
+    """A block at the end of the recording. `is_waiting`: freed, while another stream still used it; `stack` as in `DeviceRecording`."""
 
     address: int
     num_bytes: int
     requested_bytes: int
     is_live: bool
     is_waiting: bool
+    stack: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +59,8 @@ class DeviceRecording:
     """The events of one device, as columns of equal length, and its segments at the end, by address.
 
     `num_bytes` of an allocation is what was requested, not what it was rounded to. `lane` says which pools serve the event: the stream
-    for the default memory pool, and a negative number of its own for each stream of a private one (CUDA graphs, `MemPool`).
+    for the default memory pool, and a negative number of its own for each stream of a private one (CUDA graphs, `MemPool`). `stack` indexes
+    the recording's `stacks`, `user_metadata` and `compile_context` its `notes`; 0 is the empty one.
     """
 
     device: int
@@ -78,6 +69,9 @@ class DeviceRecording:
     num_bytes: Column
     lane: Column
     time_us: Column
+    stack: Column
+    user_metadata: Column
+    compile_context: Column
     segments: tuple[RecordedSegment, ...]
 
     @property
@@ -87,12 +81,32 @@ class DeviceRecording:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """The `START` or `END` of something that torch or the program named, such as an optimizer's step."""
+
+    stage: str
+    name: str
+    device: int
+    time_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A whole recording. `settings` are those of the allocator that was recorded."""
+    """A whole recording. `settings` are those of the allocator that was recorded.
+
+    `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`, with `??` for an unknown file; stack 0 is empty.
+    `notes[i]` is a text that events carry. `extra` is what tightfit's own recorder adds under the key `tightfit`: `schema` 1, `device` (name),
+    `capacity_bytes` and `context_bytes` (None where unknown), `spans` as lists of name, kind, first event and the event after the last, and
+    `categories`, a dict; None where some other program wrote the file.
+    """
 
     path: str
     settings: AllocatorSettings
     devices: tuple[DeviceRecording, ...]
+    stacks: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    annotations: tuple[Annotation, ...]
+    extra: Mapping[str, Any] | None
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
@@ -110,97 +124,75 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
         raise RecordingError(f"{name} is not a memory recording that can be read: {error}") from error
     try:
         return _recording(name, value)
-    except _Malformed as error:
+    except Malformed as error:
         raise RecordingError(f"{name} is not a recording of torch's memory allocator: {error}") from error
-
-
-class _Malformed(ValueError):
-    """Something is not as a recording has it."""
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if type(value) is not dict:
-        raise _Malformed(f"{where} is no dict")
+        raise Malformed(f"{where} is no dict")
     return value
 
 
 def _sequence(value: Any, where: str) -> Sequence[Any]:
     if type(value) is not list and type(value) is not tuple:
-        raise _Malformed(f"{where} is no list")
+        raise Malformed(f"{where} is no list")
     return value
 
 
 def _count(table: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = table.get(key, default)
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise _Malformed(f"'{key}' is missing or no whole number from 0 to 2**63 - 1")
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise Malformed(f"'{key}' is missing or no whole number from 0 to 2**63 - 1")
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
+    if type(value) is not str:
+        raise Malformed(f"'{key}' is missing or no text")
     return value
 
 
 def _recording(name: str, value: Any) -> Recording:
     whole = _mapping(value, "the whole")
     if "segments" not in whole or "device_traces" not in whole:
-        raise _Malformed("it lacks 'segments' or 'device_traces'")
+        raise Malformed("it lacks 'segments' or 'device_traces'")
+    shared = Shared()
     segments = [_mapping(s, "a segment") for s in _sequence(whole["segments"], "'segments'")]
-    traces = [_sequence(t, "a trace") for t in _sequence(whole["device_traces"], "'device_traces'")]
-    by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(traces))}
+    traces = _sequence(whole["device_traces"], "'device_traces'")
+    if len(traces) > _MOST_DEVICES:
+        raise Malformed(f"it has more than {_MOST_DEVICES} devices")
+    tables = [table_of(_sequence(trace, "a trace"), shared) for trace in traces]
+    by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(tables))}
     for segment in segments:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
+    if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MOST_BLOCKS:
+        raise Malformed(f"it has more than {_MOST_BLOCKS} blocks")
+    devices = [
+        _device(device, tables[device] if device < len(tables) else EventTable(shared), by_device[device])
+        for device in sorted(by_device)
+    ]
     return Recording(
         path=name,
         settings=_settings(_mapping(whole.get("allocator_settings", {}), "'allocator_settings'")),
-        devices=tuple(
-            _device(device, traces[device] if device < len(traces) else (), by_device[device])
-            for device in sorted(by_device)
-        ),
+        devices=tuple(devices),
+        stacks=shared.stacks.all(),
+        notes=shared.notes.all(),
+        annotations=_annotations(whole.get("external_annotations", ())),
+        extra=None if whole.get("tightfit") is None else _extra(_mapping(whole["tightfit"], "'tightfit'")),
     )
 
 
-class _Lanes:
-    """Numbers for pairs of a stream and a private pool."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, tuple[int, int]], int] = {}
-
-    def of(self, stream: int, pool_id: Any) -> int:
-        """The lane of a stream in a pool."""
-        pair = _sequence(pool_id, "a pool's id")
-        if len(pair) != 2 or not all(type(part) is int for part in pair):
-            raise _Malformed("a pool's id is no pair of whole numbers")
-        key = (pair[0], pair[1])
-        return stream if key == _DEFAULT_POOL else self._numbers.setdefault((stream, key), -1 - len(self._numbers))
-
-
-def _device(device: int, trace: Sequence[Any], segments: Sequence[Mapping[str, Any]]) -> DeviceRecording:
-    lanes = _Lanes()
-    found = sorted((_segment(segment, lanes) for segment in segments), key=lambda segment: segment.address)
+def _device(device: int, table: EventTable, segments: Sequence[Mapping[str, Any]]) -> DeviceRecording:
+    found = sorted((_segment(segment, table) for segment in segments), key=lambda segment: segment.address)
     ends = [segment.address + segment.num_bytes for segment in found]
     if any(end > following.address for end, following in zip(ends, found[1:], strict=False)):
-        raise _Malformed("segments overlap")
-    rows = []
-    for entry in trace:
-        event = _mapping(entry, "an event")
-        action = _ACTIONS.get(event["action"], Action.OTHER) if type(event.get("action")) is str else None
-        if action is None:
-            raise _Malformed("an event has no 'action'")
-        address = 0 if action in (Action.OOM, Action.OTHER) else _count(event, "addr")
-        lane = lanes.of(_count(event, "stream", 0), event.get("pool_id", _DEFAULT_POOL))
-        time_us = _count(event, "time_us", 0)
-        rows.append((action.value, address, _count(event, "size", 0), lane, time_us))
-    columns = np.asarray(rows, dtype=np.int64).reshape(-1, 5).T
-    action, address, num_bytes, lane, time_us = (np.ascontiguousarray(column) for column in columns)
-    return DeviceRecording(
-        device=device,
-        action=action,
-        address=address,
-        num_bytes=num_bytes,
-        lane=lane,
-        time_us=time_us,
-        segments=tuple(found),
-    )
+        raise Malformed("segments overlap")
+    return DeviceRecording(device=device, segments=tuple(found), **table.columns())
 
 
-def _segment(segment: Mapping[str, Any], lanes: _Lanes) -> RecordedSegment:
+def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:
     address, num_bytes = _count(segment, "address"), _count(segment, "total_size")
     blocks = []
     at = address
@@ -215,19 +207,52 @@ def _segment(segment: Mapping[str, Any], lanes: _Lanes) -> RecordedSegment:
                 requested_bytes=_count(block, "requested_size", size),
                 is_live=state == "active_allocated",
                 is_waiting=state in ("active_awaiting_free", "active_pending_free"),
+                stack=table.shared.stack(block.get("frames", ())),
             )
         )
         at += size
     if at != address + num_bytes:
-        raise _Malformed(f"the blocks of the segment at {address:#x} do not fill it")
+        raise Malformed(f"the blocks of the segment at {address:#x} do not fill it")
     return RecordedSegment(
         address=address,
         num_bytes=num_bytes,
-        lane=lanes.of(_count(segment, "stream", 0), segment.get("segment_pool_id", _DEFAULT_POOL)),
+        lane=table.lanes.of(_count(segment, "stream", 0), segment.get("segment_pool_id", DEFAULT_POOL)),
         is_small=segment.get("segment_type") == "small",
         is_expandable=segment.get("is_expandable") is True,
         blocks=tuple(blocks),
     )
+
+
+def _annotations(recorded: Any) -> tuple[Annotation, ...]:
+    return tuple(
+        Annotation(
+            stage=_text(entry, "stage"),
+            name=_text(entry, "name"),
+            device=_count(entry, "device", 0),
+            time_us=_count(entry, "time_us", 0),
+        )
+        for entry in (_mapping(entry, "an annotation") for entry in _sequence(recorded, "'external_annotations'"))
+    )
+
+
+def _extra(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What tightfit's own recorder added, with every field of it there and of its type."""
+    if recorded.get("schema") != 1:
+        raise Malformed("what tightfit added to it has another schema than 1; read it with the version that wrote it")
+    spans = []
+    for entry in _sequence(recorded.get("spans", ()), "'spans'"):
+        span = _sequence(entry, "a span")
+        if [type(field) for field in span] != [str, str, int, int] or not 0 <= span[2] <= span[3] <= MOST:
+            raise Malformed("a span is not a name, a kind and two ascending event numbers")
+        spans.append(list(span))
+    return {
+        "schema": 1,
+        "device": _text(recorded, "device"),
+        "capacity_bytes": None if recorded.get("capacity_bytes") is None else _count(recorded, "capacity_bytes"),
+        "context_bytes": None if recorded.get("context_bytes") is None else _count(recorded, "context_bytes"),
+        "spans": spans,
+        "categories": _mapping(recorded.get("categories", {}), "'categories'"),
+    }
 
 
 def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
@@ -240,7 +265,7 @@ def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
     changes: dict[str, Any] = {}
     max_split = recorded.get("max_split_size")
     if type(max_split) is int:
-        changes["max_split_size_bytes"] = max_split if 0 < max_split <= _MOST else None
+        changes["max_split_size_bytes"] = max_split if 0 < max_split <= MOST else None
     threshold = recorded.get("garbage_collection_threshold")
     if type(threshold) is float and 0.0 <= threshold < 1.0:
         changes["garbage_collection_threshold"] = threshold

@@ -1,0 +1,179 @@
+"""Events of a recording as columns: each is checked and taken apart as it comes, so that millions of them need no object each.
+
+What repeats is kept once and numbered: call stacks, the notes on events, and the pairs of a stream and a private memory pool.
+"""
+
+import enum
+import os
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.int64]
+
+MOST = (1 << 63) - 1
+DEFAULT_POOL = (0, 0)
+_NO_CONTEXT = "N/A"
+
+
+class Action(enum.IntEnum):
+    """What an event says; `OTHER` is all that concerns no memory."""
+
+    ALLOC = 0
+    FREE_REQUESTED = 1
+    FREE_COMPLETED = 2
+    SEGMENT_ALLOC = 3
+    SEGMENT_FREE = 4
+    SEGMENT_MAP = 5
+    SEGMENT_UNMAP = 6
+    OOM = 7
+    OTHER = 8
+
+
+_ACTIONS = {action.name.lower(): action.value for action in Action}
+_FIRST_WITHOUT_ADDRESS = Action.OOM.value
+_OTHER = Action.OTHER.value
+
+
+class Malformed(ValueError):
+    """Something is not as a recording has it."""
+
+
+class Lanes:
+    """Numbers for pairs of a stream and a private pool."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, tuple[int, int]], int] = {}
+
+    def of(self, stream: int, pool_id: Any) -> int:
+        """The lane of a stream in a pool."""
+        if type(pool_id) not in (list, tuple) or len(pool_id) != 2 or not all(type(part) is int for part in pool_id):
+            raise Malformed("a pool's id is no pair of whole numbers")
+        key = (pool_id[0], pool_id[1])
+        return stream if key == DEFAULT_POOL else self._numbers.setdefault((stream, key), -1 - len(self._numbers))
+
+
+class Numbered:
+    """Texts, or stacks of them, each kept once; number 0 is the empty one."""
+
+    def __init__(self, empty: Any) -> None:
+        self._numbers: dict[Any, int] = {empty: 0}
+
+    def of(self, value: Any) -> int:
+        """The number of `value`, new or not."""
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def all(self) -> tuple[Any, ...]:
+        """Every value, by number."""
+        return tuple(self._numbers)
+
+
+class Shared:
+    """What the events of all devices refer to by number: stacks, each from the innermost frame out, and notes."""
+
+    def __init__(self) -> None:
+        self.stacks = Numbered(())
+        self.notes = Numbered("")
+        self._frames: dict[int, tuple[Any, str]] = {}
+        self._here = os.getcwd() + os.sep
+
+    def stack(self, frames: Any) -> int:
+        """The number of a stack of frames as torch writes them."""
+        if not frames and type(frames) in (list, tuple):
+            return 0
+        return self.stacks.of(self.texts(frames))
+
+    def texts(self, frames: Any) -> tuple[str, ...]:
+        """Each frame as `file.py:LINE function`, the path relative to the working directory where it lies inside."""
+        if not isinstance(frames, list | tuple):
+            raise Malformed("'frames' is no list")
+        # Keyed by identity, as one frame is one object in the file however often it is met; kept here, so no other gets its identity.
+        known = self._frames
+        return tuple([known[id(f)][1] if id(f) in known else self._new_frame(f) for f in frames])
+
+    def note(self, text: Any, key: str) -> int:
+        """The number of an event's note."""
+        if type(text) is not str:
+            raise Malformed(f"'{key}' is no text")
+        return 0 if text == _NO_CONTEXT else self.notes.of(text)
+
+    def _new_frame(self, frame: Any) -> str:
+        if type(frame) is not dict:
+            raise Malformed("a frame is no dict")
+        name, filename, line = frame.get("name"), frame.get("filename"), frame.get("line")
+        if type(name) is not str or type(filename) is not str or type(line) is not int:
+            raise Malformed("a frame lacks its 'name', 'filename' or 'line'")
+        where = filename.removeprefix(self._here) or "??"
+        text = f"{where}:{line & MOST} {name}"
+        self._frames[id(frame)] = (frame, text)
+        return text
+
+
+class EventTable:
+    """Takes the events of one device, one by one, into columns."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.lanes = Lanes()
+        self._columns = {name: array("q") for name in ("action", "address", "num_bytes", "lane", "time_us", "stack")}
+        self._columns |= {name: array("q") for name in ("user_metadata", "compile_context")}
+        self._append = tuple(column.append for column in self._columns.values())
+
+    def __len__(self) -> int:
+        return len(self._columns["action"])
+
+    def add(self, event: Any) -> None:
+        """Appends one event.
+
+        Raises:
+            Malformed: it lacks something, or a figure is out of range.
+        """
+        if type(event) is not dict:
+            raise Malformed("an event is no dict")
+        get = event.get
+        name = get("action")
+        if type(name) is not str:
+            raise Malformed("an event has no 'action'")
+        action = _ACTIONS.get(name, _OTHER)
+        address = get("addr") if action < _FIRST_WITHOUT_ADDRESS else 0
+        num_bytes, stream, time_us = get("size", 0), get("stream", 0), get("time_us", 0)
+        if not (
+            type(address) is type(num_bytes) is type(stream) is type(time_us) is int
+            and 0 <= address <= MOST
+            and 0 <= num_bytes <= MOST
+            and 0 <= stream <= MOST
+            and 0 <= time_us <= MOST
+        ):
+            raise _wrong_figure({"addr": address, "size": num_bytes, "stream": stream, "time_us": time_us})
+        pool_id = get("pool_id", DEFAULT_POOL)
+        shared, frames = self.shared, get("frames")
+        user_metadata, compile_context = get("user_metadata", ""), get("compile_context", "")
+        add_action, add_address, add_bytes, add_lane, add_time, add_stack, add_metadata, add_context = self._append
+        add_lane(stream if pool_id == DEFAULT_POOL else self.lanes.of(stream, pool_id))
+        add_stack(shared.stack(frames) if frames is not None else 0)
+        add_metadata(shared.note(user_metadata, "user_metadata") if user_metadata != "" else 0)
+        add_context(shared.note(compile_context, "compile_context") if compile_context != "" else 0)
+        add_action(action)
+        add_address(address)
+        add_bytes(num_bytes)
+        add_time(time_us)
+
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, of equal length; nothing can be added after this."""
+        return {name: np.frombuffer(column, dtype=np.int64) for name, column in self._columns.items()}
+
+
+def _wrong_figure(figures: dict[str, Any]) -> Malformed:
+    wrong = [key for key, value in figures.items() if type(value) is not int or not 0 <= value <= MOST]
+    return Malformed(f"'{wrong[0]}' is missing or no whole number from 0 to 2**63 - 1")
+
+
+def table_of(events: Sequence[Any], shared: Shared) -> EventTable:
+    """The columns of events that are a list still."""
+    table = EventTable(shared)
+    for event in events:
+        table.add(event)
+    return table
