@@ -15,7 +15,7 @@ from tightfit.cost.roofline import operator_seconds
 from tightfit.cost.steps import step_operators, step_seconds
 from tightfit.devices.calibration import OPERATOR_CLASSES, Calibration
 from tightfit.devices.catalogue import all_devices, find
-from tightfit.devices.device import Device
+from tightfit.devices.device import DTYPES, Device
 from tightfit.tape import EventKind, Events, Operators, SpanKind, Spans, Storages, Table, Tape
 
 Row = tuple[str, str, float, int, int, int]  # name, dtype, flops, bytes read, bytes written, stream
@@ -190,7 +190,7 @@ def test_every_class_has_an_efficiency_on_every_card() -> None:
     for card in all_devices():
         efficiency = efficiency_of(card)
         for kind in OPERATOR_CLASSES:
-            assert 0 < efficiency.of_flops[kind] <= 1
+            assert all(0 < efficiency.of_flops[kind, dtype] <= 1 for dtype in DTYPES)
             assert 0 < efficiency.of_bandwidth[kind] <= 1
 
 

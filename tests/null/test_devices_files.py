@@ -157,7 +157,7 @@ def test_a_calibration_of_another_card_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("schema = 1", "schema = 2", "schema = 2 is not the one that this version reads (1)"),
+        ("schema = 1", "schema = 3", "schema = 3 is not one that this version reads (1 and 2)"),
         ('device = "NVIDIA H200"', "", "device = None must be the name of the card"),
         ("matmul = 0.79", "matmul = 1.2", "efficiency.matmul = 1.2 must be a fraction above 0, at most 1"),
         ("matmul = 0.79", "matmull = 0.7", "unknown key 'efficiency.matmull'"),

@@ -6,6 +6,7 @@ both directions at once are not always free: boards have been seen to fall to 24
 measure before counting on it.
 """
 
+from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device, HostLink
 
 _REACHED = {3: 0.79, 4: 0.79, 5: 0.88, 6: 0.88}
@@ -15,12 +16,27 @@ _PAGEABLE = 0.5
 _LATENCY_SECONDS = 10e-6
 
 
-def link_bytes_per_second(link: HostLink, *, is_pinned: bool = True) -> float:
-    """Bytes per second that large copies in one direction reach over `link`."""
+def link_bytes_per_second(
+    link: HostLink, *, is_pinned: bool = True, to_card: bool = True, calibration: Calibration | None = None
+) -> float:
+    """Bytes per second that large copies in one direction reach over `link`, as `calibration` measured it or as links of its kind do."""
+    way = "to_card" if to_card else "from_card"
+    key = f"{way}_{'registered' if is_pinned else 'pageable'}_bytes_per_second"
+    if calibration is not None and key in calibration.link:
+        return calibration.link[key]
     reached = _REACHED[link.generation] if link.kind == "pcie" else _REACHED_C2C
     return link.bytes_per_second * reached * (1.0 if is_pinned else _PAGEABLE)
 
 
-def copy_seconds(num_bytes: int, device: Device, *, is_pinned: bool = True) -> float:
-    """Seconds to copy `num_bytes` from or to the host, on a link that nothing else uses."""
-    return _LATENCY_SECONDS + num_bytes / link_bytes_per_second(device.link, is_pinned=is_pinned)
+def copy_seconds(
+    num_bytes: int,
+    device: Device,
+    *,
+    is_pinned: bool = True,
+    to_card: bool = True,
+    calibration: Calibration | None = None,
+) -> float:
+    """Seconds to copy `num_bytes` from the host (`to_card`) or to it, on a link that nothing else uses."""
+    latency = _LATENCY_SECONDS if calibration is None else calibration.link.get("latency_seconds", _LATENCY_SECONDS)
+    rate = link_bytes_per_second(device.link, is_pinned=is_pinned, to_card=to_card, calibration=calibration)
+    return latency + num_bytes / rate

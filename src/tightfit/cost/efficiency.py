@@ -16,10 +16,11 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import cast
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES
 from tightfit.devices.calibration import OPERATOR_CLASSES, Calibration, OperatorClass
-from tightfit.devices.device import Device
+from tightfit.devices.device import DTYPES, Device, DType
 
 _MATMUL = {
     "sm_80": 0.85,
@@ -50,9 +51,10 @@ _SECONDS = {"launch": 3e-6, "ramp": 3.5e-6, "issue": 5e-6}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Fractions of the peak FLOP/s and of the bandwidth by class, and fixed costs: per kernel, per matrix product, per issue on the host."""
+    """Fractions of the peak FLOP/s, by class and type of arithmetic, and of the bandwidth by class. Fixed costs are per kernel, per matrix
+    product, and per issue on the host."""
 
-    of_flops: Mapping[OperatorClass, float]
+    of_flops: Mapping[tuple[OperatorClass, DType], float]
     of_bandwidth: Mapping[OperatorClass, float]
     launch_seconds: float
     ramp_seconds: float
@@ -71,11 +73,18 @@ def efficiency_of(device: Device, calibration: Calibration | None = None) -> Eff
     if calibration is not None:
         fractions |= {name: calibration.efficiency[name] for name in OPERATOR_CLASSES if name in calibration.efficiency}
         seconds |= calibration.seconds
+    measured = {} if calibration is None else calibration.efficiency_by_dtype
+    types = cast(tuple[DType, ...], DTYPES)
+    by_dtype = {dtype: {**fractions, **measured.get(dtype, {})} for dtype in types}
     # A matrix product streams its operands as a copy does; a kernel that is no matrix product is hardly ever bound by its arithmetic.
     return Efficiency(
-        of_flops={name: fractions[name if name in TENSOR_CORE_CLASSES else "matmul"] for name in OPERATOR_CLASSES},
+        of_flops={(name, dtype): by_dtype[dtype][_arithmetic_of(name)] for name in OPERATOR_CLASSES for dtype in types},
         of_bandwidth={name: fractions["copy" if name in TENSOR_CORE_CLASSES else name] for name in OPERATOR_CLASSES},
         launch_seconds=seconds["launch"],
         ramp_seconds=seconds["ramp"],
         issue_seconds=seconds["issue"],
     )
+
+
+def _arithmetic_of(kind: OperatorClass) -> OperatorClass:
+    return kind if kind in TENSOR_CORE_CLASSES else "matmul"

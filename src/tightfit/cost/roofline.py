@@ -54,8 +54,12 @@ def operator_seconds(
                 device,
                 efficiency,
                 operator_class(tape.strings[name]),
-                tape.strings[dtype],
-                tf32=(tf32_matmul, tf32_convolution),
+                arithmetic_type(
+                    operator_class(tape.strings[name]),
+                    tape.strings[dtype],
+                    tf32_matmul=tf32_matmul,
+                    tf32_convolution=tf32_convolution,
+                ),
             )
             for name, dtype in zip(*divmod(kinds, num_strings), strict=True)
         ]
@@ -94,14 +98,21 @@ def _by_name(tape: Tape, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
     return np.array([holds(tape.strings[name]) for name in names], dtype=np.bool_)[name_of]
 
 
+def kernel_seconds(
+    device: Device, efficiency: Efficiency, kind: OperatorClass, arithmetic: DType, *, flops: float, num_bytes: int
+) -> float:
+    """Seconds of one kernel of class `kind` that computes on units for `arithmetic` and moves `num_bytes`."""
+    flops_per_second, bytes_per_second, fixed_seconds = _rates(device, efficiency, kind, arithmetic)
+    return max(flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
+
+
 def _rates(
-    device: Device, efficiency: Efficiency, kind: OperatorClass, dtype: str, *, tf32: tuple[bool, bool]
+    device: Device, efficiency: Efficiency, kind: OperatorClass, arithmetic: DType
 ) -> tuple[float, float, float]:
-    """FLOP/s, bytes/s and fixed seconds of operators of one class and type."""
-    arithmetic = arithmetic_type(kind, dtype, tf32_matmul=tf32[0], tf32_convolution=tf32[1])
+    """FLOP/s, bytes/s and fixed seconds of operators of one class and type of arithmetic."""
     fixed = efficiency.launch_seconds + (efficiency.ramp_seconds if kind in TENSOR_CORE_CLASSES else 0.0)
     return (
-        device.flops_per_second(arithmetic) * efficiency.of_flops[kind],
+        device.flops_per_second(arithmetic) * efficiency.of_flops[kind, arithmetic],
         device.dram_bytes_per_second * efficiency.of_bandwidth[kind],
         fixed,
     )

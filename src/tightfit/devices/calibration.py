@@ -1,59 +1,79 @@
 """What was measured on one machine, in a file that replaces the figures of the catalogue.
 
-A calibration is a TOML file with `schema = 1`, the name of the card, and any of these tables:
+A calibration is a TOML file with `schema = 2` (1 is read too), the name of the card, and any of these tables:
 
-    [context]     num_bytes, low_bytes, high_bytes      memory of a process besides its tensors
+    [context]     num_bytes, low_bytes, high_bytes      memory of a process besides its tensors; init_bytes, cublas_bytes, ...: its parts
     [workspaces]  cublas_bytes, cublaslt_bytes          scratch memory of the libraries
     [efficiency]  matmul = 0.79, copy = 0.9, ...        fraction of the peak that a class of operators reaches
+    [efficiency.bfloat16]  matmul = 0.79, ...           the same for arithmetic of one type
     [seconds]     launch, ramp, issue                   fixed costs of an operator (see `tightfit.cost.roofline`)
+    [link]        to_card_registered_bytes_per_second ..., latency_seconds
+    [overlap] [allocation] [host] [disk]                what a runtime that moves memory needs to know
+    [[measured]]                                        every figure with its spread, for people
 """
 
 import dataclasses
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
-from tightfit.devices.device import Context, Device
+from tightfit.devices.calibration_rules import (
+    CONTEXT_KEYS,
+    FIXED_COSTS,
+    LIBRARIES,
+    OPERATOR_CLASSES,
+    SCHEMA,
+    OperatorClass,
+    faults,
+)
+from tightfit.devices.device import DTYPES, Context, Device
 from tightfit.errors import UsageError
 
-SCHEMA = 1
+__all__ = ["FIXED_COSTS", "LIBRARIES", "OPERATOR_CLASSES", "SCHEMA", "Calibration", "Measured", "OperatorClass"]
 
-OperatorClass = Literal[
-    "matmul",
-    "convolution",
-    "attention",
-    "normalisation",
-    "normalisation_backward",
-    "elementwise",
-    "reduction",
-    "embedding",
-    "copy",
-    "optimizer",
-    "other",
-]
-OPERATOR_CLASSES: tuple[OperatorClass, ...] = get_args(OperatorClass)
-FIXED_COSTS: tuple[str, ...] = ("launch", "ramp", "issue")
 
-_TABLES: Mapping[str, tuple[str, ...]] = {
-    "context": ("num_bytes", "low_bytes", "high_bytes"),
-    "workspaces": ("cublas_bytes", "cublaslt_bytes"),
-    "efficiency": OPERATOR_CLASSES,
-    "seconds": FIXED_COSTS,
-}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One figure: the median of `num_samples` readings, their quartiles, and what was predicted before (None: nothing was)."""
+
+    name: str
+    unit: str
+    median: float
+    low: float
+    high: float
+    num_samples: int
+    predicted: float | None = None
+
+
+def _nothing() -> Any:
+    return dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measured figures; what was not measured is None or absent. Efficiencies are fractions of a peak, costs are in seconds."""
+    """Measured figures; what was not measured is None or absent. Efficiencies are fractions of a peak, costs are in seconds.
+
+    `context_parts` are bytes by `init` and library; `link`, `overlap`, `allocation`, `host` and `disk` hold the tables of the file.
+    """
 
     device: str
+    is_virtual: bool = False
     context: Context | None = None
+    context_parts: Mapping[str, int] = _nothing()
     cublas_bytes: int | None = None
     cublaslt_bytes: int | None = None
-    efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    efficiency: Mapping[str, float] = _nothing()
+    efficiency_by_dtype: Mapping[str, Mapping[str, float]] = _nothing()
+    seconds: Mapping[str, float] = _nothing()
+    link: Mapping[str, float] = _nothing()
+    overlap: Mapping[str, float] = _nothing()
+    allocation: Mapping[str, list[float]] = _nothing()
+    host: Mapping[str, Any] = _nothing()
+    disk: Mapping[str, float] = _nothing()
+    made: Mapping[str, str] = _nothing()
+    measured: tuple[Measured, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -66,65 +86,59 @@ class Calibration:
             content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"the calibration {os.fspath(path)} cannot be read: {error}") from error
-        faults = _faults(content)
-        if faults:
-            raise UsageError("\n".join(f"{os.fspath(path)}: {fault}" for fault in faults))
-        workspaces = content.get("workspaces", {})
-        context = content.get("context")
-        return cls(
-            device=content["device"],
-            context=None if context is None else Context(**context, is_measured=True),
-            cublas_bytes=workspaces.get("cublas_bytes"),
-            cublaslt_bytes=workspaces.get("cublaslt_bytes"),
-            efficiency=content.get("efficiency", {}),
-            seconds=content.get("seconds", {}),
-        )
+        return cls.from_content(content, where=os.fspath(path))
 
-    def applied_to(self, device: Device) -> Device:
-        """`device` with the measured context.
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], *, where: str) -> Self:
+        """The calibration that `content`, the tables of a file, describes; `where` begins each line of the error.
 
         Raises:
-            UsageError: the calibration was made on another card.
+            UsageError: one line for every key that is wrong.
         """
+        found = faults(content)
+        if found:
+            raise UsageError("\n".join(f"{where}: {fault}" for fault in found))
+        workspaces, efficiency = content.get("workspaces", {}), content.get("efficiency", {})
+        context = content.get("context")
+        parts = {name: f"{name}_bytes" for name in ("init", *LIBRARIES)}
+        return cls(
+            device=content["device"],
+            is_virtual=content.get("virtual", False),
+            context=None
+            if context is None
+            else Context(**{key: context[key] for key in CONTEXT_KEYS}, is_measured=True),
+            context_parts={name: context[key] for name, key in parts.items() if key in context} if context else {},
+            cublas_bytes=workspaces.get("cublas_bytes"),
+            cublaslt_bytes=workspaces.get("cublaslt_bytes"),
+            efficiency={name: value for name, value in efficiency.items() if name not in DTYPES},
+            efficiency_by_dtype={name: value for name, value in efficiency.items() if name in DTYPES},
+            measured=tuple(Measured(**row) for row in content.get("measured", ())),
+            **{name: content.get(name, {}) for name in _SAME_IN_FILE},
+        )
+
+    def applied_to(self, device: Device, libraries: Collection[str] | None = None) -> Device:
+        """`device` with the measured context: of a process that uses `libraries` (of `LIBRARIES`), or else all of them.
+
+        Raises:
+            UsageError: the calibration was made on another card, or on a simulated one.
+        """
+        if self.is_virtual:
+            raise UsageError(
+                f"the calibration of {self.device} was made with --virtual: its figures are simulated, not measured; "
+                "run tightfit calibrate on a machine with the card"
+            )
         if device.name != self.device:
             raise UsageError(
                 f"the calibration was made on {self.device}, not on {device.name}; calibrate that card too"
             )
-        return device if self.context is None else dataclasses.replace(device, context=self.context)
+        if self.context is None:
+            return device
+        context = self.context
+        if libraries is not None and self.context_parts.keys() >= {"init", *LIBRARIES}:
+            num_bytes = sum(self.context_parts[name] for name in ("init", *libraries))
+            low_bytes = min(context.low_bytes, num_bytes)
+            context = dataclasses.replace(context, num_bytes=num_bytes, low_bytes=low_bytes)
+        return dataclasses.replace(device, context=context)
 
 
-def _faults(content: Mapping[str, Any]) -> list[str]:
-    if content.get("schema") != SCHEMA:
-        return [f"schema = {content.get('schema')!r} is not the one that this version reads ({SCHEMA})"]
-    faults = []
-    if not isinstance(content.get("device"), str):
-        faults.append(f"device = {content.get('device')!r} must be the name of the card")
-    for name, table in content.items():
-        if name in ("schema", "device"):
-            continue
-        if name not in _TABLES or not isinstance(table, dict):
-            faults.append(f"unknown key '{name}'; the tables are {', '.join(_TABLES)}")
-            continue
-        faults += [fault for key, value in table.items() if (fault := _value_fault(name, key, value))]
-    context = content.get("context")
-    if isinstance(context, dict) and not faults:
-        missing = [key for key in _TABLES["context"] if key not in context]
-        if missing:
-            faults.append(f"context.{missing[0]} is missing; a context needs all of {', '.join(_TABLES['context'])}")
-        elif not context["low_bytes"] <= context["num_bytes"] <= context["high_bytes"]:
-            faults.append("context must have low_bytes <= num_bytes <= high_bytes")
-    return faults
-
-
-def _value_fault(table: str, key: str, value: Any) -> str | None:
-    if key not in _TABLES[table]:
-        return f"unknown key '{table}.{key}'; it has {', '.join(_TABLES[table])}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"{table}.{key} = {value!r} must be a number"
-    if table == "efficiency" and not 0 < value <= 1:
-        return f"{table}.{key} = {value!r} must be a fraction above 0, at most 1"
-    if table in ("context", "workspaces") and not (isinstance(value, int) and value >= 0):
-        return f"{table}.{key} = {value!r} must be a whole number of bytes"
-    if table == "seconds" and not 0 <= value < 1:
-        return f"{table}.{key} = {value!r} must be a time in seconds, from 0 to below 1"
-    return None
+_SAME_IN_FILE = ("seconds", "link", "overlap", "allocation", "host", "disk", "made")

@@ -13,7 +13,7 @@ from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
 from tightfit.simulate.levels import Levels, levels_on
 from tightfit.simulate.settings import AllocatorSettings
-from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
 NUM_HOLDERS = 12
@@ -28,7 +28,7 @@ def estimate_peak(
         UsageError: the calibration was made on another card.
     """
     settings = settings or AllocatorSettings()
-    device = device if calibration is None else calibration.applied_to(device)
+    device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
     levels = levels_on(device, tape, settings)

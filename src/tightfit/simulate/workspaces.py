@@ -1,4 +1,4 @@
-"""A tape that was traced for one card, with the workspaces of another.
+"""A tape that was traced for one card, with the workspaces of another; and the libraries that its operators load.
 
 Torch gives cuBLAS a workspace whose size hangs on the card, or on what a calibration measured there. A size that the user set, with
 `CUBLAS_WORKSPACE_CONFIG`, is the same on every card and stays.
@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from tightfit.cost.classes import operator_class
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES, LATEST, cublas_workspace_bytes, torch_version
@@ -26,3 +27,15 @@ def with_workspaces_of(device: Device, tape: Tape, calibration: Calibration | No
         if calibration is not None and calibration.cublaslt_bytes is not None:
             columns[name] = np.where(storages.source == Source.CUBLASLT, calibration.cublaslt_bytes, columns[name])
     return dataclasses.replace(tape, storages=Storages.from_columns(columns))
+
+
+def libraries_of(tape: Tape) -> frozenset[str]:
+    """Which of cuBLAS, cuBLASLt and cuDNN a process that runs `tape` loads, as `tightfit.devices.calibration.LIBRARIES` names them.
+
+    A product with a bias goes to cuBLASLt, any other to cuBLAS (aten/src/ATen/native/cuda/Blas.cpp); a convolution to cuDNN.
+    """
+    names = {tape.strings[name] for name in np.unique(tape.operators.name)}
+    used = {"cublas" for name in names if operator_class(name) == "matmul"}
+    used |= {"cublaslt" for name in names if "addmm" in name}
+    used |= {"cudnn" for name in names if operator_class(name) == "convolution" or "cudnn" in name}
+    return frozenset(used)
