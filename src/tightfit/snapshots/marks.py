@@ -27,7 +27,8 @@ KEY = "tightfit"
 Origin = Literal["estimate", "card", "host"]
 
 _MOST = (1 << 63) - 1
-_SPAN_KINDS = ("setup", "step", "aside")
+# In the order of `tightfit.tape.SpanKind`.
+SPAN_KINDS: tuple[Literal["setup", "step", "aside"], ...] = ("setup", "step", "aside")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,7 @@ def _pairs(table: Mapping[str, Any], keys: str, values: str, num_names: int) -> 
 
 def _span(value: Any) -> HistorySpan:
     entry = _sequence(value, "a span")
-    if len(entry) != 4 or entry[1] not in _SPAN_KINDS:
+    if len(entry) != 4 or entry[1] not in SPAN_KINDS:
         raise _Malformed("a span is not [name, kind, begin, end]")
     begin, end = _number(entry[2], "the begin of a span"), _number(entry[3], "the end of a span")
     if end < begin:
