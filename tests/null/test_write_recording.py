@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.simulate.history import CATEGORIES
 from tightfit.simulate.peak import estimate_peak
@@ -234,3 +235,19 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> No
     with pytest.raises((pickle.PicklingError, AttributeError)):
         write_snapshot(path, {"segments": lambda: None})
     assert path.read_bytes() == before
+
+
+def test_the_command_writes_it_beside_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tape = tape_of([3 * MIB], [(EventKind.ALLOCATE, 0, 0)])
+    tape.save(tmp_path / "run.npz")
+    out = str(tmp_path / "x.pickle")
+    arguments = ["estimate", str(tmp_path / "run.npz"), "--json", "--save-recording", out]
+    assert run([*arguments, "--device", "4090", "--alloc-conf", "expandable_segments:True"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    recording = read_recording(out)
+    assert recording.settings.expandable_segments
+    assert replay(recording).peak_reserved_bytes == 20 * MIB
+    assert run([*arguments, "--device", "4090", "--device", "4080"]) == 2
+    assert "one card" in capsys.readouterr().err
+    assert run([*arguments[:-1], str(tmp_path / "nowhere" / "x.pickle"), "--device", "4090"]) == 2
+    assert "there is no folder" in capsys.readouterr().err

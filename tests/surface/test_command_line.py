@@ -29,6 +29,7 @@ OPTIONS = {
         "--lora-rank",
         "--optimizer",
         "--parameter",
+        "--save-recording",
         "--save-tape",
         "--sequence-length",
         "--show-output",

@@ -81,6 +81,7 @@ def estimate(
     json: bool = False,
     show_output: bool = False,
     save_tape: Path | None = None,
+    save_recording: Path | None = None,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
@@ -106,8 +107,11 @@ def estimate(
         Show what the workload prints, on stderr.
     save_tape
         Also write the recorded run to this file (.npz).
+    save_recording
+        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
     """
     from tightfit import fit
+    from tightfit.snapshots.write import write_tape
 
     started = time.monotonic()
     devices = device or (_own_card(),)
@@ -118,8 +122,11 @@ def estimate(
     options = {
         name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
     }
-    if save_tape is not None and not save_tape.resolve().parent.is_dir():
-        raise UsageError(f"--save-tape {save_tape}: there is no folder {save_tape.parent}")
+    for option, file in (("--save-tape", save_tape), ("--save-recording", save_recording)):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise UsageError(f"{option} {file}: there is no folder {file.parent}")
+    if save_recording is not None and len(cards) > 1:
+        raise UsageError("--save-recording writes the run on one card: give one --device")
     if target.endswith(".npz"):
         if arguments or parameter or options:
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
@@ -136,6 +143,8 @@ def estimate(
         )
     if save_tape is not None:
         tape.save(save_tape)
+    if save_recording is not None:
+        write_tape(save_recording, tape, cards[0], settings, measured)
     estimates = [fit.cost(tape, card, settings, measured) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
