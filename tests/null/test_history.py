@@ -1,65 +1,28 @@
-"""The history of a run: from a tape it says what the estimate says, block by block."""
+"""The history of a run: from a tape it says what the estimate says, from a recording what the replay says, block by block."""
+
+import dataclasses
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.null.history_runs import BACKWARD, CARD, FORWARD, LEAK, SCRATCH, Recorder, tape_of, training
 
-from tightfit.devices.catalogue import find
-from tightfit.simulate.history import CATEGORIES, UNKNOWN, History, user_frame
+from tightfit.errors import UsageError
+from tightfit.simulate.history import CATEGORIES, UNKNOWN, History, HistorySpan, user_frame
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.history import history_of_tape
-from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
-from tightfit.units import MIB
+from tightfit.snapshots.frames import place_of
+from tightfit.snapshots.history import history_of_recording, history_of_tape
+from tightfit.snapshots.marks import Marks
+from tightfit.snapshots.read import read_recording
+from tightfit.snapshots.replay import replay
+from tightfit.tape import Category, Source
+from tightfit.units import GIB, MIB
 
-CARD = find("RTX 4090")
-
-
-def tape_of(sizes, events, *, categories=None, sources=None, lines=None, spans=None, capacity_gib=None) -> Tape:
-    """A tape of one operator per storage; `events` are storage numbers, negative ones (minus one) for frees."""
-    num = len(sizes)
-    lines = lines or ["train.py:7"] * num
-    strings = ("", "aten.mm", "net.0", "step 1", "step 2", "step 3", "step 4", "setup", *dict.fromkeys(lines))
-    kinds = [EventKind.ALLOCATE if e >= 0 else EventKind.FREE for e in events]
-    issued, counts = 0, []
-    for kind in kinds:
-        issued = min(num, issued + (kind == EventKind.ALLOCATE))
-        counts.append(issued)
-    spans = spans or [("step 1", SpanKind.STEP, 0, len(events))]
-    return Tape(
-        target="toy.py:workload",
-        versions={"torch": "2.13.0"},
-        traced_for=CARD.name,
-        strings=strings,
-        operators=Operators.from_columns(
-            dict.fromkeys(("dtype", "stream"), [0] * num)
-            | {"name": [1] * num, "module": [2] * num, "line": [strings.index(line) for line in lines]}
-            | {"flops": [1e9] * num, "bytes_read": sizes, "bytes_written": sizes, "phase": [Phase.FORWARD] * num}
-        ),
-        storages=Storages.from_columns(
-            dict.fromkeys(("num_bytes", "low_bytes", "high_bytes"), sizes)
-            | {"category": categories or [Category.TEMPORARIES] * num, "source": sources or [Source.TENSOR] * num}
-            | {"operator": list(range(num)), "stream": [0] * num}
-        ),
-        events=Events.from_columns(
-            {
-                "kind": kinds,
-                "storage": [e if e >= 0 else -e - 1 for e in events],
-                "operator": counts,
-                "value": [0] * len(events),
-            }
-        ),
-        spans=Spans.from_columns(
-            {
-                "name": [strings.index(name) for name, _, _, _ in spans],
-                "kind": [kind for _, kind, _, _ in spans],
-                "begin": [begin for _, _, begin, _ in spans],
-                "end": [end for _, _, _, end in spans],
-            }
-        ),
-        assumptions=(),
-        host_peak_bytes=0,
-    )
+REAL = Path(__file__).parents[3] / "shared/data/snapshots"
+needs_recordings = pytest.mark.skipif(not REAL.is_dir(), reason="the real recordings are not here")
 
 
 def bytes_after_each_event(history: History) -> list[int]:
@@ -162,3 +125,134 @@ def test_the_users_frame_is_the_innermost_that_is_no_library():
     assert user_frame(("??:0 at::_ops::mul_Tensor::call(at::Tensor const&)", "train.py:1 step")) == "train.py:1 step"
     assert user_frame(("train.py:41 aten.addmm",)) == "train.py:41 aten.addmm"
     assert user_frame(()) == ""
+
+
+def by_category(history: History, chosen) -> dict[str, int]:
+    """Bytes of the chosen blocks by category, in MiB."""
+    blocks = history.blocks
+    found = {name: int(blocks.num_bytes[chosen & (blocks.category == i)].sum()) for i, name in enumerate(CATEGORIES)}
+    return {name: num_bytes // MIB for name, num_bytes in found.items() if num_bytes}
+
+
+def test_a_recording_of_a_training_loop_is_told_apart_by_stacks_and_lifetimes(tmp_path):
+    history = history_of_recording(read_recording(training(tmp_path / "run.pickle", leak_bytes=2 * MIB)))
+    assert [span.name for span in history.spans] == ["step 1", "step 2", "step 3"]
+    assert [span.begin for span in history.spans[1:]] == [span.end for span in history.spans[:-1]]
+    assert history.spans[-1].end == history.num_events
+    blocks, first = history.blocks, history.spans[0]
+    in_first = (blocks.born >= first.begin) & (blocks.born < first.end)
+    assert by_category(history, blocks.born < 0) == {"parameters": 8}
+    assert by_category(history, in_first) == {
+        "gradients": 8,
+        "optimizer_state": 16,
+        "activations": 2 * 6 + 2,
+        "temporaries": 2 * 2 + 2 * 5 + 2 * 4,
+        "inputs": 3,
+    }
+    assert bytes_after_each_event(history) == history.allocated.tolist()
+    assert "guessed" in history.assumptions[0].what
+
+
+def test_a_recording_that_began_after_the_first_step_tells_parameters_from_state_by_the_gradients(tmp_path):
+    recorder = Recorder(before=[4 * MIB] * 3 + [7 * MIB])
+    activation = recorder.malloc(6 * MIB, FORWARD)
+    recorder.malloc(4 * MIB, BACKWARD)
+    recorder.free(activation)
+    recorder.malloc(1 * MIB, SCRATCH)
+    history = history_of_recording(read_recording(recorder.save(tmp_path / "run.pickle")))
+    assert by_category(history, history.blocks.born < 0) == {"parameters": 11, "optimizer_state": 8}
+
+
+def test_python_stacks_alone_leave_the_backward_pass_without_a_frame(tmp_path):
+    recorder = Recorder()
+    activation = recorder.malloc(6 * MIB, FORWARD[1:])
+    recorder.malloc(4 * MIB, ())
+    recorder.free(activation)
+    recorder.malloc(1 * MIB, SCRATCH[1:])
+    history = history_of_recording(read_recording(recorder.save(tmp_path / "run.pickle")))
+    assert by_category(history, history.blocks.born >= 0) == {"activations": 6, "gradients": 4, "optimizer_state": 1}
+
+
+def test_a_recording_without_stacks_says_that_it_does_not_know(tmp_path):
+    recorder = Recorder()
+    recorder.malloc(2 * MIB, ())
+    history = history_of_recording(read_recording(recorder.save(tmp_path / "run.pickle")))
+    assert history.blocks.category.tolist() == [UNKNOWN]
+    assert [span.name for span in history.spans] == ["step 1"]
+
+
+def test_a_device_that_was_not_recorded_is_an_error(tmp_path):
+    recording = read_recording(training(tmp_path / "run.pickle"))
+    with pytest.raises(UsageError, match="has nothing of device 3"):
+        history_of_recording(recording, 3)
+
+
+def test_marks_say_what_need_not_be_guessed(tmp_path):
+    recorder = Recorder(before=[4 * MIB])
+    recorder.malloc(6 * MIB, FORWARD)
+    recorder.malloc(1 * MIB, FORWARD)
+    events = [index for index, event in enumerate(recorder.events) if event["action"] == "alloc"]
+    start = next(block.address for block, _ in recorder.live.values())
+    marks = Marks(
+        origin="estimate",
+        trace=0,
+        device="RTX 4090",
+        capacity_bytes=GIB,
+        context_bytes=MIB,
+        spans=(HistorySpan(name="evaluation", kind="aside", begin=0, end=len(recorder.events)),),
+        category_events=np.array(events[:1]),
+        categories=np.array([Category.INPUTS]),
+        start_addresses=np.array([start]),
+        start_categories=np.array([Category.OPTIMIZER_STATE]),
+        module_events=np.array(events[1:]),
+        module_values=np.array([0]),
+        modules=("net.0",),
+        assumptions=(),
+    )
+    recording = read_recording(recorder.save(tmp_path / "run.pickle"))
+    history = history_of_recording(dataclasses.replace(recording, extra=marks.to_plain()))
+    blocks = history.blocks
+    assert [CATEGORIES[category] for category in blocks.category] == ["optimizer_state", "inputs", "unknown"]
+    assert [history.modules[module] for module in blocks.module] == ["", "", "net.0"]
+    assert (history.origin, history.device, history.capacity_bytes) == ("estimate", "RTX 4090", GIB)
+    assert [span.name for span in history.spans] == ["evaluation"]
+    assert history.assumptions == ()
+
+
+def test_a_place_is_the_users_line_the_operator_and_who_called():
+    place = place_of(FORWARD)
+    assert (place.line, place.function, place.callers) == ("model.py:7", "forward", ("train.py:20",))
+    assert (place.operator, place.phase, place.name) == ("aten.mm", "forward", "model.py:7")
+    backward = place_of(BACKWARD)
+    assert (backward.phase, backward.name, backward.operator) == ("backward", "backward of MmBackward0", "aten.mm")
+    traced = place_of(("folder name/train.py:41 aten.sum.dim_IntList",))
+    assert (traced.line, traced.operator) == ("folder name/train.py:41", "aten.sum.dim_IntList")
+    assert place_of(()).name == ""
+    assert not place_of(LEAK).in_module
+
+
+@needs_recordings
+@pytest.mark.parametrize(
+    ("name", "at_peak"),
+    [
+        ("lm_2.7b_ctx256_step", {"parameters": 12.82, "gradients": 12.69, "optimizer_state": 25.38}),
+        ("lm_medium_ctx256_step", {"parameters": 1.59, "optimizer_state": 3.16, "activations": 3.66}),
+        ("lm_2.7b_ctx128_forward", {"parameters": 12.82, "activations": 5.31}),
+        ("lm_medium_ctx128_inference", {"parameters": 1.59}),
+    ],
+)
+def test_real_recordings(name, at_peak):
+    """AdamW with two copies of each parameter: the bytes of state are twice those of the gradients, which are those of the parameters."""
+    recording = read_recording(REAL / f"{name}.pickle")
+    at_start = []
+    history = history_of_recording(
+        recording, watch=lambda event, allocator, _: event < 0 and at_start.append(allocator.reserved_bytes)
+    )
+    found = replay(recording)
+    assert int(history.allocated.max()) == found.peak_allocated_bytes
+    assert max(*at_start, int(history.reserved.max())) == found.peak_reserved_bytes
+    blocks, alive = history.blocks, history.alive_at(history.peak_event)
+    assert int(blocks.block_bytes[alive].sum()) == found.peak_allocated_bytes
+    for category, gib in at_peak.items():
+        chosen = alive & (blocks.category == CATEGORIES.index(category))
+        assert blocks.block_bytes[chosen].sum() / GIB == pytest.approx(gib, abs=0.006)

@@ -3,7 +3,9 @@
 An estimate's history has its own peaks, because the tape goes through the same replay with the same limit and workspaces.
 """
 
+import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,13 +13,19 @@ import numpy as np
 from tightfit.cost.roofline import operator_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.errors import UsageError
 from tightfit.simulate.allocator import CachingAllocator
 from tightfit.simulate.blocks import Block
-from tightfit.simulate.history import Blocks, History, HistorySpan
+from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
 from tightfit.simulate.levels import Watch, levels_on
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.simulate.workspaces import with_workspaces_of
-from tightfit.tape import Column, EventKind, SpanKind, Tape
+from tightfit.snapshots.categories import Lives, guess_categories, guess_spans, phases_of
+from tightfit.snapshots.frames import place_of
+from tightfit.snapshots.marks import Marks
+from tightfit.snapshots.read import Action, DeviceRecording, Recording
+from tightfit.snapshots.replay import replay
+from tightfit.tape import Assumption, Column, EventKind, SpanKind, Tape
 
 _MICROSECONDS = 1e6
 _SPAN_KINDS: dict[SpanKind, Literal["setup", "step", "aside"]] = {
@@ -85,6 +93,157 @@ def history_of_tape(
         modules=modules,
         spans=_spans(tape),
         assumptions=tape.assumptions,
+    )
+
+
+def history_of_recording(
+    recording: Recording,
+    device_index: int | None = None,
+    *,
+    settings: AllocatorSettings | None = None,
+    watch: Watch | None = None,
+) -> History:
+    """What a card held while it was recorded, block by block, by default on the device with most events.
+
+    Steps, categories and modules come from the recording's marks; without those they are guessed, which its assumptions say. `settings` are
+    those that were recorded unless given. `watch` sees the allocator after each event, its blocks by the recorded address.
+
+    Raises:
+        UsageError: the recording has nothing of that device.
+        RecordingError: its marks cannot be read.
+    """
+    chosen = device_of(recording, device_index)
+    follower = _Follower(chosen, watch)
+    replay(recording, settings=settings, device=chosen.device, watch=follower.look)
+    columns = {name: np.asarray(column, dtype=np.int64) for name, column in follower.rows.items()}
+    columns["died"] = np.where(columns["died"] < 0, chosen.num_events, columns["died"])
+    marks = None if recording.extra is None else Marks.from_plain(recording.extra)
+    marks = marks if marks is not None and marks.trace == chosen.device else None
+    named = _as_guessed(recording, columns, chosen) if marks is None else _as_marked(marks, columns, chosen)
+    begin_us = int(chosen.time_us[0]) if chosen.num_events else 0
+    return History(
+        label=Path(recording.path).name,
+        origin="estimate" if marks is not None and marks.origin == "estimate" else "recording",
+        device=f"cuda:{chosen.device}" if marks is None else marks.device,
+        capacity_bytes=None if marks is None else marks.capacity_bytes,
+        context_bytes=None if marks is None else marks.context_bytes,
+        settings=settings or recording.settings,
+        allocated=follower.levels[0],
+        reserved=follower.levels[1],
+        time_us=chosen.time_us - begin_us if chosen.time_us.any() else np.zeros(0, dtype=np.int64),
+        blocks=Blocks(**(columns | {"category": named.category, "module": named.module})),
+        stacks=recording.stacks,
+        modules=named.modules,
+        spans=named.spans,
+        assumptions=named.assumptions,
+    )
+
+
+def device_of(recording: Recording, index: int | None = None) -> DeviceRecording:
+    """The device of that index, by default the one with most events.
+
+    Raises:
+        UsageError: the recording has nothing of that device.
+    """
+    found = [device for device in recording.devices if index in (None, device.device)]
+    if not found:
+        raise UsageError(f"{recording.path} has nothing of device {index}")
+    return max(found, key=lambda device: (device.num_events, len(device.segments), -device.device))
+
+
+class _Follower:
+    """Writes down the blocks of a recording while it is replayed: `rows` are the columns of `Blocks` but for what they were for."""
+
+    def __init__(self, recording: DeviceRecording, watch: Watch | None) -> None:
+        self.levels = np.zeros((2, recording.num_events), dtype=np.int64)
+        self.rows: dict[str, list[int]] = {
+            name: [] for name in ("num_bytes", "block_bytes", "address", "lane", "born", "died", "stack")
+        }
+        self._watch = watch
+        self._alive: dict[int, int] = {}
+        self._actions, self._addresses = recording.action.tolist(), recording.address.tolist()
+        self._stacks = recording.stack.tolist()
+        self._stacks_at_end = {
+            block.address: block.stack for segment in recording.segments for block in segment.blocks if block.is_live
+        }
+
+    def look(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
+        """A `Watch`."""
+        if event < 0:
+            for address in sorted(blocks):
+                if blocks[address].is_live:
+                    self._add(event, address, blocks[address], 0)
+        else:
+            self.levels[:, event] = allocator.allocated_bytes, allocator.reserved_bytes
+            action, address = self._actions[event], self._addresses[event]
+            if action == Action.ALLOC:
+                self._add(event, address, blocks[address], self._stacks[event])
+            elif action == Action.FREE_REQUESTED and address in self._alive:
+                self.rows["died"][self._alive.pop(address)] = event
+            if event + 1 == len(self._actions):
+                self._name_what_lasted()
+        if self._watch is not None:
+            self._watch(event, allocator, blocks)
+
+    def _add(self, event: int, address: int, block: Block, stack: int) -> None:
+        self._alive[address] = len(self.rows["born"])
+        row = (block.requested_bytes, block.size, block.address, block.pool.stream, event, -1, stack)
+        for column, value in zip(self.rows.values(), row, strict=True):
+            column.append(value)
+
+    def _name_what_lasted(self) -> None:
+        """A block that lived from before the first event to the end has its stack with the segments."""
+        for address, index in self._alive.items():
+            if self.rows["born"][index] < 0:
+                self.rows["stack"][index] = self._stacks_at_end.get(address, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """What recorded blocks were for; `category` and `module` have an entry for each block."""
+
+    category: Column
+    module: Column
+    modules: tuple[str, ...]
+    spans: tuple[HistorySpan, ...]
+    assumptions: tuple[Assumption, ...]
+
+
+def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
+    places = [place_of(stack) for stack in recording.stacks]
+    lives = Lives(
+        num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
+    )
+    phases = phases_of(places, lives)
+    spans = guess_spans(lives, phases)
+    return _Named(
+        category=guess_categories(lives, phases, places, spans),
+        module=np.zeros(len(lives.born), dtype=np.int64),
+        modules=("",),
+        spans=spans,
+        assumptions=(
+            Assumption(
+                where="categories and steps",
+                what="guessed from the stacks and lifetimes of the blocks, since the recording does not say",
+            ),
+        ),
+    )
+
+
+def _as_marked(marks: Marks, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
+    born = columns["born"]
+    of_event = marks.category_of_events(chosen.num_events)
+    of_start = dict(zip(marks.start_addresses.tolist(), marks.start_categories.tolist(), strict=True))
+    at_start = [of_start.get(address, UNKNOWN) for address in columns["address"][born < 0].tolist()]
+    modules = marks.module_of_events(chosen.num_events)[born[born >= 0]]
+    return _Named(
+        category=np.append(np.asarray(at_start, dtype=np.int64), of_event[born[born >= 0]]),
+        module=np.append(
+            np.full(len(at_start), len(marks.modules)), np.where(modules < 0, len(marks.modules), modules)
+        ),
+        modules=(*marks.modules, ""),
+        spans=marks.spans,
+        assumptions=marks.assumptions,
     )
 
 
