@@ -37,7 +37,7 @@ OPTIONS = {
         "--task",
         "-p",
     ],
-    "replay": ["--alloc-conf", "--json", "--memory"],
+    "replay": ["--alloc-conf", "--json", "--memory", "--tune"],
     "devices": ["--json"],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
 }

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json as json_module
+import sys
 from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.reports.tuning import TuningText
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Recording, read_recording
 from tightfit.snapshots.replay import Replay
 from tightfit.snapshots.replay import replay as replay_device
+from tightfit.snapshots.tune import tune as tune_recording
 from tightfit.units import format_bytes, parse
 
 _WIDTH = 120
@@ -23,6 +26,7 @@ def replay(
     *,
     alloc_conf: str | None = None,
     memory: str | None = None,
+    tune: bool = False,
     json: bool = False,
 ) -> int:
     """Replays RECORDING (from torch.cuda.memory._dump_snapshot) through the simulated caching allocator. Exit 1: it would run out of memory.
@@ -31,9 +35,10 @@ def replay(
         recording: the pickle file.
         alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default those that were recorded. What the cache held at the start stays.
         memory: what the allocator may hold, such as 22GiB; by default there is no limit.
+        tune: search the settings that would hold least; those of --alloc-conf get a row among them. Exit 1: none of them fits.
         json: print JSON instead of a table.
     """
-    settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
+    settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
     found = read_recording(recording)
     with_events = [d.device for d in found.devices if d.num_events] or [d.device for d in found.devices][:1]
@@ -46,11 +51,19 @@ def replay(
             f"{len(each)} devices have events: each was replayed apart, and the figures are their sums", highlight=False
         )
     total = each[0] if len(each) == 1 else _sum(each)
+    tuning = None
+    if tune:
+        tuning = tune_recording(
+            found, alloc_conf=alloc_conf, capacity_bytes=capacity_bytes, is_windows=sys.platform == "win32"
+        )
     if json:
-        print(json_module.dumps(total.to_json(), indent=2))
+        more = {} if tuning is None else {"tune": tuning.to_json()}
+        print(json_module.dumps(total.to_json() | more, indent=2))
     else:
         _print(total, found, is_as_recorded=settings is None and capacity_bytes is None)
-    return 0 if total.oom is None else 1
+        if tuning is not None:
+            _console().print(TuningText(tuning), soft_wrap=True)
+    return 0 if (total.oom is None if tuning is None else tuning.recommended is not None) else 1
 
 
 def _sum(each: list[Replay]) -> Replay:
@@ -71,10 +84,15 @@ def _sum(each: list[Replay]) -> Replay:
     )
 
 
-def _print(result: Replay, recording: Recording, *, is_as_recorded: bool) -> None:
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
+    return console
+
+
+def _print(result: Replay, recording: Recording, *, is_as_recorded: bool) -> None:
+    console = _console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("events", f"{result.events:,}")
     table.add_row(
