@@ -47,7 +47,9 @@ def capture(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
-    return trace(parsed, label=target, device=device, num_steps=steps, show_output=show_output, meanwhile=meanwhile)
+    return trace(
+        parsed, label=target, device=device, num_steps=steps, show_output=show_output, meanwhile=meanwhile
+    ).tape
 
 
 def estimate(

@@ -7,12 +7,13 @@ It imitates a card in torch's name throughout, so it is used for one capture and
 
 import dataclasses
 import faulthandler
+import importlib
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +27,9 @@ _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`."""
+    """What is asked of the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
+    `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    """
 
     target: dict[str, Any]
     label: str
@@ -34,16 +37,17 @@ class Request:
     num_steps: int
     tape: str
     show_output: bool
+    preparation: dict[str, Any] | None
 
 
 def main(path: str) -> None:
     """Traces what the request at `path` says, and ends the process."""
     request = Request(**json.loads(Path(path).read_text()))
-    answer: dict[str, Any] = {"ok": True}
+    answer: dict[str, Any]
     terminal = os.dup(2)
     try:
         with _quiet(request.show_output):
-            _trace(request, terminal)
+            answer = {"ok": True, "report": _trace(request, terminal)}
     except TightfitError as error:
         answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
     except SystemExit as error:
@@ -54,7 +58,7 @@ def main(path: str) -> None:
     os._exit(0)
 
 
-def _trace(request: Request, terminal: int) -> None:
+def _trace(request: Request, terminal: int) -> Any:
     try:
         from tightfit.capture.session import Session
     except ModuleNotFoundError as error:
@@ -67,9 +71,18 @@ def _trace(request: Request, terminal: int) -> None:
         ) from error
     session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
     session.gpu.progress = progress = Progress(request.label, terminal)
+    report = _prepare(request.preparation)
     session.run(_target(request.target))
     progress.end()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
+    return report()
+
+
+def _prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+    if preparation is None:
+        return lambda: None
+    module, _, name = preparation["function"].partition(":")
+    return getattr(importlib.import_module(module), name)(preparation["argument"])
 
 
 def _target(fields: dict[str, Any]) -> targets.Target:

@@ -13,12 +13,32 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tightfit import errors
 from tightfit.capture.targets import Target
 from tightfit.tape import Tape
 
 DEFAULT_NUM_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What is done in the child before the workload begins: `function` ("package.module:name") is called with `argument`, plain JSON.
+
+    It returns a function that is called when the workload is over, whose answer, plain JSON too, is the trace's report.
+    """
+
+    function: str
+    argument: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A tape, and what the preparation has to report (None without one)."""
+
+    tape: Tape
+    report: Any
 
 
 def trace(
@@ -29,7 +49,8 @@ def trace(
     num_steps: int = DEFAULT_NUM_STEPS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
-) -> Tape:
+    preparation: Preparation | None = None,
+) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
     `meanwhile` is called while the child runs.
@@ -46,6 +67,7 @@ def trace(
             "num_steps": num_steps,
             "tape": str(tape),
             "show_output": show_output,
+            "preparation": None if preparation is None else dataclasses.asdict(preparation),
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
@@ -65,7 +87,7 @@ def trace(
         result = json.loads(answer.read_text())
         if not result["ok"]:
             raise getattr(errors, result["kind"])(result["message"])
-        return Tape.load(tape)
+        return Traced(tape=Tape.load(tape), report=result["report"])
 
 
 def _death(label: str, code: int, said: str) -> str:

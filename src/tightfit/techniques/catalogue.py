@@ -1,4 +1,7 @@
-"""All techniques there are: ours, and those that installed packages offer under the entry point `tightfit.techniques`."""
+"""All techniques there are: ours, and those that installed packages offer under the entry point `tightfit.techniques`.
+
+Ours are in the order in which they are put on a model: what works inside a module before what is wrapped around it.
+"""
 
 import importlib
 from functools import cache
@@ -7,7 +10,10 @@ from importlib.metadata import entry_points
 from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
-_OURS: tuple[str, ...] = ()
+_OURS: tuple[str, ...] = (
+    "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
+    "tightfit.techniques.checkpointing:Checkpointing",
+)
 
 
 @cache

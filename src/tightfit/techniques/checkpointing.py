@@ -1,0 +1,37 @@
+"""Checkpointing: a block's activations are dropped after its forward pass and computed again when its backward pass needs them.
+
+Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), per block of the module tree, whichever blocks the plan names.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.simulate.anatomy import Anatomy
+from tightfit.tape import Tape
+from tightfit.techniques.blocks import blocks, recompute_option
+from tightfit.techniques.recompute import Recomputed
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+
+@final
+class Checkpointing(AbstractTechnique):
+    """Trades a second forward pass of a block for all that the block keeps for its backward pass but its input."""
+
+    name = "checkpointing"
+    exact = True
+    exactness = "bit for bit: the same operators on the same values, random state and autocast included"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each block, slots shared with what lies inside and around it."""
+        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        return [recompute_option(self.name, anatomy, block, seconds) for block in blocks(anatomy)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Wraps the forward of each block."""
+        modules = [session.module(choice.where) for choice in chosen]
+        for module in modules:
+            session.wrap_forward(module, Recomputed(module))
