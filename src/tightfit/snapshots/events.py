@@ -15,6 +15,7 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 MOST = (1 << 63) - 1
+MOST_DEVICES = 1 << 10
 DEFAULT_POOL = (0, 0)
 _NO_CONTEXT = "N/A"
 
@@ -38,8 +39,17 @@ _FIRST_WITHOUT_ADDRESS = Action.OOM.value
 _OTHER = Action.OTHER.value
 
 
-class Malformed(ValueError):
+class Malformed(Exception):
     """Something is not as a recording has it."""
+
+
+class Stack:
+    """A list of frames that is known already, by its number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Lanes:
@@ -47,6 +57,10 @@ class Lanes:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, tuple[int, int]], int] = {}
+
+    def pair(self, lane: int) -> tuple[int, tuple[int, int]]:
+        """The stream and the pool of a lane that was given out."""
+        return (lane, DEFAULT_POOL) if lane >= 0 else list(self._numbers)[-1 - lane]
 
     def of(self, stream: int, pool_id: Any) -> int:
         """The lane of a stream in a pool."""
@@ -82,7 +96,9 @@ class Shared:
 
     def stack(self, frames: Any) -> int:
         """The number of a stack of frames as torch writes them."""
-        if not frames and type(frames) in (list, tuple):
+        if type(frames) is Stack:
+            return frames.number
+        if not frames and isinstance(frames, list | tuple):
             return 0
         return self.stacks.of(self.texts(frames))
 
@@ -112,11 +128,22 @@ class Shared:
         return text
 
 
-class EventTable:
-    """Takes the events of one device, one by one, into columns."""
+class Row:
+    """An event that is in a table already."""
 
-    def __init__(self, shared: Shared) -> None:
+    __slots__ = ("number", "table")
+
+    def __init__(self, table: "EventTable", number: int) -> None:
+        self.table = table
+        self.number = number
+
+
+class EventTable:
+    """Takes the events of one device, one by one, into columns. `number` tells it from other tables of its file."""
+
+    def __init__(self, shared: Shared, number: int = 0) -> None:
         self.shared = shared
+        self.number = number
         self.lanes = Lanes()
         self._columns = {name: array("q") for name in ("action", "address", "num_bytes", "lane", "time_us", "stack")}
         self._columns |= {name: array("q") for name in ("user_metadata", "compile_context")}
@@ -132,7 +159,8 @@ class EventTable:
             Malformed: it lacks something, or a figure is out of range.
         """
         if type(event) is not dict:
-            raise Malformed("an event is no dict")
+            self._add_again(event)
+            return
         get = event.get
         name = get("action")
         if type(name) is not str:
@@ -160,6 +188,17 @@ class EventTable:
         add_address(address)
         add_bytes(num_bytes)
         add_time(time_us)
+
+    def _add_again(self, row: Any) -> None:
+        if type(row) is not Row:
+            raise Malformed("an event is no dict")
+        for name, column in self._columns.items():
+            column.append(row.table._columns[name][row.number])
+        self._columns["lane"][-1] = self.lanes.of(*row.table.lanes.pair(self._columns["lane"][-1]))
+
+    def stack_of(self, row: int) -> int:
+        """The number of the stack of an event."""
+        return self._columns["stack"][row]
 
     def columns(self) -> dict[str, Column]:
         """The columns by name, of equal length; nothing can be added after this."""

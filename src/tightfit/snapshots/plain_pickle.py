@@ -3,29 +3,36 @@
 A recording from a stranger must not run code, and must not hang or eat all memory either. Python's own unpickler can be kept from finding
 classes, but still allocates what a forged length or memo index asks for, and hashes nested tuples for ever when they are dict keys. So keys
 are text here, and the few opcodes that plain data needs (Lib/pickletools.py describes them) are carried out one by one, and every
-other one is refused. What this builds is never larger than a small multiple of the file.
+other one is refused. The file passes through a window, and the number of containers and their depth are bounded.
 """
 
+import io
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 PlainValue = Any
 
 _UNPACK_I = struct.Struct("<i").unpack_from
 _UNPACK_FLOAT = struct.Struct(">d").unpack_from
 _MOST_DIGITS = 100
+_MOST_DEPTH = 1000
+_MOST_CONTAINERS = 1 << 22
+_WIDEST_GAP = 1 << 10
+_WINDOW_BYTES = 1 << 20
+# No opcode that is written out in `run` is longer than this, together with what is looked at beyond it.
+_MARGIN_BYTES = 64
 
 
 class NotPlain(Exception):
     """The bytes are not a whole pickle of plain data; the message says at which byte, and why."""
 
 
-class _Mark:
-    """Stands on the stack where a collection begins."""
+class _Gone:
+    """Stands in the memo where nothing is, or no longer is."""
 
 
-_MARK = _Mark()
+GONE: Final = _Gone()
 
 
 def loads(data: bytes) -> PlainValue:
@@ -34,44 +41,97 @@ def loads(data: bytes) -> PlainValue:
     Raises:
         NotPlain: `data` is truncated or damaged, or holds anything but plain data.
     """
-    reader = _Reader(data)
+    return load(Reader(io.BytesIO(data).read))
+
+
+def load(reader: "Reader") -> PlainValue:
+    """The value that `reader` finds.
+
+    Raises:
+        NotPlain: the bytes are truncated or damaged, or hold anything but plain data.
+    """
     try:
         return reader.run()
-    except (IndexError, KeyError, struct.error) as error:
-        raise NotPlain(f"damaged or cut off near byte {reader.at}") from error
-    except (ValueError, TypeError, OverflowError) as error:
-        raise NotPlain(f"{error} near byte {reader.at}") from error
+    except (IndexError, struct.error) as error:
+        raise NotPlain(f"damaged or cut off near byte {reader.position}") from error
 
 
-class _Reader:
-    """The stack machine. `at` is the byte after the opcode that is being carried out."""
+class Reader:
+    """The stack machine. `data` is the window on the file, and `at` the byte in it after the opcode that is being carried out.
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    `stack` holds what was pushed since the last mark, and `outer` what was pushed before each mark.
+    """
+
+    def __init__(self, read: Callable[[int], bytes], advance: Callable[[int], None] | None = None) -> None:
+        """`read(n)` gives the next bytes of the file, at most n, and none at its end; `advance(n)` is told of each n bytes done."""
+        self._read = read
+        self._advance = advance
+        self._done_bytes = 0
+        self._limit = 0
+        self.data = b""
         self.at = 0
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.outer: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.num_containers = 0
 
-    def run(self) -> PlainValue:
-        """Carries out opcodes up to STOP. The commonest ones are written out; a recording has hundreds of thousands of them."""
-        data, stack, memo = self.data, self.stack, self.memo
+    @property
+    def position(self) -> int:
+        """The byte of the file that `at` is."""
+        return self._done_bytes + self.at
+
+    def run(self) -> PlainValue:  # noqa: PLR0912, PLR0915 a call for each of a hundred million opcodes is too slow
+        """Carries out opcodes up to STOP; the commonest ones are written out."""
+        self._refill(_WINDOW_BYTES)
+        data, at, limit = self.data, self.at, self._limit
+        stack, outer, memo = self.stack, self.outer, self.memo
         push = stack.append
-        rare = _RARE
-        at = 0
+        last_keys: list[Any] = []
         while True:
+            if at > limit:
+                self.at = at
+                self._refill(_WINDOW_BYTES)
+                data, at, limit = self.data, self.at, self._limit
             op = data[at]
             at += 1
             if op == 0x68:  # BINGET
-                push(memo[data[at]])
+                value = memo[data[at]]
+                push(self.recall(data[at]) if value is GONE else value)
                 at += 1
             elif op == 0x6A:  # LONG_BINGET
-                push(memo[int.from_bytes(data[at : at + 4], "little")])
+                index = int.from_bytes(data[at : at + 4], "little")
+                value = memo[index]
+                push(self.recall(index) if value is GONE else value)
                 at += 4
             elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                memo.append(stack[-1])
             elif op == 0x4B:  # BININT1
                 push(data[at])
                 at += 1
+            elif op == 0x28:  # MARK
+                if len(outer) > _MOST_DEPTH:
+                    raise NotPlain(f"collections are nested too deeply at byte {self._done_bytes + at}")
+                outer.append(stack)
+                self.stack = stack = []
+                push = stack.append
+            elif op == 0x75:  # SETITEMS
+                items = stack
+                self.stack = stack = outer.pop()
+                push = stack.append
+                keys = items[::2]
+                if keys != last_keys or len(items) % 2:
+                    _check_keys(items)
+                    last_keys = keys
+                if type(stack[-1]) is not dict:
+                    raise NotPlain("a key is set in what is no dict")
+                stack[-1].update(zip(keys, items[1::2], strict=True))
+            elif op == 0x7D:  # EMPTY_DICT
+                self.num_containers += 1
+                push({})
+            elif op == 0x8A and data[at] <= 8:  # LONG1
+                end = at + 1 + data[at]
+                push(int.from_bytes(data[at + 1 : end], "little", signed=True))
+                at = end
             elif op == 0x4A:  # BININT
                 push(_UNPACK_I(data, at)[0])
                 at += 4
@@ -80,24 +140,44 @@ class _Reader:
                 return self._result()
             else:
                 self.at = at
-                carry_out = rare.get(op)
+                carry_out = RARE.get(op)
                 if carry_out is None:
-                    raise NotPlain(f"opcode {op:#04x} at byte {at - 1} is not one of plain data")
-                carry_out(self)
-                at = self.at
+                    raise NotPlain(f"opcode {op:#04x} at byte {self.position - 1} is not one of plain data")
+                try:
+                    carry_out(self)
+                except (ValueError, TypeError, OverflowError) as error:
+                    raise NotPlain(f"{error} near byte {self.position}") from error
+                data, at, limit = self.data, self.at, self._limit
+                stack = self.stack
+                push = stack.append
 
     def _result(self) -> PlainValue:
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
-            raise NotPlain(f"the pickle ends at byte {self.at} with {len(self.stack)} values instead of one")
+        if len(self.stack) != 1 or self.outer:
+            raise NotPlain(f"the pickle ends at byte {self.position} with more or fewer values than one")
         return self.stack[0]
+
+    def _refill(self, wanted_bytes: int) -> None:
+        """Moves the window on, so that `wanted_bytes` more are in it where the file has them."""
+        if self.num_containers > _MOST_CONTAINERS:
+            raise NotPlain(f"more than {_MOST_CONTAINERS} collections that are no events, at byte {self.position}")
+        more = self._read(wanted_bytes)
+        if self._advance is not None:
+            self._advance(self.at)
+        self._done_bytes += self.at
+        self.data = self.data[self.at :] + more
+        self.at = 0
+        # At the end of the file there is no margin any more: to run over it is an IndexError.
+        self._limit = len(self.data) - _MARGIN_BYTES if more else len(self.data)
 
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
-        end = self.at + count
-        if end > len(self.data):
-            raise NotPlain(f"{count} bytes are announced at byte {self.at}, and {len(self.data) - self.at} are left")
-        piece = self.data[self.at : end]
-        self.at = end
+        while self.at + count > len(self.data):
+            before = len(self.data) - self.at
+            self._refill(max(_WINDOW_BYTES, min(count, before)))
+            if len(self.data) == before:
+                raise NotPlain(f"{count} bytes are announced at byte {self.position}, and {before} are left")
+        piece = self.data[self.at : self.at + count]
+        self.at += count
         return piece
 
     def take_counted(self, width: int) -> bytes:
@@ -106,26 +186,60 @@ class _Reader:
 
     def line(self) -> bytes:
         """The bytes up to the end of the line."""
-        end = self.data.index(b"\n", self.at)
+        while (end := self.data.find(b"\n", self.at)) < 0:
+            before = len(self.data) - self.at
+            self._refill(max(_WINDOW_BYTES, before))
+            if len(self.data) == before:
+                raise NotPlain(f"a line that begins at byte {self.position} does not end")
         piece = self.data[self.at : end]
         self.at = end + 1
         return piece
 
     def cut_to_mark(self) -> list[Any]:
         """What was pushed since the last mark, which goes as well."""
-        stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise NotPlain("a collection ends that never began")
-        items = stack[at + 1 :]
-        del stack[at:]
+        items = self.stack
+        self.stack = self.outer.pop()
         return items
 
+    def get(self, index: int) -> Any:
+        """What was remembered under a number."""
+        value = self.memo[index]
+        return self.recall(index) if value is GONE else value
+
     def put(self, index: int) -> None:
-        """Remembers the top of the stack under a number of the file's choosing."""
-        self.memo[index] = self.stack[-1]
+        """Remembers the top of the stack under a number of the file's choosing, which counts up in every pickle that a program wrote."""
+        memo, value = self.memo, self.stack[-1]
+        if index > len(memo):
+            if index > len(memo) + _WIDEST_GAP:
+                raise NotPlain(f"a memo of {index} entries is asked for where {len(memo)} are used")
+            memo.extend([GONE] * (index - len(memo)))
+        if index == len(memo):
+            memo.append(value)
+        else:
+            memo[index] = value
+            self.forget_runs()
+
+    def forget_runs(self) -> None:
+        """Something in the memo is another thing now."""
+
+    def recall(self, index: int) -> Any:
+        """What was at a number of the memo that is empty now."""
+        raise NotPlain(f"memo entry {index} is used before it is there")
+
+    def new_list(self) -> list[Any]:
+        """An empty list."""
+        return []
+
+    def open_list(self) -> None:
+        """Pushes a new list."""
+        self.num_containers += 1
+        self.stack.append(self.new_list())
+
+    def close_list(self, items: list[Any]) -> None:
+        """Pushes a new list of `items`."""
+        self.num_containers += 1
+        self.stack.append(self.new_list())
+        self.append(items)
 
     def append(self, items: list[Any]) -> None:
         """Adds `items` to the list on top of the stack."""
@@ -134,19 +248,27 @@ class _Reader:
             raise NotPlain("something is appended to what is no list")
         target.extend(items)
 
-    def set_items(self, items: list[Any]) -> None:
-        """Adds keys and values, in turn, to the dict on top of the stack."""
-        target = self.stack[-1]
-        if type(target) is not dict:
-            raise NotPlain("a key is set in what is no dict")
-        target.update(_pairs(items))
+    def push_tuple(self, items: list[Any]) -> None:
+        """Pushes a tuple of `items`."""
+        self.num_containers += 1
+        self.stack.append(tuple(items))
+
+    def text(self, data: bytes) -> str:
+        """What UTF-8 bytes say."""
+        return data.decode("utf-8", "surrogatepass")
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    keys = items[::2]
-    if len(items) % 2 or not all(type(key) is str for key in keys):
+def _check_keys(items: list[Any]) -> None:
+    if len(items) % 2 or not all(type(key) is str for key in items[::2]):
         raise NotPlain("a dict has a key without a value, or one that is not text")
-    return dict(zip(keys, items[1::2], strict=True))
+
+
+def _set_items(reader: Reader, items: list[Any]) -> None:
+    _check_keys(items)
+    target = reader.stack[-1]
+    if type(target) is not dict:
+        raise NotPlain("a key is set in what is no dict")
+    target.update(zip(items[::2], items[1::2], strict=True))
 
 
 def _decimal(text: bytes) -> int:
@@ -155,100 +277,116 @@ def _decimal(text: bytes) -> int:
     return int(text)
 
 
-def _int_line(reader: _Reader) -> int | bool:
+def _float_line(reader: Reader) -> float:
+    text = reader.line()
+    if len(text) > _MOST_DIGITS:
+        raise NotPlain("a number of too many digits")
+    return float(text)
+
+
+def _index(text: bytes) -> int:
+    index = _decimal(text)
+    if index < 0:
+        raise NotPlain("a memo index below 0")
+    return index
+
+
+def _int_line(reader: Reader) -> int | bool:
     text = reader.line()
     return text == b"01" if text in (b"00", b"01") else _decimal(text)
 
 
-def _long_line(reader: _Reader) -> int:
+def _long_line(reader: Reader) -> int:
     return _decimal(reader.line().removesuffix(b"L"))
 
 
-def _long(reader: _Reader, width: int) -> int:
+def _long(reader: Reader, width: int) -> int:
     digits = reader.take_counted(width)
     if len(digits) > _MOST_DIGITS:
         raise NotPlain("a number of too many digits")
     return int.from_bytes(digits, "little", signed=True)
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _pushes(make: Callable[[_Reader], Any]) -> Callable[[_Reader], None]:
-    def carry_out(reader: _Reader) -> None:
-        reader.stack.append(make(reader))
+def _pushes(make: Callable[[Reader], Any]) -> Callable[[Reader], None]:
+    def carry_out(reader: Reader) -> None:
+        value = make(reader)
+        reader.stack.append(value)
 
     return carry_out
 
 
-def _tuple_of(count: int) -> Callable[[_Reader], None]:
-    def carry_out(reader: _Reader) -> None:
+def _tuple_of(count: int) -> Callable[[Reader], None]:
+    def carry_out(reader: Reader) -> None:
         items = reader.stack[-count:]
-        if len(items) != count or any(item is _MARK for item in items):
+        if len(items) != count:
             raise NotPlain("a tuple of more values than there are")
-        reader.stack[-count:] = [tuple(items)]
+        del reader.stack[-count:]
+        reader.push_tuple(items)
 
     return carry_out
 
 
-def _pop(reader: _Reader) -> None:
-    reader.stack.pop()
+def _pop(reader: Reader) -> None:
+    if reader.stack:
+        reader.stack.pop()
+    else:
+        reader.cut_to_mark()
 
 
-def _append(reader: _Reader) -> None:
-    value = reader.stack.pop()
-    if value is _MARK:
-        raise NotPlain("a collection begins where a value is expected")
-    reader.append([value])
+def _append(reader: Reader) -> None:
+    reader.append([reader.stack.pop()])
 
 
-def _set_item(reader: _Reader) -> None:
+def _set_item(reader: Reader) -> None:
     value, key = reader.stack.pop(), reader.stack.pop()
-    reader.set_items([key, value])
+    _set_items(reader, [key, value])
 
 
-def _protocol(reader: _Reader) -> None:
+def _dict(reader: Reader) -> None:
+    items = reader.cut_to_mark()
+    reader.num_containers += 1
+    reader.stack.append({})
+    _set_items(reader, items)
+
+
+def _protocol(reader: Reader) -> None:
     if reader.take(1)[0] > 5:
         raise NotPlain("a pickle protocol above 5")
 
 
-_RARE: dict[int, Callable[[_Reader], None]] = {
-    ord("("): _pushes(lambda _: _MARK),
-    ord("}"): _pushes(lambda _: {}),
-    ord("]"): _pushes(lambda _: []),
+RARE: dict[int, Callable[[Reader], None]] = {
+    ord("]"): lambda reader: reader.open_list(),
     ord(")"): _pushes(lambda _: ()),
-    ord("u"): lambda reader: reader.set_items(reader.cut_to_mark()),
     ord("e"): lambda reader: reader.append(reader.cut_to_mark()),
     ord("a"): _append,
     ord("s"): _set_item,
-    ord("t"): _pushes(lambda reader: tuple(reader.cut_to_mark())),
-    ord("l"): _pushes(lambda reader: reader.cut_to_mark()),
-    ord("d"): _pushes(lambda reader: _pairs(reader.cut_to_mark())),
+    ord("t"): lambda reader: reader.push_tuple(reader.cut_to_mark()),
+    ord("l"): lambda reader: reader.close_list(reader.cut_to_mark()),
+    ord("d"): _dict,
     0x85: _tuple_of(1),
     0x86: _tuple_of(2),
     0x87: _tuple_of(3),
     ord("N"): _pushes(lambda _: None),
+    ord("M"): _pushes(lambda reader: int.from_bytes(reader.take(2), "little")),
     0x88: _pushes(lambda _: True),
     0x89: _pushes(lambda _: False),
-    ord("M"): _pushes(lambda reader: int.from_bytes(reader.take(2), "little")),
     0x8A: _pushes(lambda reader: _long(reader, 1)),
     0x8B: _pushes(lambda reader: _long(reader, 4)),
     ord("I"): _pushes(_int_line),
     ord("L"): _pushes(_long_line),
     ord("G"): _pushes(lambda reader: _UNPACK_FLOAT(reader.take(8))[0]),
-    ord("F"): _pushes(lambda reader: float(reader.line())),
-    0x8C: _pushes(lambda reader: _text(reader.take_counted(1))),
-    ord("X"): _pushes(lambda reader: _text(reader.take_counted(4))),
-    0x8D: _pushes(lambda reader: _text(reader.take_counted(8))),
+    ord("F"): _pushes(_float_line),
+    0x8C: _pushes(lambda reader: reader.text(reader.take_counted(1))),
+    ord("X"): _pushes(lambda reader: reader.text(reader.take_counted(4))),
+    0x8D: _pushes(lambda reader: reader.text(reader.take_counted(8))),
     ord("V"): _pushes(lambda reader: reader.line().decode("raw-unicode-escape")),
     ord("C"): _pushes(lambda reader: reader.take_counted(1)),
     ord("B"): _pushes(lambda reader: reader.take_counted(4)),
     0x8E: _pushes(lambda reader: reader.take_counted(8)),
     ord("q"): lambda reader: reader.put(reader.take(1)[0]),
     ord("r"): lambda reader: reader.put(int.from_bytes(reader.take(4), "little")),
-    ord("p"): lambda reader: reader.put(_decimal(reader.line())),
-    ord("g"): _pushes(lambda reader: reader.memo[_decimal(reader.line())]),
+    ord("p"): lambda reader: reader.put(_index(reader.line())),
+    ord("g"): _pushes(lambda reader: reader.get(_index(reader.line()))),
     ord("0"): _pop,
     ord("1"): lambda reader: _ignore(reader.cut_to_mark()),
     ord("2"): _pushes(lambda reader: reader.stack[-1]),

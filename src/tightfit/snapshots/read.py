@@ -6,14 +6,24 @@ and range. Whatever is wrong becomes one `RecordingError` line.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.errors import RecordingError, UsageError
 from tightfit.simulate.settings import NUM_INTERVALS, AllocatorSettings
-from tightfit.snapshots import plain_pickle
-from tightfit.snapshots.events import DEFAULT_POOL, MOST, Action, Column, EventTable, Malformed, Shared, table_of
+from tightfit.snapshots.events import (
+    DEFAULT_POOL,
+    MOST,
+    MOST_DEVICES,
+    Action,
+    Column,
+    EventTable,
+    Malformed,
+    Shared,
+    table_of,
+)
+from tightfit.snapshots.plain_pickle import NotPlain
+from tightfit.snapshots.stream import EventList, load_recording
 
 __all__ = [
     "Action",
@@ -27,7 +37,6 @@ __all__ = [
 ]
 
 _MOST_BLOCKS = 1 << 22
-_MOST_DEVICES = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +118,33 @@ class Recording:
     extra: Mapping[str, Any] | None
 
 
-def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """The recording in the file at `path`.
+def read_recording(path: str | os.PathLike[str], *, progress: Callable[[str, float], None] | None = None) -> Recording:
+    """The recording in the file at `path`, which passes through a window: its events are never there but as columns.
+
+    `progress` is told what is done and how much of it, from 0 to 1, about once per MiB.
 
     Raises:
         RecordingError: the file cannot be read, or is no recording of torch's CUDA allocator.
     """
     name = os.fspath(path)
+    shared = Shared()
     try:
-        value = plain_pickle.loads(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            total_bytes = max(1, os.fstat(file.fileno()).st_size)
+            done_bytes = 0
+
+            def advance(num_bytes: int) -> None:
+                nonlocal done_bytes
+                done_bytes += num_bytes
+                if progress is not None:
+                    progress("reading", min(1.0, done_bytes / total_bytes))
+
+            value = load_recording(file.read, shared, advance)
+        return _recording(name, value, shared)
     except OSError as error:
         raise RecordingError(f"{name} cannot be read: {error.strerror or error}") from error
-    except plain_pickle.NotPlain as error:
+    except NotPlain as error:
         raise RecordingError(f"{name} is not a memory recording that can be read: {error}") from error
-    try:
-        return _recording(name, value)
     except Malformed as error:
         raise RecordingError(f"{name} is not a recording of torch's memory allocator: {error}") from error
 
@@ -135,7 +156,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _sequence(value: Any, where: str) -> Sequence[Any]:
-    if type(value) is not list and type(value) is not tuple:
+    if not isinstance(value, list | tuple):
         raise Malformed(f"{where} is no list")
     return value
 
@@ -154,16 +175,15 @@ def _text(table: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _recording(name: str, value: Any) -> Recording:
+def _recording(name: str, value: Any, shared: Shared) -> Recording:
     whole = _mapping(value, "the whole")
     if "segments" not in whole or "device_traces" not in whole:
         raise Malformed("it lacks 'segments' or 'device_traces'")
-    shared = Shared()
     segments = [_mapping(s, "a segment") for s in _sequence(whole["segments"], "'segments'")]
     traces = _sequence(whole["device_traces"], "'device_traces'")
-    if len(traces) > _MOST_DEVICES:
-        raise Malformed(f"it has more than {_MOST_DEVICES} devices")
-    tables = [table_of(_sequence(trace, "a trace"), shared) for trace in traces]
+    if len(traces) > MOST_DEVICES:
+        raise Malformed(f"it has more than {MOST_DEVICES} devices")
+    tables = [_table(_sequence(trace, "a trace"), shared) for trace in traces]
     by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(tables))}
     for segment in segments:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
@@ -182,6 +202,10 @@ def _recording(name: str, value: Any) -> Recording:
         annotations=_annotations(whole.get("external_annotations", ())),
         extra=None if whole.get("tightfit") is None else _extra(_mapping(whole["tightfit"], "'tightfit'")),
     )
+
+
+def _table(trace: Sequence[Any], shared: Shared) -> EventTable:
+    return trace.table if type(trace) is EventList and trace.table is not None else table_of(trace, shared)
 
 
 def _device(device: int, table: EventTable, segments: Sequence[Mapping[str, Any]]) -> DeviceRecording:
