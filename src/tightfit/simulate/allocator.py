@@ -189,6 +189,11 @@ class CachingAllocator(Counters):
             )
         return pools[stream]
 
+    def free_blocks(self) -> list[Block]:
+        """Every free block, of all streams: what the cache holds."""
+        pools = (*self._large.values(), *self._small.values())
+        return [block for pool in pools for block in pool.free_blocks()]
+
     def _split(self, block: Block, size: int) -> None:
         """Leaves `block` only its first `size` bytes; the rest is free."""
         pool, after = block.pool, block.next

@@ -60,11 +60,8 @@ class Mapper:
 
     def release(self, block: Block) -> None:
         """Unmaps the whole pages inside a free block."""
-        pool, segment = block.pool, block.segment
-        assert segment is not None, "only blocks of expandable segments have pages"
-        page = segment.page_bytes
-        begin = segment.address + -(-(block.address - segment.address) // page) * page
-        end = segment.address + (block.address + block.size - segment.address) // page * page
+        pool = block.pool
+        begin, end = whole_pages(block)
         if begin >= end:
             return
         pool.remove(block)
@@ -122,6 +119,16 @@ class Mapper:
         piece = Block(address, size, block.pool, block.segment)
         block.pool.add(piece)
         return piece
+
+
+def whole_pages(block: Block) -> tuple[int, int]:
+    """Where the first whole page inside a block of an expandable segment begins and the last one ends; the end is not larger if there is none."""
+    segment = block.segment
+    assert segment is not None, "only blocks of expandable segments have pages"
+    page = segment.page_bytes
+    begin = segment.address + -(-(block.address - segment.address) // page) * page
+    end = segment.address + (block.address + block.size - segment.address) // page * page
+    return begin, end
 
 
 def _growable_bytes(block: Block) -> int:

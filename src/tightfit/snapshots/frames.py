@@ -63,7 +63,7 @@ def place_of(stack: tuple[str, ...]) -> Place:
     if not own and not function:
         function = next((match[1] for _, name in split if (match := _NODE.search(name))), "")
     return Place(
-        line=line,
+        line="" if line.endswith(":0") else line,
         function=function,
         callers=tuple(caller for caller, _ in own[1:]),
         operator=operator,
