@@ -11,6 +11,7 @@ from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
 _OURS: tuple[str, ...] = (
+    "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
 )

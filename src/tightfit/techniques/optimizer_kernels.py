@@ -1,0 +1,102 @@
+"""Has an optimizer of torch.optim run another of its implementations, for a time: the flags of its groups, and where its step counts lie.
+
+A fused kernel wants the counts of steps in float32 beside the parameters, the others read them on the host. Checkpoints are written with the
+flags and places of a plain run, and a checkpoint that is loaded does not take the flags away again.
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.session import Session
+
+Kernel = Literal["fused", "foreach", "for-loop"]
+
+# What the groups of an optimizer say where torch is to run each implementation (torch/optim/optimizer.py, `_fused_doc`).
+_FLAGS: dict[Kernel, dict[str, bool]] = {
+    "fused": {"fused": True, "foreach": False},
+    "foreach": {"fused": False, "foreach": True},
+    "for-loop": {"fused": False, "foreach": False},
+}
+
+
+def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kernel: Kernel) -> None:
+    """Does nothing where `optimizer` can run `kernel`.
+
+    Raises:
+        ApplyError: it has no such implementation, or not for these parameters.
+    """
+    name, flag = type(optimizer).__name__, "fused" if kernel == "fused" else "foreach"
+    if any(flag not in group for group in optimizer.param_groups):
+        raise ApplyError(f"{name} has no {kernel} implementation; leave optimizer_kernel out of the plan")
+    if kernel == "for-loop":
+        return
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ApplyError(f"{name}(differentiable=True) cannot run {kernel}; leave optimizer_kernel out of the plan")
+    for module in model.modules():
+        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise ApplyError(
+                f"{type(module).__name__}(sparse=True) has sparse gradients, which {kernel} optimizers do not take; leave optimizer_kernel out"
+            )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if kernel == "fused" and not parameter.is_floating_point():
+                raise ApplyError(f"{name} holds a parameter of {parameter.dtype}, which has no fused implementation")
+
+
+def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel) -> None:
+    """Has `optimizer` run `kernel` until the session is undone; `check_kernel` has found nothing against it."""
+    flags = _FLAGS[kernel]
+    holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
+    before = [{name: holder[name] for name in flags if name in holder} for holder in holders]
+    was_fused = any(flags_before.get("fused") for flags_before in before)
+
+    def put(_: object = None) -> None:
+        for holder in (optimizer.defaults, *optimizer.param_groups):
+            holder.update({name: value for name, value in flags.items() if name in holder})
+        _place_counts(optimizer, beside_parameters=kernel == "fused")
+
+    def as_before(holder: dict[str, Any], index: int) -> None:
+        holder.update(before[min(index, len(before) - 1)])
+
+    def saved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for index, group in enumerate(groups, 1):
+            as_before(group, index)
+        states = state_dict["state"]
+        if kernel == "fused" and not was_fused:
+            states = {key: _with_count_on_host(state) for key, state in states.items()}
+        return {**state_dict, "param_groups": groups, "state": states}
+
+    handles = [
+        optimizer.register_state_dict_post_hook(saved),
+        optimizer.register_load_state_dict_post_hook(put),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
+            as_before(holder, index)
+        _place_counts(optimizer, beside_parameters=was_fused)
+
+    session.when_undone(undo)
+    put()
+
+
+def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) -> None:
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            count = state.get("step")
+            if isinstance(count, torch.Tensor):
+                device = parameter.device if beside_parameters else torch.device("cpu")
+                state["step"] = count.to(device=device, dtype=torch.float32)
+
+
+def _with_count_on_host(state: dict[str, Any]) -> dict[str, Any]:
+    count = state.get("step")
+    return {**state, "step": count.cpu()} if isinstance(count, torch.Tensor) else state

@@ -1,0 +1,89 @@
+"""The three implementations of an optimizer: same training, other temporaries; what options promise is what a traced run holds."""
+
+import copy
+
+import pytest
+import torch
+from tests.cpu.optimizer_training import DEVICE, assert_same, choice, peak_bytes, traced, train
+
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.techniques.optimizer_kernel import OptimizerKernel
+from tightfit.techniques.session import Session
+
+NAME = "tightfit.techniques.optimizer_kernel:OptimizerKernel"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adagrad"])
+def test_foreach_and_for_loop_train_bit_for_bit_alike(optimizer):
+    loop = train(OptimizerKernel(), {"kernel": "for-loop"}, optimizer=optimizer)
+    foreach = train(OptimizerKernel(), {"kernel": "foreach"}, optimizer=optimizer)
+    assert_same(train(optimizer=optimizer), loop)
+    assert_same(loop, foreach)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adagrad"])
+def test_the_fused_kernel_differs_by_rounding_only(optimizer):
+    fused = train(OptimizerKernel(), {"kernel": "fused"}, optimizer=optimizer, reload_at=2)
+    assert_same(train(optimizer=optimizer, reload_at=2), fused, rtol=1e-4, atol=1e-5)
+
+
+def test_the_flags_and_a_checkpoint_are_those_of_a_plain_run():
+    plain = train()
+    run = train(OptimizerKernel(), {"kernel": "fused"}, reload_at=2)
+    assert run.optimizer.param_groups[0]["fused"] is True  # loading a checkpoint has not taken it away
+    saved = run.optimizer.state_dict()
+    assert saved["param_groups"] == plain.optimizer.state_dict()["param_groups"]
+    assert saved["state"].keys() == plain.optimizer.state_dict()["state"].keys()
+    run.session.undo()
+    assert run.optimizer.param_groups[0]["fused"] is plain.optimizer.param_groups[0]["fused"]
+    assert run.optimizer.defaults == plain.optimizer.defaults
+    assert not run.optimizer._optimizer_state_dict_post_hooks
+    assert not run.optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_a_run_goes_on_as_before_when_it_is_undone():
+    plain, run = train(num_steps=5), train(OptimizerKernel(), {"kernel": "for-loop"}, num_steps=5)
+    run.session.undo()
+    for trained in (plain, run):
+        for parameter in trained.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        trained.optimizer.step()
+    torch.testing.assert_close(run.parameters, plain.parameters, rtol=0, atol=0)
+
+
+def test_what_cannot_run_an_implementation_is_left_as_it_is():
+    weight = torch.nn.Linear(3, 3)
+    for optimizer, reason in (
+        (torch.optim.NAdam(weight.parameters()), "NAdam has no fused"),
+        (torch.optim.LBFGS(weight.parameters()), "LBFGS has no fused"),
+        (torch.optim.Adam(weight.parameters(), differentiable=True), "differentiable"),
+    ):
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ApplyError, match=reason):
+            OptimizerKernel().apply(
+                Session(model=weight, optimizers=[optimizer]), [choice("optimizer_kernel", kernel="fused")]
+            )
+        assert optimizer.state_dict() == before
+    table = torch.nn.Embedding(3, 3, sparse=True)
+    with pytest.raises(ApplyError, match="sparse"):
+        OptimizerKernel().apply(
+            Session(model=table, optimizers=[torch.optim.SGD(table.parameters(), lr=0.1)]),
+            [choice("optimizer_kernel", kernel="fused")],
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_promised_saving_is_the_traced_one(optimizer):
+    plain = traced(optimizer=optimizer)
+    options = {option.settings["kernel"]: option for option in OptimizerKernel().options(plain, find(DEVICE))}
+    assert set(options) == {"fused", "for-loop"}
+    assert options["fused"].seconds < 0 < options["for-loop"].seconds
+    for kernel, option in options.items():
+        actual = traced(optimizer=optimizer, technique=NAME, settings=f"kernel:{kernel}")
+        assert peak_bytes(plain, [option]) == pytest.approx(peak_bytes(actual), rel=0.01)
+
+
+def test_what_runs_fused_has_nothing_to_gain():
+    fused = traced(technique=NAME, settings="kernel:fused")
+    assert OptimizerKernel().options(fused, find(DEVICE)) == []
