@@ -39,7 +39,12 @@ OPTIONS = {
     ],
     "replay": ["--alloc-conf", "--json", "--memory", "--tune"],
     "devices": ["--json"],
+    "report": [
+        *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--steps"),
+        *("-o", "-p"),
+    ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
+    "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],
 }
 # The keys of the contract, then those that are said besides.
 ESTIMATE_KEYS = {

@@ -27,7 +27,9 @@ _COMMANDS = {
     "estimate": "Say what a workload would hold on a card, without the card.",
     "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
     "devices": "List the known cards, or show one of them.",
+    "report": "Show what held a card's memory over a run: an HTML page, tracks for Perfetto, JSON or text.",
     "place": "Give buffers with known lifetimes addresses that fit a capacity, or say why they do not fit.",
+    "calibrate": "Measure the card of this machine, for estimates that fit it.",
 }
 for _name, _help in _COMMANDS.items():
     app.command(f"tightfit.cli.{_name}:{_name}", name=_name, help=_help)

@@ -44,7 +44,8 @@ def _value(value: Any) -> str:
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # a basic string of TOML takes the escapes of JSON
+    # A basic string of TOML takes the escapes of JSON, and wants DEL escaped too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _number(value: float) -> str:

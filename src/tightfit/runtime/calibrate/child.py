@@ -1,0 +1,103 @@
+"""The process that measures. Told what to do by a request file; leaves the content of a calibration file, or one line that says why not.
+
+    python -m tightfit.runtime.calibrate.child REQUEST.json
+
+A process of its own, because what a context costs can be read once in a process, and because a simulated card changes torch for good.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit import __version__
+from tightfit.devices.calibration import SCHEMA
+from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
+from tightfit.errors import TightfitError, UnknownDevice
+from tightfit.runtime.calibrate import disk, host, kernels, launches, links, memory
+from tightfit.runtime.calibrate.card import CardInstruments
+from tightfit.runtime.calibrate.instruments import Findings, Instruments
+from tightfit.runtime.calibrate.simulated import SimulatedInstruments
+
+
+def main(path: str) -> None:
+    """Measures what the request at `path` says and leaves the answer beside it."""
+    request = json.loads(Path(path).read_text())
+    try:
+        answer = {"ok": True, "content": _content(request)}
+    except TightfitError as error:
+        answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+    Path(f"{path}.answer").write_text(json.dumps(answer))
+
+
+def _content(request: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(request["disk_folder"])
+    if not request["virtual"]:
+        instruments = CardInstruments(lambda name: _card(request["device"] or name))
+        return _measured(instruments, folder, driver=instruments.driver)
+    from tightfit.capture.session import Session
+
+    # The steps of a capture are not used: measurements run on its virtual GPU.
+    session = Session(request["device"], sys.maxsize, by_yield=True)
+    with session.gpu:
+        return _measured(SimulatedInstruments(session.device, session.recorder), folder, driver="")
+
+
+def _card(name: str) -> Device:
+    try:
+        return find(name)
+    except UnknownDevice as error:
+        raise UnknownDevice(
+            f"{error}; describe the card in a TOML file (docs/how-it-works/devices.md) and give it with --device"
+        ) from error
+
+
+def _measured(instruments: Instruments, folder: Path, *, driver: str) -> dict[str, Any]:
+    """The content of a calibration file, from all groups of measurements in the order in which they do not disturb each other."""
+    began = time.monotonic()
+    tables: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+
+    def take(name: str, measure: Callable[[], Findings]) -> None:
+        if not instruments.is_virtual:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        found = measure()
+        rows.extend(dataclasses.asdict(row) for row in found.rows)
+        for table, entries in found.tables.items():
+            tables[table] = tables.get(table, {}) | entries
+
+    take("what libraries hold", lambda: memory.context(instruments))
+    take("cudaMalloc and cudaFree", lambda: memory.allocation(instruments))
+    take("launches", lambda: launches.launches(instruments))
+    take("kernels", lambda: kernels.efficiencies(instruments, tables["seconds"]))
+    torch.cuda.empty_cache()
+    take("the host link", lambda: links.links(instruments))
+    take("the host's optimizer", lambda: host.host(instruments))
+    take("the disk", lambda: disk.disk(instruments, folder))
+    take("the context at the end", lambda: memory.context_at_the_end(instruments))
+    context = tables["context"]
+    context["high_bytes"] = max(context["high_bytes"], context["num_bytes"])
+    made = {
+        "date": datetime.date.today().isoformat(),
+        "tightfit": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "driver": driver,
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seconds": f"{time.monotonic() - began:.0f}",
+    }
+    head = {"schema": SCHEMA, "device": instruments.card.name, "virtual": instruments.is_virtual, "made": made}
+    return head | tables | {"measured": rows}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
