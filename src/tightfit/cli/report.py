@@ -1,0 +1,214 @@
+"""`tightfit report`: a recording, a saved run or a workload as one HTML page, as tracks for Perfetto, as JSON or as text."""
+
+import contextlib
+import io
+import json as jsonlib
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from tightfit.errors import UsageError
+from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.devices.device import Device
+    from tightfit.reports.summary import Summary
+    from tightfit.simulate.history import History
+    from tightfit.tape import Tape
+
+_SEVERAL = Parameter(consume_multiple=False)
+_PICKLE = b"\x80"
+_SOURCES = (".py", ".npz", ".pickle", ".pkl", ".pt", ".json")
+_ENDINGS = {"html": ".html", "perfetto": ".perfetto.json"}
+# One card for each size of memory that people have.
+_COMMON_CARDS = ("RTX 4060", "RTX 3060", "RTX 4080", "RTX 4090", "RTX 5090", "L40S", "A100 80GB", "H200")
+
+
+def report(
+    target: str,
+    /,
+    *arguments: Annotated[str, Parameter(show=False)],
+    form: Annotated[Literal["html", "perfetto", "json", "text"], Parameter(name="--format")] = "html",
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    device: Annotated[tuple[str, ...], _SEVERAL] = (),
+    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
+    steps: int = 3,
+    alloc_conf: str | None = None,
+    merge: Path | None = None,
+) -> int:
+    """Show what held a card's memory over a run: a page to look into, or another form of the same.
+
+    Parameters
+    ----------
+    target
+        A recording (torch.cuda.memory._dump_snapshot), a run that estimate --save-tape wrote, or anything that estimate takes.
+    form
+        html, a page that needs no network; perfetto, counter tracks for ui.perfetto.dev; json, the figures; text, as estimate or replay.
+    output
+        Where to write it. Default: the target's name with another ending; json and text go to stdout.
+    device
+        A card by name or TOML file, the run's own first; once for each card to compare. With fewer than two, common cards are added.
+    parameter
+        NAME=VALUE, a keyword argument of the generator function; once for each.
+    steps
+        How many steps to trace, 3 if not given.
+    alloc_conf
+        Allocator settings of a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    merge
+        With --format perfetto: a trace of torch.profiler of the same run, which is written with the recording's tracks in it.
+    """
+    if merge is not None and form != "perfetto":
+        raise UsageError("--merge needs --format perfetto")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    is_recording = _is_recording(target)
+    if is_recording and (arguments or parameter or alloc_conf):
+        raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or --alloc-conf")
+    if merge is not None:
+        if not is_recording:
+            raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
+        _write(output or _default_output(target, _ENDINGS[form]), _merged(target, merge))
+        return 0
+    tape = None if is_recording else _tape(target, arguments, device, parameter, steps)
+    if form == "text":
+        return _to_file_or_stdout(output, lambda: _text(target, tape, device, alloc_conf))
+    history, summary = _recorded(target, device) if tape is None else _estimated(tape, device, alloc_conf)
+    if form == "json":
+        return _to_file_or_stdout(output, lambda: print(jsonlib.dumps(summary.to_json())))
+    _write(output or _default_output(target, _ENDINGS[form]), _content(history, summary, form))
+    return 0
+
+
+def _content(history: "History", summary: "Summary", form: str) -> str:
+    from tightfit.reports.html import html_page
+    from tightfit.reports.perfetto import perfetto_text
+
+    return html_page(history, summary) if form == "html" else perfetto_text(history)
+
+
+def _merged(target: str, profile: Path) -> str:
+    from tightfit.reports.perfetto import merged
+    from tightfit.snapshots.history import device_of, history_of_recording
+    from tightfit.snapshots.read import read_recording
+
+    recording = read_recording(target)
+    times = device_of(recording, None).time_us
+    text, overlaps = merged(history_of_recording(recording), profile, began_us=int(times[0]) if len(times) else 0)
+    if not overlaps:
+        sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they of one run?\n")
+    return text
+
+
+def _is_recording(target: str) -> bool:
+    path = Path(target)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == _PICKLE
+
+
+def _tape(target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], steps: int) -> "Tape":
+    from tightfit import fit
+    from tightfit.cli.devices import local_cards
+    from tightfit.tape import Tape
+
+    if target.endswith(".npz"):
+        if arguments or parameter:
+            raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+        return Tape.load(target)
+    cards = list(device) or [card.name for card in local_cards()]
+    if not cards:
+        raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
+    return fit.capture(target, device=cards[0], arguments=arguments, parameters=parameter, steps=steps)
+
+
+def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
+    """The cards to compare: those that were named, `own` first, and the common ones where that is fewer than two."""
+    from tightfit.devices.catalogue import find
+
+    cards = [find(name) for name in names]
+    if len(cards) < 2:
+        cards += sorted((find(name) for name in _COMMON_CARDS), key=lambda card: card.capacity_bytes)
+    if own is not None:
+        cards.insert(0, own)
+    return list({card.name: card for card in cards}.values())
+
+
+def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
+    from tightfit import fit
+    from tightfit.devices.catalogue import find
+    from tightfit.reports.summary import fit_of_estimate, summarize
+    from tightfit.snapshots.history import history_of_tape
+
+    settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
+    history = history_of_tape(tape, own, settings)
+    cards = [fit_of_estimate(fit.cost(tape, card, settings)) for card in _cards(own, names)]
+    return history, summarize(history, cards=cards, versions=tape.versions)
+
+
+def _recorded(target: str, names: Sequence[str]) -> "tuple[History, Summary]":
+    from tightfit.reports.summary import fit_of_recording, summarize
+    from tightfit.snapshots.history import device_of, history_of_recording
+    from tightfit.snapshots.read import read_recording
+
+    recording = read_recording(target)
+    shown = device_of(recording, None).device
+    others = [device.device for device in recording.devices if device.num_events and device.device != shown]
+    if others:
+        sys.stderr.write(f"tightfit: shown is device {shown}, which has most events; there are others: {others}\n")
+    history = history_of_recording(recording, shown)
+    return history, summarize(history, cards=[fit_of_recording(history, card) for card in _cards(None, names)])
+
+
+def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: str | None) -> None:
+    from tightfit import fit
+    from tightfit.cli.replay import replay
+    from tightfit.devices.catalogue import find
+    from tightfit.reports import text
+
+    if tape is None:
+        replay(Path(target))
+        return
+    started, settings = time.monotonic(), fit.allocator_settings(alloc_conf)
+    estimates = [fit.cost(tape, find(name), settings) for name in (names or [tape.traced_for])]
+    elapsed_seconds = time.monotonic() - started
+    if len(estimates) == 1:
+        text.write_estimate(estimates[0], elapsed_seconds=elapsed_seconds)
+    else:
+        text.write_comparison(estimates, elapsed_seconds=elapsed_seconds)
+
+
+def _to_file_or_stdout(output: Path | None, show: Callable[[], None]) -> int:
+    if output is None:
+        show()
+    else:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            show()
+        _write(output, said.getvalue())
+    return 0
+
+
+def _default_output(target: str, ending: str) -> Path:
+    """`runs/train.pickle` becomes `train.html`, here; `train.py:workload` becomes `train-workload.html`."""
+    name, _, function = Path(target).name.partition(":")
+    stem = name.removesuffix(Path(name).suffix) if Path(name).suffix in _SOURCES else name
+    return Path(re.sub(r"[^\w.-]+", "-", f"{stem}-{function}" if function else stem) + ending)
+
+
+def _write(path: Path, content: str) -> None:
+    """Writes the file, whole or not at all, and says so."""
+    existed = path.exists()
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+    verb = "replaced" if existed else "wrote"
+    sys.stderr.write(f"{verb} {path} ({format_bytes(path.stat().st_size)})\n")

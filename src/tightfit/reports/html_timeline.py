@@ -1,0 +1,138 @@
+"""A run's bytes over time in few enough pieces for a page, with no peak lost.
+
+The events are cut into buckets. Each keeps the moment in it when most was allocated, with the exact bytes of every category then, the least
+that was allocated and the most that was reserved. Buckets are not of one width: where zooming should show single events (around the peak of
+the run and of each step) they hold one event each, the step with the peak is cut finely, and the rest evenly. Short runs are kept whole.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.simulate.history import CATEGORIES, UNKNOWN, History
+from tightfit.tape import Column
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Detail:
+    """How finely to cut, as numbers of buckets: over the whole run, over the step with the peak, and single events around peaks."""
+
+    num_even: int = 4000
+    num_in_step: int = 3000
+    num_around_peak: int = 1500
+    num_around_step_peaks: int = 160
+    num_steps: int = 16
+
+    @property
+    def num_kept_whole(self) -> int:
+        """A run of no more events than this is not cut at all."""
+        return self.num_even + self.num_in_step + self.num_around_peak + self.num_around_step_peaks * self.num_steps
+
+    def halved(self) -> "Detail":
+        """Half as fine everywhere."""
+        return Detail(**{f.name: max(1, getattr(self, f.name) // 2) for f in dataclasses.fields(self)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Buckets `[edges[i], edges[i + 1])` of events, as columns of their number (`edges` has one more).
+
+    `at` is the first event of the bucket after which most is allocated, and `by_category[c]` the bytes of each category then, which
+    add up to what is allocated. `low` is the least allocated and `reserved` the most reserved in the bucket. `block` is the block that was
+    born at `at`, -1 where none was.
+    """
+
+    edges: Column
+    at: Column
+    low: Column
+    reserved: Column
+    by_category: tuple[Column, ...]
+    block: Column
+
+
+def timeline(history: History, detail: Detail) -> Timeline:
+    """The buckets of `history`; none where it has no events."""
+    edges = _edges(history, detail)
+    if not history.num_events:
+        empty = np.zeros(0, dtype=np.int64)
+        return Timeline(
+            edges=edges, at=empty, low=empty, reserved=empty, by_category=(empty,) * len(CATEGORIES), block=empty
+        )
+    starts = edges[:-1]
+    at = _first_highest(history.allocated, edges)
+    by_category = list(category_levels(history, at))
+    # What the blocks do not explain, such as what a recording started too late to see, is of no known category.
+    by_category[UNKNOWN] = by_category[UNKNOWN] + history.allocated[at] - sum(by_category)
+    return Timeline(
+        edges=edges,
+        at=at,
+        low=np.minimum.reduceat(history.allocated, starts),
+        reserved=np.maximum.reduceat(history.reserved, starts),
+        by_category=tuple(by_category),
+        block=_born_at(history, at),
+    )
+
+
+def category_levels(history: History, events: Column) -> Iterator[Column]:
+    """The bytes of each category, in the order of `CATEGORIES`, just after each of `events`."""
+    blocks, num_events = history.blocks, history.num_events
+    for category in range(len(CATEGORIES)):
+        mine = blocks.category == category
+        born, died, num_bytes = blocks.born[mine], blocks.died[mine], blocks.block_bytes[mine]
+        # Born at -1 is slot 0; dying at or after the end is the last slot, which no event reads. Sums of bytes are exact in float64.
+        change = (
+            np.bincount(born + 1, num_bytes, num_events + 1)
+            - np.bincount(np.minimum(died, num_events) + 1, num_bytes, num_events + 2)[: num_events + 1]
+        )
+        yield np.cumsum(change)[events + 1].astype(np.int64)
+
+
+def _edges(history: History, detail: Detail) -> Column:
+    num_events, peak = history.num_events, history.peak_event
+    if num_events <= detail.num_kept_whole:
+        return np.arange(num_events + 1, dtype=np.int64)
+    pieces = [_even(0, num_events, detail.num_even), _around(peak, detail.num_around_peak, num_events)]
+    for span in history.spans:
+        if len(history.spans) <= detail.num_even // 8:
+            pieces.append(np.array([span.begin, span.end], dtype=np.int64))
+        if span.begin <= peak < span.end:
+            pieces.append(_even(span.begin, span.end, detail.num_in_step))
+    for peak_of_step in _step_peaks(history, detail.num_steps):
+        pieces.append(_around(peak_of_step, detail.num_around_step_peaks, num_events))
+    edges = np.unique(np.concatenate(pieces))
+    return edges[(edges >= 0) & (edges <= num_events)]
+
+
+def _even(begin: int, end: int, number: int) -> Column:
+    return np.linspace(begin, end, min(number, end - begin) + 1).astype(np.int64)
+
+
+def _around(event: int, number: int, num_events: int) -> Column:
+    return np.arange(max(0, event - number // 2), min(num_events, event + number // 2) + 1, dtype=np.int64)
+
+
+def _step_peaks(history: History, most: int) -> list[int]:
+    """The highest events of the spans with the highest peaks."""
+    peaks = [
+        span.begin + int(history.allocated[span.begin : span.end].argmax())
+        for span in history.spans
+        if len(history.allocated[span.begin : span.end])
+    ]
+    return sorted(peaks, key=lambda event: -history.allocated[event])[:most]
+
+
+def _first_highest(values: Column, edges: Column) -> Column:
+    """For each bucket the first index of its highest value."""
+    highest = np.repeat(np.maximum.reduceat(values, edges[:-1]), np.diff(edges))
+    candidates = np.flatnonzero(values == highest)
+    bucket = np.searchsorted(edges, candidates, side="right") - 1
+    return candidates[np.unique(bucket, return_index=True)[1]]
+
+
+def _born_at(history: History, events: Column) -> Column:
+    born = history.blocks.born
+    if not len(born):
+        return np.full(len(events), -1, dtype=np.int64)
+    block = np.minimum(np.searchsorted(born, events), len(born) - 1)
+    return np.where(born[block] == events, block, -1)

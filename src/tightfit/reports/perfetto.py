@@ -1,0 +1,129 @@
+"""A history as Chrome trace events, for ui.perfetto.dev: counters of each category, allocated and reserved, the steps as slices, the peak.
+
+Times are microseconds. torch.profiler writes a trace's own beginning as `baseTimeNanoseconds`, Unix time, and `ts` from there on (libkineto,
+output_json.cpp and ChromeTraceBaseTime); torch's allocator stamps its events `time_us` with Unix time (c10/cuda/CUDACachingAllocator.cpp, through
+c10/util/ApproximateClock.h). So a recording and a profile of one run overlay when both are counted from one beginning, which `merged` does.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightfit.errors import RecordingError
+from tightfit.reports.html_timeline import Detail, category_levels, timeline
+from tightfit.reports.summary import summarize
+from tightfit.simulate.history import CATEGORIES, History
+from tightfit.tape import Column
+
+# Of a process that no trace of torch.profiler has: it names processes by their number, cards by their index.
+PROCESS = 7_432_308
+MOST_WHOLE_EVENTS = 200_000
+_DETAIL = Detail(num_even=60_000, num_in_step=30_000, num_around_peak=4000, num_around_step_peaks=500, num_steps=16)
+_GZIP = b"\x1f\x8b"
+
+
+def perfetto_text(history: History) -> str:
+    """The whole file as JSON, its times from the first event on."""
+    trace = {"displayTimeUnit": "ms", "traceEvents": list(trace_events(history))}
+    return json.dumps(trace, separators=(",", ":"))
+
+
+def merged(history: History, profile: str | os.PathLike[str], *, began_us: int) -> tuple[str, bool]:
+    """The trace of torch.profiler in the file `profile`, plain or gzipped, with the memory of `history`; and whether their times overlap.
+
+    `began_us` is the Unix time of the history's time 0.
+
+    Raises:
+        RecordingError: the file cannot be read or is no trace, or the history has no times.
+    """
+    if not len(history.time_us):
+        raise RecordingError(f"{history.label} has no times to merge by")
+    trace = _read_trace(os.fspath(profile))
+    origin_us = int(trace.get("baseTimeNanoseconds", 0)) / 1000 - began_us
+    times = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X" and "ts" in event]
+    first, last = float(history.time_us[0]) - origin_us, float(history.time_us[-1]) - origin_us
+    overlaps = bool(times) and first <= max(times) and last >= min(times)
+    trace["traceEvents"] += trace_events(history, origin_us=origin_us)
+    return json.dumps(trace, separators=(",", ":")), overlaps
+
+
+def trace_events(history: History, *, origin_us: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Trace events whose `ts` is the history's time less `origin_us`, or the number of the event where it has no times.
+
+    Up to 200,000 events are all there; of more, the highest of each of some 100,000 stretches, and what is held at its end.
+    """
+    shared = {"pid": PROCESS, "tid": 0}
+    name = f"memory of {history.device or 'the card'}"
+    yield {"name": "process_name", "ph": "M", **shared, "args": {"name": name}}
+    yield {"name": "thread_name", "ph": "M", "pid": PROCESS, "tid": 1, "args": {"name": "steps"}}
+    if not history.num_events:
+        return
+    times, chosen = _times(history, origin_us), _samples(history)
+    levels = [level[chosen] for level in category_levels(history, np.arange(history.num_events))]
+    used = [category for category, level in enumerate(levels) if level.any()]
+    rows = zip(
+        times[chosen].tolist(),
+        history.allocated[chosen].tolist(),
+        history.reserved[chosen].tolist(),
+        zip(*(levels[category].tolist() for category in used), strict=True) if used else [()] * len(chosen),
+        strict=True,
+    )
+    names = [CATEGORIES[category] for category in used]
+    for at, allocated, reserved, held in rows:
+        yield {"name": "bytes", "ph": "C", **shared, "ts": at, "args": {"allocated": allocated, "reserved": reserved}}
+        if names:
+            held_bytes = dict(zip(names, held, strict=True))
+            yield {"name": "bytes of", "ph": "C", **shared, "ts": at, "args": held_bytes}
+    yield from _slices(history, times)
+
+
+def _slices(history: History, times: Column) -> Iterator[dict[str, Any]]:
+    """The steps, and an instant at the peak."""
+    shared = {"pid": PROCESS, "tid": 1}
+    for span in history.spans:
+        begin, end = span.begin, min(span.end, history.num_events)
+        if begin < end:
+            duration = max(1.0, float(times[end - 1] - times[begin]))
+            yield {"name": span.name, "cat": span.kind, "ph": "X", **shared, "ts": float(times[begin]), "dur": duration}
+    summary = summarize(history)
+    arguments = {
+        "allocated": summary.peak_allocated_bytes,
+        "line": summary.peak_line,
+        "function": summary.peak_function,
+        "module": summary.peak_module,
+    }
+    at = float(times[history.peak_event])
+    yield {"name": "peak allocated", "ph": "i", "s": "p", **shared, "ts": at, "args": arguments}
+
+
+def _times(history: History, origin_us: float) -> Column:
+    """When each event was; those of one microsecond a nanosecond apart, so that each is seen and none is overtaken."""
+    if not len(history.time_us):
+        return np.arange(history.num_events, dtype=np.float64)
+    times = history.time_us
+    is_new = np.diff(times, prepend=times[0] - 1) != 0
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(times)), 0))
+    return np.round(times - origin_us + np.minimum(np.arange(len(times)) - first, 999) / 1000, 3)
+
+
+def _samples(history: History) -> Column:
+    if history.num_events <= MOST_WHOLE_EVENTS:
+        return np.arange(history.num_events)
+    cut = timeline(history, _DETAIL)
+    return np.unique(np.concatenate([cut.at, cut.edges[1:] - 1]))
+
+
+def _read_trace(path: str) -> dict[str, Any]:
+    try:
+        content = Path(path).read_bytes()
+        trace = json.loads(gzip.decompress(content) if content.startswith(_GZIP) else content)
+    except (OSError, EOFError, ValueError) as error:
+        raise RecordingError(f"{path} is not a trace of torch.profiler that can be read: {error}") from error
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise RecordingError(f"{path} is not a trace of torch.profiler: it has no list 'traceEvents'")
+    return trace
