@@ -29,9 +29,9 @@ _WIDTH_FOR_RANGES = 100
 _MOST_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _LEAST_BAR_CELLS = 10
-_MOST_BAR_CELLS = 48
+MOST_BAR_CELLS = 48
 
-_STYLES = {
+STYLES = {
     "parameters": "blue",
     "gradients": "cyan",
     "optimizer_state": "magenta",
@@ -92,12 +92,12 @@ class ComparisonText:
 
 def write_estimate(estimate: Estimate, *, elapsed_seconds: float) -> None:
     """Prints one estimate in full on stdout."""
-    _console().print(EstimateText(estimate, elapsed_seconds=elapsed_seconds))
+    console().print(EstimateText(estimate, elapsed_seconds=elapsed_seconds))
 
 
 def write_comparison(estimates: Sequence[Estimate], *, elapsed_seconds: float) -> None:
     """Prints one table of several cards on stdout."""
-    _console().print(ComparisonText(estimates, elapsed_seconds=elapsed_seconds))
+    console().print(ComparisonText(estimates, elapsed_seconds=elapsed_seconds))
 
 
 def verdict_words(estimate: Estimate) -> tuple[str, str]:
@@ -109,7 +109,8 @@ def verdict_words(estimate: Estimate) -> tuple[str, str]:
     return "fits", f"{format_bytes(estimate.headroom_bytes)} left"
 
 
-def _console() -> Console:
+def console() -> Console:
+    """The console for stdout: as wide as the terminal, or `PIPED_WIDTH` where there is none."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors="replace")
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -159,7 +160,8 @@ def _range(estimate: Estimate) -> str:
     return f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)} ({', '.join(causes)})"
 
 
-def _share(part: int, whole: int) -> str:
+def share_words(part: int, whole: int) -> str:
+    """`part` of `whole` in percent."""
     percent = 100 * part / whole
     return "<1%" if percent < 1 else f"{percent:.0f}%"
 
@@ -182,14 +184,14 @@ def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
     table.add_column(no_wrap=True)
     shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
     total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
-    cells = min(_MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
+    cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
     for name, num_bytes in shown.items():
-        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=_STYLES.get(name, "bright_black"))
-        table.add_row(LABELS.get(name, name), format_bytes(num_bytes), _share(num_bytes, total), drawn)
+        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
+        table.add_row(LABELS.get(name, name), format_bytes(num_bytes), share_words(num_bytes, total), drawn)
     return table
 
 
-def _fitted(
+def fitted(
     columns: Sequence[Column],
     rows: Sequence[Sequence[str]],
     width: int,
@@ -232,7 +234,7 @@ def _holders(estimate: Estimate, width: int) -> Table:
         for column in (_HOLDER_COLUMNS[i] for i in shown)
     ]
     rows = [tuple(row[i] for i in shown) for row in rows]
-    return _fitted(columns, rows, width, title="who asked for most of it")
+    return fitted(columns, rows, width, title="who asked for most of it")
 
 
 def _spans(estimate: Estimate, width: int) -> Table:
@@ -246,7 +248,7 @@ def _spans(estimate: Estimate, width: int) -> Table:
         )
         for span in estimate.spans
     ]
-    return _fitted(columns, rows, width, title="step by step")
+    return fitted(columns, rows, width, title="step by step")
 
 
 def _cards(estimates: Sequence[Estimate], width: int) -> Table:
@@ -269,7 +271,7 @@ def _cards(estimates: Sequence[Estimate], width: int) -> Table:
             )
         )
     styles = [["", _verdict_style(e), *[""] * (len(columns) - 2)] for e in estimates]
-    return _fitted(columns, rows, width, styles=styles)
+    return fitted(columns, rows, width, styles=styles)
 
 
 def _small_print(
