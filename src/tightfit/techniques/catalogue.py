@@ -11,7 +11,9 @@ from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
 _OURS: tuple[str, ...] = (
+    "tightfit.techniques.allocator_settings:AllocatorSettings",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
+    "tightfit.techniques.update_in_backward:UpdateInBackward",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
 )

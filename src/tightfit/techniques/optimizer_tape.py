@@ -6,6 +6,7 @@ the allocator's blocks.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -84,6 +85,10 @@ class OptimizerTape:
         more = num_kernels - int(self._is_kernel[stretch.begin : stretch.end].sum())
         on_card = float(self._seconds[stretch.begin : stretch.end].sum()) + more * efficiency.launch_seconds
         return max(on_card, num_kernels * efficiency.issue_seconds)
+
+    def events_of(self, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Stretches of operators as stretches of events."""
+        return [(int(self._anatomy.event_of(begin)), int(self._anatomy.event_of(end))) for begin, end in runs]
 
     @property
     def num_steps(self) -> int:
@@ -166,18 +171,23 @@ class OptimizerTape:
         return most
 
     @property
-    def looks_at_gradients(self) -> str:
-        """The name of what reads the gradients between backward pass and optimizer, such as clipping; empty where nothing does."""
+    def looks_at_gradients(self) -> frozenset[str]:
+        """What reads the gradients between backward pass and optimizer, without namespace and overload; nothing reads as much there."""
         operators = self.tape.operators
+        found: set[str] = set()
         for stretch in self.stretches:
             backward = np.flatnonzero(operators.phase[: stretch.begin] == Phase.BACKWARD)
-            between = range(int(backward[-1]) + 1 if len(backward) else stretch.begin, stretch.begin)
+            begin = int(backward[-1]) + 1 if len(backward) else stretch.begin
             held = int(self.block_bytes[self.gradients(stretch)].sum())
-            texts = [self.tape.strings[operators.name[i]] for i in between]
-            reads = [int(operators.bytes_read[i]) for i in between]
-            if held and sum(reads) > _FRACTION_THAT_IS_A_LOOK * held:
-                return texts[int(np.argmax(reads))]
-        return ""
+            read: Counter[str] = Counter()
+            for name, num_bytes in zip(
+                operators.name[begin : stretch.begin].tolist(),
+                operators.bytes_read[begin : stretch.begin].tolist(),
+                strict=True,
+            ):
+                read[self.tape.strings[name].split(".")[1]] += num_bytes
+            found.update(name for name, num_bytes in read.items() if num_bytes > _FRACTION_THAT_IS_A_LOOK * held > 0)
+        return frozenset(found)
 
     @property
     def scales_loss(self) -> bool:

@@ -1,0 +1,157 @@
+"""Updates within the backward pass: the same training bit for bit, no gradient left, and errors where gradients would have been wanted."""
+
+import copy
+
+import pytest
+import torch
+from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
+from torch.utils.checkpoint import checkpoint
+
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.techniques.session import Session
+from tightfit.techniques.update_in_backward import UpdateInBackward
+
+NAME = "tightfit.techniques.update_in_backward:UpdateInBackward"
+PLAIN = {"kernel": "same", "clips": False}
+
+
+def hooked(model, optimizer, **settings):
+    session = Session(model=model, optimizers=[optimizer])
+    UpdateInBackward().apply(session, [choice("update_in_backward", **(PLAIN | settings))])
+    return session
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_trains_bit_for_bit_alike(optimizer):
+    plain = train(optimizer=optimizer, reload_at=2)
+    run = train(UpdateInBackward(), PLAIN, optimizer=optimizer, reload_at=2)
+    assert_same(plain, run)
+    torch.testing.assert_close(run.optimizer.state_dict(), plain.optimizer.state_dict(), rtol=0, atol=0)
+    assert run.session.statistics["parameters updated in backward"] == 6 * len(run.gradients[0])
+
+
+def test_the_fused_kernel_differs_by_rounding_only():
+    run = train(UpdateInBackward(), PLAIN | {"kernel": "fused"}, reload_at=2)
+    assert_same(train(reload_at=2), run, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_clipping_by_norm_is_kept_by_a_second_pass(optimizer, max_norm):
+    plain = train(optimizer=optimizer, max_norm=max_norm, reload_at=2)
+    run = train(UpdateInBackward(), PLAIN | {"clips": True}, optimizer=optimizer, max_norm=max_norm, reload_at=2)
+    assert_same(plain, run, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_that_clipping_returns_is_that_of_all_gradients():
+    model = Tied().eval()
+    plain = copy.deepcopy(model)
+    hooked(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), clips=True)
+    tokens = torch.arange(8)[None]
+    norms = []
+    for each in (plain, model):
+        each(tokens).square().sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0))
+    torch.testing.assert_close(norms[1], norms[0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("clips", [True, False])
+def test_it_works_in_a_checkpointed_backward_pass(reentrant, clips):
+    def steps(technique: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.2)) for _ in range(3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if technique:
+            hooked(model, optimizer, clips=clips)
+        for _ in range(5):
+            hidden = torch.randn(4, 6, requires_grad=True)
+            for block in model:
+                hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+            hidden.square().mean().backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(
+        steps(technique=True), steps(technique=False), rtol=1e-5 if clips else 0, atol=1e-6 if clips else 0
+    )
+
+
+def test_gradients_that_are_used_up_are_not_accumulated_clipped_or_scaled():
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hooked(model, optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ApplyError, match="clipped"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ApplyError, match="accumulated"):
+        model(torch.ones(2, 3)).sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(ApplyError, match="changed between"):
+        optimizer.step()
+    session.undo()
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_what_is_clipped_apart_is_refused():
+    model = torch.nn.Linear(3, 3)
+    hooked(model, torch.optim.SGD(model.parameters(), lr=0.1), clips=True)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ApplyError, match="some of the model's gradients"):
+        torch.nn.utils.clip_grad_norm_([model.weight], 1.0)
+    with pytest.raises(ApplyError, match="inf-norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+
+
+def test_undone_nothing_of_it_is_left():
+    before = torch.nn.utils.clip_grad._get_total_norm, torch.autograd._engine_run_backward
+    run = train(UpdateInBackward(), PLAIN | {"clips": True}, max_norm=1.0)
+    assert torch.autograd._engine_run_backward is not before[1]
+    run.session.undo()
+    assert (torch.nn.utils.clip_grad._get_total_norm, torch.autograd._engine_run_backward) == before
+    assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
+    assert not run.optimizer._optimizer_step_pre_hooks
+    assert run.model.state_dict().keys() == Tied().state_dict().keys()
+
+
+def test_a_copy_of_the_model_has_no_hooks():
+    model = Tied()
+    hooked(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad]))
+    twin = copy.deepcopy(model)
+    twin(torch.arange(5)[None]).sum().backward()
+    assert twin.table.weight.grad is not None
+
+
+def test_optimizers_that_look_at_all_parameters_together_are_refused():
+    model = torch.nn.Linear(2, 2)
+
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            return None
+
+    for optimizer in (torch.optim.LBFGS(model.parameters()), Mine(model.parameters())):
+        with pytest.raises(ApplyError, match="not known to update each parameter by itself"):
+            hooked(model, optimizer)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_the_promised_saving_is_the_traced_one(max_norm):
+    plain = traced(max_norm=max_norm)
+    options = {option.settings["kernel"]: option for option in UpdateInBackward().options(plain, find(DEVICE))}
+    assert set(options) == {"same", "fused"}
+    assert options["fused"].seconds < options["same"].seconds
+    for kernel, option in options.items():
+        settings = f"kernel:{kernel}+clips:{option.settings['clips']}"
+        actual = traced(technique=NAME, settings=settings, max_norm=max_norm)
+        saved = peak_bytes(plain) - peak_bytes(actual)
+        assert saved > 30e6
+        assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=UpdateInBackward.tolerance)
