@@ -27,7 +27,8 @@ class Option:
     `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
 
     Of the options that share a member of `slots` at most one is chosen: a module that is checkpointed, say, takes the slots of all that lies
-    inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it.
+    inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it. `alloc_conf` are
+    settings of the allocator: what they are worth is found by replaying a traced run with them.
     """
 
     technique: str
@@ -39,6 +40,7 @@ class Option:
     exact: bool
     slots: frozenset[str] = frozenset()
     is_coarse: bool = False
+    alloc_conf: str = ""
     host_bytes: int = 0
     disk_bytes: int = 0
 

@@ -15,7 +15,7 @@ from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.replay import Replay
+from tightfit.snapshots.replay import Replay, devices_of, together
 from tightfit.snapshots.replay import replay as replay_recording
 from tightfit.tape import Assumption, Tape
 from tightfit.units import parse
@@ -121,17 +121,20 @@ def replay(
     """What the recording of torch's allocator in that file would have held; see `tightfit.snapshots.replay`.
 
     `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
-    bytes, by default without limit. `device` is the index of one, by default that with most events.
+    bytes, by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.
 
     Raises:
         UsageError: a wrong setting or size, or the recording has nothing of `device`.
         RecordingError: the file cannot be read.
     """
-    return replay_recording(
-        read_recording(recording),
-        settings=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf),
-        capacity_bytes=parse(memory) if isinstance(memory, str) else memory,
-        device=device,
+    settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
+    capacity_bytes = parse(memory) if isinstance(memory, str) else memory
+    found = read_recording(recording)
+    return together(
+        [
+            replay_recording(found, settings=settings, capacity_bytes=capacity_bytes, device=index)
+            for index in devices_of(found, device)
+        ]
     )
 
 

@@ -1,0 +1,245 @@
+"""Plans: from a workload to the fastest combination of techniques that fits, checked by tracing the workload with it.
+
+The plain run is traced. If it fits, there is nothing to do. If not, the techniques say what they could do, as numbers; a solver takes the
+fastest combination that promises to fit; the workload is traced again with that combination on it. If the trace holds more than was promised,
+the limit is lowered by the difference and the solver asked again. So a plan's figures are a trace's, never a promise's.
+
+Techniques that change a run so much that the others' numbers no longer hold (another attention kernel, another precision) are traced first, one
+variant of the workload each, and the rest is solved on top.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError, CaptureError
+from tightfit.fit.trials import Bench, Trial
+from tightfit.planner import problem as problems
+from tightfit.planner.option import Option
+from tightfit.planner.problem import Problem
+from tightfit.planner.solution import Solution, validate
+from tightfit.planner.solve import least, solve
+from tightfit.simulate.levels import replay_levels
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.tape import Tape
+from tightfit.techniques.catalogue import techniques
+
+MAX_CORRECTIONS = 4
+# Room of less than this share of the budget is not worth another trace.
+_WORTH_ANOTHER_TRY = 0.03
+SOLVER_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """Which lossy techniques a user allows: all of them, or those that are named."""
+
+    all_lossy: bool = False
+    names: frozenset[str] = frozenset()
+
+    def permits(self, option: Option) -> bool:
+        """Whether a plan may take `option`."""
+        return option.exact or self.all_lossy or option.technique in self.names
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A traced run, with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated."""
+
+    trial: Trial
+    problem: Problem
+    gap_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run."""
+
+    base: Trial
+    best: Trial
+    fits: bool
+    variant: Variant | None
+    solution: Solution | None
+    forbidden: tuple[Option, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+class Search:
+    """One search for a plan within `budget_bytes`."""
+
+    def __init__(self, bench: Bench, budget_bytes: int, allowed: Allowed) -> None:
+        self.bench = bench
+        self.budget_bytes = budget_bytes
+        self.allowed = allowed
+        self.refused: dict[str, str] = {}
+        self._forbidden: dict[str, Option] = {}
+
+    def run(self) -> Found:
+        """Searches."""
+        base = self.bench.trial(())
+        if self._fits(base):
+            return self._found(base, base, None, None)
+        coarse = self._bundles(base)
+        free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
+        rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
+        results = [self._best_of(tuple(free), base)]
+        for bundle in sorted(rest, key=_seconds):
+            fitting = [r for r in results if r is not None and self._fits(r[0])]
+            if not fitting or _seconds(bundle) < min(r[0].seconds for r in fitting) - base.seconds:
+                results.append(self._best_of((*free, *bundle), base))
+        if len(rest) > 1 and not any(r is not None and self._fits(r[0]) for r in results):
+            results.append(self._best_of((*free, *(o for bundle in rest for o in bundle)), base))
+        made = [r for r in results if r is not None]
+        fitting = [r for r in made if self._fits(r[0])]
+        if fitting:
+            trial, variant, solution = min(fitting, key=lambda r: (r[0].seconds, r[0].high_bytes))
+        elif made:
+            trial, variant, solution = min(made, key=lambda r: r[0].high_bytes)
+        else:
+            return self._found(base, base, None, None)
+        return self._found(base, trial, variant, solution)
+
+    def _found(self, base: Trial, best: Trial, variant: Variant | None, solution: Solution | None) -> Found:
+        return Found(
+            base=base,
+            best=best,
+            fits=self._fits(best),
+            variant=variant,
+            solution=solution,
+            forbidden=tuple(self._forbidden.values()),
+            refused=tuple(self.refused.items()),
+        )
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.high_bytes <= self.budget_bytes
+
+    def _bundles(self, base: Trial) -> list[list[Option]]:
+        """The coarse options, each technique's with the same settings together."""
+        bundles: dict[tuple[str, str], list[Option]] = {}
+        for option in self._options(base.tape):
+            if option.is_coarse:
+                bundles.setdefault((option.technique, repr(sorted(option.settings.items()))), []).append(option)
+        return list(bundles.values())
+
+    def _options(self, tape: Tape) -> list[Option]:
+        """What the techniques offer on `tape`, but for what is not allowed or was refused."""
+        found = []
+        for name, technique in techniques().items():
+            if name in self.refused:
+                continue
+            for option in technique.options(tape, self.bench.card):
+                if self.allowed.permits(option):
+                    found.append(option)
+                else:
+                    self._forbidden.setdefault(option.key, option)
+        return found
+
+    def _variant(self, trial: Trial) -> Variant:
+        taken = {option.technique for option in trial.options}
+        options = self._options(trial.tape)
+        fine = [o for o in options if not o.is_coarse and not o.alloc_conf and o.technique not in taken]
+        tape = with_workspaces_of(self.bench.card, trial.tape, self.bench.calibration)
+        levels = replay_levels(tape, AllocatorSettings()).allocated
+        return Variant(
+            trial=trial,
+            problem=problems.build(levels, fine),
+            gap_bytes=trial.high_bytes - trial.estimate.peak.allocated_bytes,
+        )
+
+    def _best_of(self, coarse: tuple[Option, ...], base: Trial) -> tuple[Trial, Variant, Solution] | None:
+        """The best trial with the coarse options on it: the fastest that fits, or else the one that holds least."""
+        trial = self._try(coarse) if coarse else base
+        if trial is None:
+            return None
+        settings = [o for o in self._options(trial.tape) if o.alloc_conf]
+        variant = self._variant(trial)
+        limit = self.budget_bytes - variant.gap_bytes
+        best: tuple[Trial, Variant, Solution] | None = None
+        seen: set[tuple[int, ...]] = set()
+        for _ in range(MAX_CORRECTIONS):
+            solution = self._solve(variant.problem, limit)
+            if solution.chosen in seen:
+                break
+            seen.add(solution.chosen)
+            made = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+            if made is None:
+                variant, seen = self._variant(trial), set()
+                continue
+            made = self._with_best_settings(made, settings)
+            best = self._better(best, (made, variant, solution))
+            excess = made.high_bytes - self.budget_bytes
+            if excess > 0 and not solution.fits:
+                break
+            if -_WORTH_ANOTHER_TRY * self.budget_bytes < excess <= 0 or (excess <= 0 and not solution.chosen):
+                break
+            limit -= excess
+        return best
+
+    def _solve(self, problem: Problem, limit: int) -> Solution:
+        solution = solve(problem, limit, time_limit_seconds=SOLVER_SECONDS)
+        if not solution.fits:
+            solution = least(problem, time_limit_seconds=SOLVER_SECONDS)
+            faults = validate(problem, solution, solution.peak_bytes)
+        else:
+            faults = validate(problem, solution, limit)
+        assert not faults, faults
+        return solution
+
+    def _try(self, options: Sequence[Option]) -> Trial | None:
+        """The trial with `options`; None, with the technique that is to blame refused from now on, if the workload does not run with them."""
+        try:
+            return self.bench.trial(options)
+        except (ApplyError, CaptureError) as error:
+            self._refuse(options, error)
+            return None
+
+    def _refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
+        names = list(dict.fromkeys(option.technique for option in options))
+        said = str(error).partition(":")[0]
+        if said in names:
+            self.refused[said] = str(error).partition(": ")[2]
+            return
+        for name in names:
+            if len(names) > 1:
+                try:
+                    self.bench.trial([option for option in options if option.technique == name])
+                except (ApplyError, CaptureError) as own:
+                    self.refused[name] = str(own)
+            else:
+                self.refused[name] = str(error)
+        if not any(name in self.refused for name in names):
+            self.refused[names[-1]] = str(error)
+
+    def _with_best_settings(self, trial: Trial, settings: Iterable[Option]) -> Trial:
+        """The trial with the user's settings, if it fits with them; else with those of the allocator that let it hold least."""
+        if self._fits(trial):
+            return trial
+        others = [self.bench.with_settings(trial, option) for option in settings]
+        return min([trial, *others], key=lambda t: t.high_bytes)
+
+    def _better(
+        self, one: tuple[Trial, Variant, Solution] | None, other: tuple[Trial, Variant, Solution]
+    ) -> tuple[Trial, Variant, Solution]:
+        if one is None:
+            return other
+        ranks = [
+            (0, r[0].seconds, r[0].high_bytes) if self._fits(r[0]) else (1, r[0].high_bytes, r[0].seconds)
+            for r in (one, other)
+        ]
+        return one if ranks[0] <= ranks[1] else other
+
+
+def _seconds(bundle: Iterable[Option]) -> float:
+    return sum(option.seconds for option in bundle)
+
+
+def _keys(options: Iterable[Option]) -> list[str]:
+    return [option.key for option in options]
+
+
+def smallest_cards(needed_bytes: int, cards: Iterable[Device], num: int = 3) -> list[Device]:
+    """The `num` cards with least memory that `needed_bytes` fit on, one of each name."""
+    return sorted((c for c in cards if c.capacity_bytes >= needed_bytes), key=lambda c: (c.capacity_bytes, c.name))[
+        :num
+    ]

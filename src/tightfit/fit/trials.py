@@ -1,0 +1,138 @@
+"""Trials: the workload, traced with some options on it, and what that holds and takes. What is predicted is what the same code does.
+
+Each trial is a capture of its own, in a child process, through `tightfit.runtime.attach`, which a real run goes through as well. A trial
+that was made is not made again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tightfit.capture.targets import Target
+from tightfit.capture.trace import Preparation, trace
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.planner.plan import Choice, Run
+from tightfit.simulate.estimate import Estimate
+from tightfit.simulate.peak import estimate_peak
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.tape import Tape
+
+# A trial is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
+_ROOMY = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """The workload with `options` on it. `settings_option` are the allocator's settings that it was replayed with, None for the user's own."""
+
+    options: tuple[Option, ...]
+    settings_option: Option | None
+    tape: Tape
+    estimate: Estimate
+    roots: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def high_bytes(self) -> int:
+        """The upper end of what the process may hold on the card: this must fit, so that the run does not live on retries."""
+        return self.estimate.peak.device_high_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.estimate.seconds_per_step
+
+    @property
+    def run(self) -> Run:
+        """The figures, as a plan has them."""
+        return Run(peak=self.estimate.peak, seconds_per_step=self.seconds)
+
+    def all_options(self) -> tuple[Option, ...]:
+        """The options, the allocator's settings among them."""
+        return self.options if self.settings_option is None else (*self.options, self.settings_option)
+
+
+class Bench:
+    """Makes trials of one workload for one card. `say` is told what is being done."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        label: str,
+        device: str,
+        card: Device,
+        settings: AllocatorSettings,
+        calibration: Calibration | None,
+        num_steps: int,
+        show_output: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.card = card
+        self.label = label
+        self.calibration = calibration
+        self.say = say
+        self._target = target
+        self._device = device
+        self._settings = settings
+        self._num_steps = num_steps
+        self._show_output = show_output
+        self._made: dict[frozenset[str], Trial] = {}
+
+    def trial(self, options: Iterable[Option]) -> Trial:
+        """The workload with `options` on it, with the user's own settings of the allocator.
+
+        Raises:
+            ApplyError: the options cannot be put on this workload.
+            CaptureError: the workload does not run with them, or not at all.
+        """
+        options = tuple(options)
+        key = frozenset(option.key for option in options)
+        if key not in self._made:
+            self.say(f"tracing with {len(options)} choices" if options else "tracing the plain run")
+            traced = trace(
+                self._target,
+                label=self.label,
+                device=self._device,
+                num_steps=self._num_steps,
+                show_output=self._show_output,
+                preparation=Preparation(
+                    function="tightfit.runtime.attach:prepare", argument={"choices": [_plain(o) for o in options]}
+                ),
+            )
+            self._made[key] = Trial(
+                options=options,
+                settings_option=None,
+                tape=traced.tape,
+                estimate=self._estimate(traced.tape, self._settings),
+                roots=tuple(traced.report["roots"]),
+                notes=tuple(traced.report["notes"]),
+            )
+        return self._made[key]
+
+    def trials(self) -> list[Trial]:
+        """All trials that were made, in order."""
+        return list(self._made.values())
+
+    def with_settings(self, trial: Trial, option: Option) -> Trial:
+        """The same trial, replayed with the allocator's settings of `option`."""
+        settings = AllocatorSettings.parse(option.alloc_conf)
+        return dataclasses.replace(trial, settings_option=option, estimate=self._estimate(trial.tape, settings))
+
+    def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
+        roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)
+        return estimate_peak(tape, roomy, settings, self.calibration)
+
+
+def _plain(option: Option) -> dict[str, Any]:
+    choice = Choice(
+        technique=option.technique,
+        where=option.where,
+        settings=dict(option.settings),
+        saves_bytes=0,
+        adds_seconds=option.seconds,
+        exact=option.exact,
+    )
+    return dataclasses.asdict(choice)

@@ -1,0 +1,115 @@
+"""The problem that a planner solves: which options to take, so that no moment of the run holds more than the budget, in the least time.
+
+A run has as many moments as events, and most of them can never be the peak. Between two places where any change of any option begins or ends,
+only the highest moment matters; of stretches that all options change alike, only the highest; and none whose worst case is below what every
+choice leaves somewhere else. What remains, a few hundred moments, loses nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tightfit.planner.option import Option
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """`base_bytes`, shape (moments,), is what the run holds without options; row `i` of `changes`, shape (options, moments), is what option
+    `i` adds to it. At most one is taken of each of the `conflicts`, which list options by index. Of each moment, `events` has the event.
+    """
+
+    options: tuple[Option, ...]
+    base_bytes: Bytes
+    changes: Bytes
+    events: Bytes
+    conflicts: tuple[tuple[int, ...], ...]
+
+    @property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        """Seconds that each option adds to a step."""
+        return np.array([option.seconds for option in self.options], dtype=np.float64)
+
+    def levels(self, chosen: Iterable[int]) -> Bytes:
+        """What is held at each moment with the options `chosen`."""
+        return self.base_bytes + self.changes[list(chosen)].sum(axis=0, dtype=np.int64)
+
+    def peak_bytes(self, chosen: Iterable[int]) -> int:
+        """The most that is held at any moment with the options `chosen`."""
+        return int(self.levels(chosen).max(initial=0))
+
+
+def build(levels: Bytes, options: Sequence[Option]) -> Problem:
+    """The problem of a run that holds `levels` bytes after each event, shape (events,), and its options.
+
+    An option whose changes lie outside the events, or are no numbers, is a fault of its technique, and fails an assertion.
+    """
+    num_events = len(levels)
+    for option in options:
+        assert np.isfinite(option.seconds), option.key
+        assert all(0 <= c.begin <= c.end <= num_events for c in option.changes), option.key
+    borders = np.unique([0, *(b for o in options for c in o.changes for b in (c.begin, c.end) if b < num_events)])
+    starts = borders.astype(np.int64)
+    highest = np.maximum.reduceat(levels, starts) if num_events else np.zeros(1, dtype=np.int64)
+    steps = [_steps(option, starts) for option in options]
+    matters = _can_be_the_peak(highest, steps)
+    changes = np.zeros((len(options), int(matters.sum())), dtype=np.int64)
+    for row, step in zip(changes, steps, strict=True):
+        row[:] = np.cumsum(step)[matters]
+    kept = _highest_of_equals(highest[matters], changes)
+    ends = np.append(starts[1:], num_events)
+    stretches = np.flatnonzero(matters)[kept]
+    events = [int(starts[i] + levels[starts[i] : ends[i]].argmax()) if num_events else 0 for i in stretches.tolist()]
+    return Problem(
+        options=tuple(options),
+        base_bytes=highest[matters][kept],
+        changes=np.ascontiguousarray(changes[:, kept]),
+        events=np.array(events, dtype=np.int64),
+        conflicts=_conflicts(options),
+    )
+
+
+def _steps(option: Option, starts: Bytes) -> Bytes:
+    """The changes as differences from stretch to stretch."""
+    steps = np.zeros(len(starts) + 1, dtype=np.int64)
+    for change in option.changes:
+        steps[np.searchsorted(starts, change.begin)] += change.num_bytes
+        steps[np.searchsorted(starts, change.end)] -= change.num_bytes
+    return steps[:-1]
+
+
+def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.bool_]:
+    least, most = highest.copy(), highest.copy()
+    for step in steps:
+        change = np.cumsum(step)
+        least += np.minimum(change, 0)
+        most += np.maximum(change, 0)
+    return most >= least.max(initial=0)
+
+
+def _highest_of_equals(highest: Bytes, changes: Bytes) -> npt.NDArray[np.int64]:
+    """One moment for all that every option changes alike: the highest."""
+    if not len(changes):
+        return np.array([highest.argmax()], dtype=np.int64)
+    best: dict[bytes, int] = {}
+    for at, column in enumerate(np.ascontiguousarray(changes.T)):
+        key = column.tobytes()
+        if key not in best or highest[at] > highest[best[key]]:
+            best[key] = at
+    return np.array(sorted(best.values()), dtype=np.int64)
+
+
+def _conflicts(options: Sequence[Option]) -> tuple[tuple[int, ...], ...]:
+    members: dict[str, list[int]] = {}
+    for index, option in enumerate(options):
+        for slot in option.slots:
+            members.setdefault(slot, []).append(index)
+    distinct = sorted({tuple(group) for group in members.values() if len(group) > 1}, key=len, reverse=True)
+    kept: list[frozenset[int]] = []
+    for group in map(frozenset, distinct):
+        if not any(group <= larger for larger in kept):
+            kept.append(group)
+    return tuple(sorted(tuple(sorted(group)) for group in kept))

@@ -1,0 +1,48 @@
+"""What a solver answers, and a validator that trusts none of it."""
+
+import dataclasses
+
+import numpy as np
+
+from tightfit.planner.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The options taken, by index, in order. `bound_seconds` is the least that any choice could add; `is_proven`: this is that choice.
+
+    `fits` is False where no choice is within the budget; the options taken are then those that hold least.
+    """
+
+    chosen: tuple[int, ...]
+    fits: bool
+    seconds: float
+    peak_bytes: int
+    bound_seconds: float
+    is_proven: bool
+
+
+def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[str]:
+    """Every way in which `solution` is not what it says it is, as a sentence each; an empty list is a valid solution."""
+    faults = []
+    chosen = list(solution.chosen)
+    if chosen != sorted(set(chosen)) or (chosen and not 0 <= chosen[0] <= chosen[-1] < len(problem.options)):
+        return ["the chosen options are not distinct indices in order"]
+    taken = set(chosen)
+    faults += [
+        f"more than one option is taken of {group}" for group in problem.conflicts if len(taken & set(group)) > 1
+    ]
+    levels = problem.base_bytes.copy()
+    for index in chosen:
+        levels += problem.changes[index]
+    peak = int(levels.max(initial=0))
+    if peak != solution.peak_bytes:
+        faults.append(f"the peak is {peak:,} bytes, not {solution.peak_bytes:,}")
+    if solution.fits != (peak <= budget_bytes):
+        faults.append(f"a peak of {peak:,} bytes is said to {'fit' if solution.fits else 'exceed'} {budget_bytes:,}")
+    seconds = float(sum(problem.options[index].seconds for index in chosen))
+    if not np.isclose(seconds, solution.seconds, rtol=1e-9, atol=1e-12):
+        faults.append(f"the options add {seconds} s, not {solution.seconds} s")
+    if solution.fits and solution.bound_seconds > solution.seconds + 1e-9:
+        faults.append("the bound is above what was found")
+    return faults

@@ -1,0 +1,233 @@
+"""Solves a problem exactly: a mixed-integer linear program with a binary for each option and a row for each moment, given to HiGHS.
+
+Two programs, one after the other: the least seconds within the budget, then, of all choices that take no longer, the one that holds least. So
+the answer does not depend on how the solver breaks ties, and a smaller budget never yields a larger peak. If nothing fits, the first program
+is the least that can be held. Tricks are switches of their own, with their reasons (`Tricks`).
+
+HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018); it is imported here alone.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tightfit.errors import MissingExtra
+from tightfit.planner.problem import Problem
+from tightfit.planner.solution import Solution
+
+_MIB = float(1 << 20)
+_FREE = 1e30
+# What rounding in floating point may cost: about a kibibyte.
+_SLACK_MIB = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tricks:
+    """What makes the search fast. None changes the answer's quality; each can be turned off to see what it is worth.
+
+    `order_alike`: places that differ by their position alone are counted, not listed: an earlier one never saves less than a later one, whose
+    activations live for a shorter time. Without it a solver proves the same thing for every permutation of the blocks of a deep model.
+    `drop_small_rows`: moments that fit whatever is chosen get no row.
+    """
+
+    order_alike: bool = True
+    drop_small_rows: bool = True
+
+
+def solve(
+    problem: Problem, budget_bytes: int, *, time_limit_seconds: float = 10.0, tricks: Tricks | None = None
+) -> Solution:
+    """The fastest choice of options whose peak is at most `budget_bytes`, or the one that holds least if there is none.
+
+    After `time_limit_seconds` the best choice so far is returned, with `is_proven` False and the bound that was reached.
+
+    Raises:
+        MissingExtra: highspy is not installed.
+    """
+    if not problem.options:
+        return _solution(problem, (), budget_bytes, bound_seconds=0.0, is_proven=True)
+    tricks = tricks or Tricks()
+    deadline = time.monotonic() + time_limit_seconds
+    rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
+    fast = _Program(problem, rows)
+    fast.limit(budget_bytes, only_those_that_matter=tricks.drop_small_rows)
+    found = fast.run(problem.seconds, deadline)
+    if found is None:
+        least = _least(problem, rows, deadline)
+        return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
+    smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))])
+    smallest.measure_peak(budget_bytes)
+    tidy = smallest.run(None, deadline)
+    chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
+    return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
+
+
+def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
+    """The choice that holds least, and of these the fastest that the time allows to find."""
+    if not problem.options:
+        return _solution(problem, (), problem.peak_bytes(()), bound_seconds=0.0, is_proven=True)
+    rows = [*_conflict_rows(problem), *_order_rows(problem)]
+    found = _least(problem, rows, time.monotonic() + time_limit_seconds)
+    return solve(problem, problem.peak_bytes(found.chosen), time_limit_seconds=time_limit_seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """`low` <= the sum of `weights` times the options <= `high`."""
+
+    low: float
+    high: float
+    weights: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    chosen: tuple[int, ...]
+    bound: float
+    is_proven: bool
+
+
+class _Program:
+    """Rows and columns for HiGHS. The last column, if there is one more than options, is the peak in MiB."""
+
+    def __init__(self, problem: Problem, rows: Sequence[_Row]) -> None:
+        self.problem = problem
+        self.rows = list(rows)
+        self.has_peak = False
+
+    def limit(self, budget_bytes: int, *, only_those_that_matter: bool) -> None:
+        """A row for each moment: it holds at most the budget."""
+        problem = self.problem
+        most = problem.base_bytes + np.maximum(problem.changes, 0).sum(axis=0)
+        for at in range(len(problem.base_bytes)):
+            if most[at] > budget_bytes or not only_those_that_matter:
+                room = (budget_bytes - int(problem.base_bytes[at])) / _MIB - _SLACK_MIB
+                self.rows.append(_Row(-_FREE, room, _weights(problem.changes[:, at])))
+
+    def measure_peak(self, most_bytes: int | None) -> None:
+        """A column for the peak, and for each moment a row: it holds at most that."""
+        self.has_peak = True
+        peak = len(self.problem.options)
+        for at in range(len(self.problem.base_bytes)):
+            weights = _weights(self.problem.changes[:, at]) | {peak: -1.0}
+            self.rows.append(_Row(-_FREE, -int(self.problem.base_bytes[at]) / _MIB, weights))
+        if most_bytes is not None:
+            self.rows.append(_Row(-_FREE, most_bytes / _MIB, {peak: 1.0}))
+
+    def run(self, costs: npt.NDArray[np.float64] | None, deadline: float) -> _Found | None:
+        """The cheapest choice by `costs`, or by the peak without; None where there is none, or none was found in time."""
+        try:
+            import highspy
+        except ModuleNotFoundError as error:
+            raise MissingExtra(
+                "planning needs the solver HiGHS, which is not installed here: pip install highspy"
+            ) from error
+        num_options = len(self.problem.options)
+        num_columns = num_options + self.has_peak
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = num_columns, len(self.rows)
+        program.col_cost_ = np.append(np.zeros(num_options), 1.0) if costs is None else costs * 1e3
+        program.col_lower_ = np.zeros(num_columns)
+        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * self.has_peak)
+        program.row_lower_ = np.array([row.low for row in self.rows])
+        program.row_upper_ = np.array([row.high for row in self.rows])
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.cumsum([0, *(len(row.weights) for row in self.rows)])
+        program.a_matrix_.index_ = np.array([i for row in self.rows for i in row.weights], dtype=np.int32)
+        program.a_matrix_.value_ = np.array([w for row in self.rows for w in row.weights.values()], dtype=np.float64)
+        integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+        program.integrality_ = [integer] * num_options + [real] * self.has_peak
+        solver = highspy.Highs()
+        solver.silent()
+        for name, value in (("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", 1e-6), ("random_seed", 0)):
+            solver.setOptionValue(name, value)
+        solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
+        solver.passModel(program)
+        solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        values = solver.getSolution().col_value[:num_options]
+        chosen = tuple(index for index, value in enumerate(values) if value > 0.5)
+        return _Found(
+            chosen=chosen,
+            bound=float(info.mip_dual_bound) * 1e-3,
+            is_proven=status == highspy.HighsModelStatus.kOptimal,
+        )
+
+
+def _least(problem: Problem, rows: Sequence[_Row], deadline: float) -> _Found:
+    program = _Program(problem, rows)
+    program.measure_peak(None)
+    found = program.run(None, deadline)
+    return found or _Found(chosen=(), bound=0.0, is_proven=False)
+
+
+def _conflict_rows(problem: Problem) -> list[_Row]:
+    return [_Row(-_FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
+
+
+def _order_rows(problem: Problem) -> list[_Row]:
+    """For neighbours among places that are alike: what saves at least so much is taken at the earlier one if it is at the later one.
+
+    An option of something around the earlier place counts there too, since it leaves no choice inside.
+    """
+    saved = -problem.changes.min(axis=1)
+    places: dict[str, list[int]] = {}
+    for index, option in enumerate(problem.options):
+        if option.alike and option.changes:
+            places.setdefault(option.where, []).append(index)
+    alike: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
+    for members in places.values():
+        kind = tuple(sorted((problem.options[i].alike, int(saved[i])) for i in members))
+        alike.setdefault(kind, []).append(members)
+    rows = []
+    for group in alike.values():
+        group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
+        for earlier, later in itertools.pairwise(group):
+            around = _around(problem, earlier)
+            for level in {int(saved[i]) for i in later}:
+                weights = {i: 1.0 for i in (*earlier, *around) if saved[i] >= level}
+                weights |= {i: -1.0 for i in later if saved[i] >= level}
+                rows.append(_Row(0.0, _FREE, weights))
+    return rows
+
+
+def _around(problem: Problem, members: Sequence[int]) -> list[int]:
+    slots = problem.options[members[0]].slots
+    return [i for i, option in enumerate(problem.options) if option.slots > slots]
+
+
+def _weights(column: npt.NDArray[np.int64]) -> dict[int, float]:
+    return {int(i): float(column[i]) / _MIB for i in np.flatnonzero(column)}
+
+
+def _all(problem: Problem) -> dict[int, float]:
+    return {i: float(s) * 1e3 for i, s in enumerate(problem.seconds) if s}
+
+
+def _time(problem: Problem, chosen: Sequence[int]) -> float:
+    """Milliseconds that `chosen` add, and as little more as floating point needs."""
+    return float(problem.seconds[list(chosen)].sum()) * 1e3 + 1e-6
+
+
+def _rank(problem: Problem, chosen: Sequence[int]) -> tuple[int, int]:
+    return problem.peak_bytes(chosen), len(chosen)
+
+
+def _solution(
+    problem: Problem, chosen: Sequence[int], budget_bytes: int, *, bound_seconds: float, is_proven: bool
+) -> Solution:
+    seconds, peak = float(problem.seconds[list(chosen)].sum()), problem.peak_bytes(chosen)
+    return Solution(
+        chosen=tuple(sorted(chosen)),
+        fits=peak <= budget_bytes,
+        seconds=seconds,
+        peak_bytes=peak,
+        bound_seconds=min(bound_seconds, seconds),
+        is_proven=is_proven,
+    )
