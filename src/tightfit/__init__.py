@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tightfit.errors import TightfitError
     from tightfit.fit import estimate, replay
     from tightfit.reports.results import Estimate
+    from tightfit.snapshots.record import record
     from tightfit.snapshots.replay import Replay
     from tightfit.tape import Tape
 
@@ -30,6 +31,7 @@ __all__ = [
     "TightfitError",
     "estimate",
     "find_device",
+    "record",
     "replay",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "TightfitError": ("tightfit.errors", "TightfitError"),
     "estimate": ("tightfit.fit", "estimate"),
     "find_device": ("tightfit.devices.catalogue", "find"),
+    "record": ("tightfit.snapshots.record", "record"),
     "replay": ("tightfit.fit", "replay"),
 }
 

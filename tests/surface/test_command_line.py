@@ -37,7 +37,8 @@ OPTIONS = {
         "--task",
         "-p",
     ],
-    "replay": ["--alloc-conf", "--json", "--memory", "--tune"],
+    "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
+    "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
     "devices": ["--json"],
     "report": [
         *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--steps"),

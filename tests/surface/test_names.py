@@ -7,11 +7,12 @@ import pytest
 
 import tightfit
 
-PUBLIC_NAMES = ["Device", "Estimate", "Replay", "Tape", "TightfitError", "estimate", "find_device", "replay"]
+PUBLIC_NAMES = ["Device", "Estimate", "Replay", "Tape", "TightfitError", "estimate", "find_device", "record", "replay"]
 
 PARAMETERS = {
     "estimate": "target device | arguments parameters options steps alloc_conf calibration show_output meanwhile",
     "replay": "recording | alloc_conf memory device",
+    "record": "path | stacks max_events",
     "find_device": "text",
 }
 

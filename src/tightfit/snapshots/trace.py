@@ -5,7 +5,7 @@ besides, which torch's viewer colours by, and `user_metadata`, where torch has w
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.simulate.allocator import CachingAllocator
@@ -13,7 +13,7 @@ from tightfit.simulate.blocks import Block
 from tightfit.simulate.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.units import MIB
 
-Frames = Sequence[dict[str, Any]]
+Frames = Sequence[Mapping[str, Any]]
 
 NO_FRAMES: Frames = []
 # The viewer stops at a trace with categories of which none is called so (MemoryViz.js, annotate_snapshot); segments are given it.

@@ -78,20 +78,24 @@ def snapshot_of_tape(
 
 
 def snapshot_of(trace: TraceBuilder, settings: AllocatorSettings, marks: Marks) -> dict[str, Any]:
-    """The recording of a simulated allocator; steps are annotations as `torch.profiler.record_function` would have made them."""
-    times = [event["time_us"] for event in trace.events]
-    annotations = []
-    for span in marks.spans:
-        for stage, event in (("START", span.begin), ("END", span.end)):
-            time_us = times[min(event, len(times) - 1)] if times else 0
-            annotations.append({"name": span.name, "stage": stage, "device": 0, "time_us": time_us})
+    """The recording of a simulated allocator."""
     return {
         "segments": trace.segments(),
         "device_traces": [trace.events],
         "allocator_settings": plain_settings(settings),
-        "external_annotations": annotations,
+        "external_annotations": annotations_of(trace.events, marks),
         KEY: marks.to_plain(),
     }
+
+
+def annotations_of(trace: Sequence[Mapping[str, Any]], marks: Marks) -> list[dict[str, Any]]:
+    """The steps in the form that torch gives to `torch.profiler.record_function` in a recording."""
+    annotations = []
+    for span in marks.spans:
+        for stage, event in (("START", span.begin), ("END", span.end)):
+            time_us = trace[min(event, len(trace) - 1)].get("time_us", 0) if trace else 0
+            annotations.append({"name": span.name, "stage": stage, "device": marks.trace, "time_us": time_us})
+    return annotations
 
 
 class _TapeWriter:

@@ -1,0 +1,141 @@
+"""`tightfit record`: runs a workload as it is, in this process, and writes a recording of its memory with marks.
+
+What computes is imported when the command runs, so that its `--help` is instant.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from tightfit.errors import CaptureError, TightfitError, UsageError
+from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.capture.targets import GeneratorFunction, Script
+    from tightfit.snapshots.record import Recording
+
+_SEVERAL = Parameter(consume_multiple=False)
+_INTERRUPTED = 130
+
+
+class _Enough(BaseException):
+    """The steps that were asked for are over; not an error, and not for a script to catch."""
+
+
+def record(
+    target: str,
+    /,
+    *arguments: Annotated[str, Parameter(show=False)],
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
+    steps: int | None = None,
+    no_stacks: bool = False,
+    max_events: int | None = None,
+) -> int:
+    """Run a script as python would and record its memory: on the card, or tensors on the host where there is none.
+
+    Parameters
+    ----------
+    target
+        A script (its own arguments after --), or FILE.py:FUNCTION, a generator function that yields once per step.
+    output
+        The file to write. Default: the name of the script, with .recording.pickle.
+    parameter
+        NAME=VALUE, a keyword argument of the generator function; once for each.
+    steps
+        End the run after this many steps. Default for a script: when it ends; for a function: 3.
+    no_stacks
+        Do not record who asked for each block.
+    max_events
+        Keep the last so many events, 200000 if not given.
+    """
+    from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
+    from tightfit.snapshots.record import DEFAULT_MAX_EVENTS
+    from tightfit.snapshots.record import record as new_recording
+
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps {steps}: at least one step must be run")
+    parsed = parse_target(target, arguments=arguments, parameters=parameter)
+    if isinstance(parsed, HuggingFaceConfig):
+        raise UsageError(
+            f"{target} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION): only those can be run"
+        )
+    path = output or Path(f"{_stem(target)}.recording.pickle")
+    recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
+    if isinstance(parsed, Script):
+        code = _exit_code(lambda: _run_script(parsed, recording, steps), parsed.path)
+    else:
+        code = _exit_code(lambda: _run_function(parsed, recording, steps or 3), parsed.location)
+    _say(recording)
+    return code
+
+
+def _stem(target: str) -> str:
+    location = target.rpartition(":")[0] or target
+    return Path(location).stem if location.endswith(".py") else location
+
+
+def _run_script(script: "Script", recording: "Recording", num_steps: int | None) -> None:
+    from tightfit.capture.targets import run_script
+
+    with recording:
+        hooks = recording.recorder.hooks
+
+        def stop_when_over() -> None:
+            if num_steps is not None and hooks.num_steps >= num_steps:
+                raise _Enough
+
+        hooks.before_turn = stop_when_over
+        held = run_script(script)  # noqa: F841 - what lives at the end of a script is there when its memory is looked at
+
+
+def _run_function(function: "GeneratorFunction", recording: "Recording", num_steps: int) -> None:
+    from tightfit.capture.targets import generator_of
+
+    generator = generator_of(function)
+    with recording:
+        for _ in range(num_steps):
+            try:
+                next(generator)
+            except StopIteration:
+                break
+            recording.step()
+    if recording.written is not None and not recording.written.num_steps:
+        raise CaptureError("the function did not yield: set up, then `yield` once per step")
+
+
+def _exit_code(run: Callable[[], None], path: str) -> int:
+    """Runs the user's code; an error of it is shown as python would show it."""
+    try:
+        run()
+    except _Enough:
+        return 0
+    except TightfitError:
+        raise
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises ends it, and is shown
+        own = error.__traceback__
+        while own is not None and own.tb_frame.f_code.co_filename not in (path, str(Path(path).resolve())):
+            own = own.tb_next
+        traceback.print_exception(type(error), error, own or error.__traceback__)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _say(recording: "Recording") -> None:
+    written = recording.written
+    if written is None:
+        return
+    steps = "1 step" if written.num_steps == 1 else f"{written.num_steps} steps"
+    sys.stderr.write(
+        f"tightfit: wrote {written.path}: {written.num_events:,} events in {steps} on {written.device},"
+        f" {format_bytes(written.num_bytes)}; next: tightfit doctor {written.path}\n"
+    )

@@ -1,0 +1,174 @@
+"""Follows what a program does while it is recorded: modules, phases and steps, through torch's own global hooks.
+
+Hooks return nothing and change nothing, so the run's results are its own. Only `torch.autograd`'s entry to the engine is replaced, because
+it has no hook, and put back. A step ends when an optimizer has stepped; where there are several, when the one that steps least often has.
+"""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
+
+# An optimizer that never steps must not keep the others' steps from ending.
+MAX_STEPS_OF_ONE_OPTIMIZER = 8
+
+HeldTensors = dict[str, Iterable[torch.Tensor]]
+Emit = Callable[[NoteKind, str, HeldTensors], None]
+
+
+class RunHooks:
+    """Calls `emit(kind, text, held tensors by category)` for each note; `before_turn` is called when a new turn of the loop begins."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.before_turn: Callable[[], None] = lambda: None
+        self.num_steps = 0
+        self._emit = emit
+        self._modules: list[str] = []
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._phases = [OTHER]
+        self._num_steps_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._is_told_by_user = False
+        self._run_backward: Any = None
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Begins to follow."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._run_backward = torch.autograd._engine_run_backward
+        torch.autograd._engine_run_backward = self._backward
+
+    def remove(self) -> None:
+        """Takes all hooks away, and notes what is held now."""
+        torch.autograd._engine_run_backward = self._run_backward
+        for handle in self._handles:
+            handle.remove()
+        self._emit("held", "", held_tensors())
+
+    def step(self) -> None:
+        """The user says that a step is over; from now on only that counts."""
+        if not self._is_told_by_user:
+            self._is_told_by_user = True
+            self.num_steps = 0
+        self.num_steps += 1
+        self._emit("step", BY_USER, {})
+
+    def _enter_module(self, module: torch.nn.Module, _args: Any) -> None:
+        if not self._modules and self._phases[-1] == OTHER:
+            self._begin(FORWARD if torch.is_grad_enabled() else ASIDE)
+        self._modules.append(self._path(module))
+        self._emit("module", self._modules[-1], {})
+
+    def _leave_module(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+            self._emit("module", self._modules[-1] if self._modules else "", {})
+        if not self._modules and self._phases[-1] in (FORWARD, ASIDE):
+            self._end()
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        if BACKWARD in self._phases:
+            return self._run_backward(*args, **kwargs)
+        self._begin(BACKWARD)
+        try:
+            return self._run_backward(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._emit("held", "", {"gradients": [p.grad for p in _parameters(optimizer) if p.grad is not None]})
+        self._begin(OPTIMIZER)
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._end()
+        self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
+        if optimizer not in self._num_steps_of:
+            for known in _optimizers():
+                self._num_steps_of.setdefault(known, 0)
+            self._num_steps_of.setdefault(optimizer, 0)
+        self._num_steps_of[optimizer] += 1
+        stepping = [count for count in self._num_steps_of.values() if count]
+        if len(stepping) < len(self._num_steps_of) and max(stepping) < MAX_STEPS_OF_ONE_OPTIMIZER:
+            return
+        if not self._is_told_by_user and self._num_steps_of[optimizer] == min(stepping) > self.num_steps:
+            self.num_steps += 1
+            self._emit("step", BY_OPTIMIZER, {})
+
+    def _begin(self, phase: str) -> None:
+        if self._phases[-1] == OTHER:
+            self.before_turn()
+        self._phases.append(phase)
+        self._emit("phase", phase, {})
+
+    def _end(self) -> None:
+        self._phases.pop()
+        self._emit("phase", self._phases[-1], {})
+
+    def _path(self, module: torch.nn.Module) -> str:
+        if module not in self._paths:
+            prefix = self._modules[-1] if self._modules else ""
+            for name, inner in module.named_modules(prefix=type(module).__name__):
+                self._paths.setdefault(inner, f"{prefix}.{name}".lstrip("."))
+        return self._paths[module]
+
+
+def held_tensors() -> HeldTensors:
+    """What all modules and optimizers of this process hold now."""
+    modules = _all_of(torch.nn.Module)
+    optimizers = list(_optimizers())
+    parameters = [
+        tensor
+        for module in modules
+        for table in ("_parameters", "_buffers")
+        for tensor in module.__dict__.get(table, {}).values()
+        if tensor is not None
+    ]
+    parameters += itertools.chain.from_iterable(_parameters(optimizer) for optimizer in optimizers)
+    return {
+        "parameters": parameters,
+        "gradients": [tensor.grad for tensor in parameters if tensor.is_leaf and tensor.grad is not None],
+        "optimizer_state": list(itertools.chain.from_iterable(_states(optimizer) for optimizer in optimizers)),
+    }
+
+
+def all_tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python knows of, and their gradients."""
+    for tensor in _all_of(torch.Tensor):
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _all_of(kind: type) -> list[Any]:
+    # type() and not isinstance(): some objects run code of their own when they are asked for their class.
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def _optimizers() -> Iterator[Optimizer]:
+    """The optimizers that step themselves; wrappers of other libraries, which never ran the base class's constructor, do not."""
+    return (found for found in _all_of(Optimizer) if "_optimizer_step_pre_hooks" in found.__dict__)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _states(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,153 @@
+"""Records tensors on the host, where there is no card: a dispatch mode sees each operator's outputs, weak references see storages die.
+
+What a kernel allocates for itself is not seen. A tensor that no operator made, such as one over a numpy array, is taken to be born when an
+operator first reads it.
+"""
+
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
+from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind
+
+_DEAD = -1
+_TORCH = Path(torch.__file__).parent
+# The frames between an operator and this file.
+_OWN_FILES = (__file__, *(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_frame.py")))
+
+
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which storage it is about."""
+
+    __slots__ = ("cdata", "num_bytes", "number")
+
+    cdata: int
+    num_bytes: int
+    number: int
+
+
+class HostRecorder(TorchDispatchMode):
+    """Records what becomes of the storages of this process's host tensors."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile, and flex attention, which insists on it, fails."""
+        return True
+
+    def __init__(self, *, stacks: bool) -> None:
+        super().__init__()
+        self.hooks = RunHooks(self._note)
+        self._has_stacks = stacks
+        self._events: list[HostEvent | Note] = []
+        self._references: dict[int, _StorageReference] = {}
+        self._num_storages = 0
+        self._num_at_start = 0
+        self._is_on = False
+        self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
+
+    def start(self) -> None:
+        """Begins to record; the tensors that are there already belong to its start."""
+        self._is_on = True
+        for tensor in all_tensors():
+            self._see(tensor)
+        self._num_at_start = len(self._events)
+        self.hooks.install()
+        self.__enter__()
+
+    def stop(self) -> HostRun:
+        """Ends the recording and returns it."""
+        self.__exit__(None, None, None)
+        self.hooks.remove()
+        self._is_on = False
+        self._references.clear()
+        return HostRun(
+            events=self._events,
+            num_at_start=self._num_at_start,
+            stacks=[
+                [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in stack]
+                for stack in self._stacks
+            ],
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator as it would have run, and looks at what it reads and what it made."""
+        for tensor in _tensors(args):
+            self._see(tensor)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors((result,)):
+            self._see(tensor)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if not _is_plain(tensor):
+            return
+        storage = tensor.untyped_storage()
+        num_bytes = storage.nbytes()
+        reference = self._references.get(storage._cdata)
+        if reference is not None and reference.num_bytes == num_bytes:
+            return
+        if reference is not None:
+            self._died(reference)
+        reference = _StorageReference(storage, self._died)
+        reference.cdata, reference.num_bytes, reference.number = storage._cdata, num_bytes, self._num_storages
+        self._num_storages += 1
+        self._references[storage._cdata] = reference
+        self._add(reference.number, num_bytes)
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageReference)
+        if self._is_on:
+            self._add(reference.number, _DEAD)
+            del self._references[reference.cdata]
+
+    def _add(self, storage: int, num_bytes: int) -> None:
+        stack = self._stack() if num_bytes != _DEAD else 0
+        time_us = time.time_ns() // 1000
+        self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_us))
+
+    def _stack(self) -> int:
+        """The Python stack that asks, without this file's own frames, as a number."""
+        frame = sys._getframe(1) if self._has_stacks else None
+        stack = []
+        while frame is not None:
+            if frame.f_code.co_filename not in _OWN_FILES:
+                stack.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return self._stacks.setdefault(tuple(stack), len(self._stacks))
+
+    def _note(self, kind: NoteKind, text: str, held: HeldTensors) -> None:
+        numbers = tuple((category, tuple(self._numbers(tensors))) for category, tensors in held.items())
+        self._events.append(Note(kind=kind, text=text, time_us=time.time_ns() // 1000, held=numbers))
+
+    def _numbers(self, tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+        for tensor in tensors:
+            if _is_plain(tensor):
+                reference = self._references.get(tensor.untyped_storage()._cdata)
+                if reference is not None:
+                    yield reference.number
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has a storage on the host of its own: not one that wraps other tensors, or is faked by a compiler."""
+    is_dispatched = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_dispatched
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

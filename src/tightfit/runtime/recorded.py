@@ -1,0 +1,62 @@
+"""What a recorder brings home from a run, as plain data: torch's own snapshot of a card, or what became of the tensors on the host.
+
+Besides either there are notes, which say what the program was doing: in which module it was, which phase began, when a step was over, and
+which addresses (or, on the host, which storages) were parameters, gradients or states of optimizers at that moment.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+NoteKind = Literal["module", "phase", "step", "held"]
+Held = tuple[tuple[str, tuple[int, ...]], ...]
+"""Categories, each with the addresses of its storages on a card, or with the numbers of its storages on the host."""
+
+# Texts of notes of the kind `phase`, and of the kind `step`.
+FORWARD, BACKWARD, OPTIMIZER, ASIDE, OTHER = "forward", "backward", "optimizer", "aside", "other"
+BY_OPTIMIZER, BY_USER = "optimizer", "user"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """One remark. `text` is a module's path, a phase, or who ended the step; `time_us` is Unix time in microseconds."""
+
+    kind: NoteKind
+    text: str
+    time_us: int
+    held: Held
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CardRun:
+    """A run on a card. `snapshot` is what `torch.cuda.memory._snapshot` gave; note `i` was announced to it as `NOTE_PREFIX` and `i`."""
+
+    snapshot: dict[str, Any]
+    index: int
+    device: str
+    capacity_bytes: int
+    context_bytes: int
+    notes: Sequence[Note]
+    has_dropped_events: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostEvent:
+    """A storage was born (`num_bytes` is 0 or more, `stack` a number of the stacks) or died (`num_bytes` is -1)."""
+
+    storage: int
+    num_bytes: int
+    stack: int
+    time_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRun:
+    """A run on the host: events and notes in the order in which they came; the first `num_at_start` events were before the recording."""
+
+    events: Sequence[HostEvent | Note]
+    num_at_start: int
+    stacks: Sequence[Sequence[Mapping[str, Any]]]
+
+
+NOTE_PREFIX = "tightfit "
