@@ -241,6 +241,7 @@ def test_a_request_that_failed_is_made_again_where_something_is_different(tmp_pa
     recorder.events.append({"action": "oom", "device_free": 0, "size": 40 * MIB, "stream": 0, "time_us": 9})
     found = read_recording(recorder.save(tmp_path / "oom.pickle"))
     assert replay(found).peak_reserved_bytes == 12 * MIB
+    assert replay(found, device=0).agrees
     assert replay(found, capacity_bytes=60 * MIB).peak_reserved_bytes == 52 * MIB
     assert replay(found, capacity_bytes=50 * MIB).oom.event == 2
 
@@ -332,18 +333,46 @@ def test_the_command_ends_with_1_where_memory_runs_out(cold, capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_the_command_sums_devices_and_says_so(tmp_path, capsys):
+@pytest.fixture
+def two_devices(tmp_path):
+    """The same 12 MiB on devices 0 and 3."""
     recorder = Recorder()
     recorder.malloc(12 * MIB)
     whole = recorder.snapshot()
-    whole["device_traces"] = whole["device_traces"] * 2
-    whole["segments"] += [whole["segments"][0] | {"device": 1}]
+    whole["device_traces"] = [recorder.events, [], [], list(recorder.events)]
+    whole["segments"] += [whole["segments"][0] | {"device": 3}]
     path = tmp_path / "two.pickle"
     path.write_bytes(pickle.dumps(whole))
-    assert replay_command(path, json=True) == 0
+    return path
+
+
+def test_the_command_sums_devices_and_says_so(two_devices, capsys):
+    assert replay_command(two_devices, json=True) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["peak_reserved_bytes"] == 24 * MIB
+    answer = json.loads(out)
+    assert answer["peak_reserved_bytes"] == 24 * MIB
+    assert answer["segments"] == {str(12 * MIB): 2}
+    assert [(one["device"], one["peak_reserved_bytes"]) for one in answer["devices"]] == [(0, 12 * MIB), (3, 12 * MIB)]
     assert "2 devices" in err
+    assert replay_command(two_devices) == 0
+    assert "device 3" in capsys.readouterr().out
+
+
+def test_one_device_can_be_chosen(two_devices, capsys):
+    assert replay_command(two_devices, device=3, json=True) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["peak_reserved_bytes"] == 12 * MIB
+    assert "devices" not in json.loads(out)
+    assert not err
+    with pytest.raises(UsageError, match="device 4; it has 0, 1, 2, 3"):
+        replay_command(two_devices, device=4)
+
+
+def test_what_runs_out_on_any_device_is_the_answer(two_devices, capsys):
+    assert replay_command(two_devices, memory="11MiB", json=True) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["oom"] == answer["devices"][0]["oom"]
+    assert answer["oom"]["requested_bytes"] == 12 * MIB
 
 
 def test_the_command_refuses_bad_arguments(cold):

@@ -1,18 +1,19 @@
 """`tightfit replay`: what a recording of torch's memory allocator would have held, as it ran or with other settings or less memory."""
 
-import dataclasses
 import json as json_module
 import sys
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.cli.progress import ProgressLine
 from tightfit.reports.tuning import TuningText
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Recording, read_recording
-from tightfit.snapshots.replay import Replay
+from tightfit.snapshots.replay import Replay, devices_of, together
 from tightfit.snapshots.replay import replay as replay_device
 from tightfit.snapshots.tune import tune as tune_recording
 from tightfit.units import format_bytes, parse
@@ -26,6 +27,7 @@ def replay(
     *,
     alloc_conf: str | None = None,
     memory: str | None = None,
+    device: int | None = None,
     tune: bool = False,
     json: bool = False,
 ) -> int:
@@ -34,54 +36,40 @@ def replay(
     Args:
         recording: the pickle file.
         alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default those that were recorded. What the cache held at the start stays.
-        memory: what the allocator may hold, such as 22GiB; by default there is no limit.
+        memory: what the allocator may hold on each device, such as 22GiB; by default there is no limit.
+        device: replay this one alone; by default all that have events, and the figures are their sums.
         tune: search the settings that would hold least; those of --alloc-conf get a row among them. Exit 1: none of them fits.
         json: print JSON instead of a table.
     """
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
-    found = read_recording(recording)
-    with_events = [d.device for d in found.devices if d.num_events] or [d.device for d in found.devices][:1]
-    each = [
-        replay_device(found, settings=settings, capacity_bytes=capacity_bytes, device=device) for device in with_events
-    ]
-    talk = Console(stderr=True)
+    with ProgressLine(recording.name) as progress:
+        found = read_recording(recording, progress=progress)
+        each = [
+            replay_device(found, settings=settings, capacity_bytes=capacity_bytes, device=index, progress=progress)
+            for index in devices_of(found, device)
+        ]
     if len(each) > 1:
-        talk.print(
-            f"{len(each)} devices have events: each was replayed apart, and the figures are their sums", highlight=False
+        print(
+            f"{len(each)} devices have events: each was replayed apart, and the figures are their sums (--device N: one alone)",
+            file=sys.stderr,
         )
-    total = each[0] if len(each) == 1 else _sum(each)
+    total = together(each)
     tuning = None
     if tune:
         tuning = tune_recording(
             found, alloc_conf=alloc_conf, capacity_bytes=capacity_bytes, is_windows=sys.platform == "win32"
         )
     if json:
-        more = {} if tuning is None else {"tune": tuning.to_json()}
+        more: dict[str, Any] = {} if tuning is None else {"tune": tuning.to_json()}
+        if len(each) > 1:
+            more["devices"] = [{"device": one.device, **one.to_json()} for one in each]
         print(json_module.dumps(total.to_json() | more, indent=2))
     else:
-        _print(total, found, is_as_recorded=settings is None and capacity_bytes is None)
+        _print(total, each, found, is_as_recorded=settings is None and capacity_bytes is None)
         if tuning is not None:
             _console().print(TuningText(tuning), soft_wrap=True)
     return 0 if (total.oom is None if tuning is None else tuning.recommended is not None) else 1
-
-
-def _sum(each: list[Replay]) -> Replay:
-    """The figures of several devices together; the first that ran out of memory speaks for all."""
-    segments: Counter[int] = Counter()
-    for one in each:
-        segments.update(one.segments)
-    return dataclasses.replace(
-        each[0],
-        events=sum(one.events for one in each),
-        peak_allocated_bytes=sum(one.peak_allocated_bytes for one in each),
-        peak_reserved_bytes=sum(one.peak_reserved_bytes for one in each),
-        segments=dict(sorted(segments.items())),
-        alloc_retries=sum(one.alloc_retries for one in each),
-        oom=next((one.oom for one in each if one.oom is not None), None),
-        agrees=all(one.agrees for one in each),
-        num_moved_blocks=sum(one.num_moved_blocks for one in each),
-    )
 
 
 def _console() -> Console:
@@ -91,7 +79,7 @@ def _console() -> Console:
     return console
 
 
-def _print(result: Replay, recording: Recording, *, is_as_recorded: bool) -> None:
+def _print(result: Replay, each: Sequence[Replay], recording: Recording, *, is_as_recorded: bool) -> None:
     console = _console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("events", f"{result.events:,}")
@@ -114,5 +102,9 @@ def _print(result: Replay, recording: Recording, *, is_as_recorded: bool) -> Non
             f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} asked for with {format_bytes(oom.allocated_bytes)} allocated"
             f" and {format_bytes(oom.reserved_bytes)} reserved",
         )
+    if len(each) > 1:
+        for one in each:
+            peaks = f"peak allocated {format_bytes(one.peak_allocated_bytes)}, reserved {format_bytes(one.peak_reserved_bytes)}"
+            table.add_row(f"device {one.device}", peaks + ("" if one.oom is None else ", out of memory"))
     console.print(recording.path)
     console.print(table)

@@ -149,12 +149,20 @@ class CachingAllocator(Counters):
             self.complete(block)
 
     def empty_cache(self) -> None:
-        """Gives every segment (or page) that is free as a whole back to the driver."""
+        """Gives every segment (or page) that is free as a whole back to the driver, but for those of private pools: negative streams."""
         self.synchronize()
         for pools in (self._large, self._small):
-            paged = [block for stream in sorted(pools) for block in self._release_whole_segments(pools[stream])]
+            shared = sorted(stream for stream in pools if stream >= 0)
+            paged = [block for stream in shared for block in self._release_whole_segments(pools[stream])]
             for block in paged:
                 self._mapper.release(block)
+
+    def give_back(self, block: Block) -> None:
+        """Gives a free block back to the driver, if it is a whole segment, or else the whole pages in it."""
+        if block.segment is not None:
+            self._mapper.release(block)
+        elif block.prev is None and block.next is None:
+            self._release_segment(block)
 
     def adopt(self, block: Block, neighbour: Block | None) -> None:
         """Takes in a block of a segment that exists already, right after its `neighbour` in the same segment: the start of a recording."""
@@ -288,9 +296,9 @@ class CachingAllocator(Counters):
         now = self._num_large_searches
         whole = [
             block
-            for pool in self._large.values()
+            for stream, pool in self._large.items()
             for block in pool.free_blocks()
-            if block.prev is None and block.next is None
+            if stream >= 0 and block.prev is None and block.next is None
         ]
         num_whole, total_age = len(whole), sum(now - block.cached_at for block in whole)
         freed_bytes = 0

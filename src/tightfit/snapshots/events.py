@@ -147,6 +147,7 @@ class EventTable:
         self.lanes = Lanes()
         self._columns = {name: array("q") for name in ("action", "address", "num_bytes", "lane", "time_us", "stack")}
         self._columns |= {name: array("q") for name in ("user_metadata", "compile_context")}
+        self.free_bytes_at_oom: dict[int, int] = {}
         self._append = tuple(column.append for column in self._columns.values())
 
     def __len__(self) -> int:
@@ -180,6 +181,8 @@ class EventTable:
         shared, frames = self.shared, get("frames")
         user_metadata, compile_context = get("user_metadata", ""), get("compile_context", "")
         add_action, add_address, add_bytes, add_lane, add_time, add_stack, add_metadata, add_context = self._append
+        if action == _FIRST_WITHOUT_ADDRESS:
+            self._note_failure(get("device_free", 0))
         add_lane(stream if pool_id == DEFAULT_POOL else self.lanes.of(stream, pool_id))
         add_stack(shared.stack(frames) if frames is not None else 0)
         add_metadata(shared.note(user_metadata, "user_metadata") if user_metadata != "" else 0)
@@ -189,11 +192,18 @@ class EventTable:
         add_bytes(num_bytes)
         add_time(time_us)
 
+    def _note_failure(self, free_bytes: Any) -> None:
+        if type(free_bytes) is not int or not 0 <= free_bytes <= MOST:
+            raise _wrong_figure({"device_free": free_bytes})
+        self.free_bytes_at_oom[len(self)] = free_bytes
+
     def _add_again(self, row: Any) -> None:
         if type(row) is not Row:
             raise Malformed("an event is no dict")
         for name, column in self._columns.items():
             column.append(row.table._columns[name][row.number])
+        if row.number in row.table.free_bytes_at_oom:
+            self.free_bytes_at_oom[len(self) - 1] = row.table.free_bytes_at_oom[row.number]
         self._columns["lane"][-1] = self.lanes.of(*row.table.lanes.pair(self._columns["lane"][-1]))
 
     def stack_of(self, row: int) -> int:

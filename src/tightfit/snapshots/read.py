@@ -70,6 +70,7 @@ class DeviceRecording:
     `num_bytes` of an allocation is what was requested, not what it was rounded to. `lane` says which pools serve the event: the stream
     for the default memory pool, and a negative number of its own for each stream of a private one (CUDA graphs, `MemPool`). `stack` indexes
     the recording's `stacks`, `user_metadata` and `compile_context` its `notes`; 0 is the empty one.
+    `free_bytes_at_oom` is what the card had left at each event that is an `OOM`.
     """
 
     device: int
@@ -81,6 +82,7 @@ class DeviceRecording:
     stack: Column
     user_metadata: Column
     compile_context: Column
+    free_bytes_at_oom: Mapping[int, int]
     segments: tuple[RecordedSegment, ...]
 
     @property
@@ -189,6 +191,8 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
     if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MOST_BLOCKS:
         raise Malformed(f"it has more than {_MOST_BLOCKS} blocks")
+    if not by_device:
+        raise Malformed("there is no device in it")
     devices = [
         _device(device, tables[device] if device < len(tables) else EventTable(shared), by_device[device])
         for device in sorted(by_device)
@@ -213,7 +217,9 @@ def _device(device: int, table: EventTable, segments: Sequence[Mapping[str, Any]
     ends = [segment.address + segment.num_bytes for segment in found]
     if any(end > following.address for end, following in zip(ends, found[1:], strict=False)):
         raise Malformed("segments overlap")
-    return DeviceRecording(device=device, segments=tuple(found), **table.columns())
+    return DeviceRecording(
+        device=device, segments=tuple(found), free_bytes_at_oom=table.free_bytes_at_oom, **table.columns()
+    )
 
 
 def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:

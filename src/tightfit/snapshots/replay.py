@@ -1,27 +1,30 @@
 """Replays a recording through the simulated allocator: with the settings it ran with, or to see what others would have done.
 
-The program's calls decide alone: its requests and frees, and the moments when it (or the allocator, out of memory) gave the cache back,
-which a recording shows only as freed segments. The segments that were recorded give the addresses of new ones, on which ties between
+The program's calls decide alone: its requests and frees, and the moments when it gave the cache back, which a recording shows only as
+freed segments. What the allocator gave back by itself, to serve a request, is taken from the recording only where nothing is different. The segments that were recorded give the addresses of new ones, on which ties between
 equally good blocks depend, and are then compared with what the simulation asked of the driver.
 """
 
 import dataclasses
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.errors import UsageError
 from tightfit.simulate.allocator import CachingAllocator, OutOfDeviceMemory
 from tightfit.simulate.blocks import Block
+from tightfit.simulate.expandable import whole_pages
 from tightfit.simulate.levels import Watch
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Action, DeviceRecording, Recording
 from tightfit.snapshots.rebuild import rebuild
+from tightfit.snapshots.returns import Return, returns_of
 from tightfit.units import GIB
 
 _SOME_OTHER_STREAM = -1 << 62
 _GIVES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
-_RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_EVENTS_BETWEEN_REPORTS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Replay:
     the recorded one, to the byte and in order; `num_moved_blocks` counts the blocks that got another address than the recorded one.
     """
 
-    device: int
+    device: int | None
     events: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -73,13 +76,15 @@ def replay(
     capacity_bytes: int | None = None,
     device: int | None = None,
     watch: Watch | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Replay:
     """Replays the events of one device, by default the one with most events.
 
     `settings` are those that were recorded unless given; what the cache held at the start stays as it was recorded. `capacity_bytes`
     bounds what the allocator may hold; without it there is no limit. A cache that is larger than that at the start is given back first.
-    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds. `watch` may look
-    at the allocator after each event; its blocks are by the address that was recorded.
+    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds; where nothing is,
+    the first such is the answer's `oom`, and the rest is replayed all the same. `watch` may look at the allocator after each event; its blocks
+    are by the address that was recorded. `progress` is told now and then what is done and how much of it, from 0 to 1.
 
     Raises:
         UsageError: the recording has nothing of `device`.
@@ -88,7 +93,43 @@ def replay(
     if not found:
         raise UsageError(f"{recording.path} has nothing of device {device}")
     chosen = max(found, key=lambda d: (d.num_events, len(d.segments), -d.device))
-    return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play(watch)
+    return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play(watch, progress)
+
+
+def together(each: Sequence[Replay]) -> Replay:
+    """The figures of several devices: sums, and the first that ran out of memory speaks for all. Its `device` is None if there are several."""
+    if len(each) == 1:
+        return each[0]
+    segments: Counter[int] = Counter()
+    for one in each:
+        segments.update(one.segments)
+    return Replay(
+        device=None,
+        events=sum(one.events for one in each),
+        peak_allocated_bytes=sum(one.peak_allocated_bytes for one in each),
+        peak_reserved_bytes=sum(one.peak_reserved_bytes for one in each),
+        segments=dict(sorted(segments.items())),
+        alloc_retries=sum(one.alloc_retries for one in each),
+        oom=next((one.oom for one in each if one.oom is not None), None),
+        agrees=all(one.agrees for one in each),
+        num_moved_blocks=sum(one.num_moved_blocks for one in each),
+    )
+
+
+def devices_of(recording: Recording, device: int | None) -> list[int]:
+    """The devices to replay: `device`, or else all that have events, or the first where none has any.
+
+    Raises:
+        UsageError: the recording has nothing of `device`.
+    """
+    there = [one.device for one in recording.devices]
+    if device is not None:
+        if device not in there:
+            raise UsageError(
+                f"{recording.path} has nothing of device {device}; it has {', '.join(map(str, there)) or 'none'}"
+            )
+        return [device]
+    return [one.device for one in recording.devices if one.num_events] or there[:1]
 
 
 class _Places:
@@ -143,6 +184,9 @@ class _Player:
         capacity_bytes: int | None,
     ) -> None:
         self.recording = recording
+        self.recorded_settings = recorded_settings
+        self.oom: OutOfMemory | None = None
+        self.retried_for = -1
         self.places = _Places(recording)
         self.is_expandable = settings.expandable_segments
         self.is_hypothetical = capacity_bytes is not None or settings != recorded_settings
@@ -165,24 +209,21 @@ class _Player:
         self.num_moved_blocks = 0
         self.recorded_calls: list[tuple[str, int, int]] = []
 
-    def play(self, watch: Watch | None = None) -> Replay:
-        """Replays every event, up to the first that finds no memory."""
+    def play(self, watch: Watch | None, progress: Callable[[str, float], None] | None) -> Replay:
+        """Replays every event, up to the first that finds no memory; where nothing is different, past those that found none."""
         recording = self.recording
         columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
         actions, addresses, sizes, lanes = (column.tolist() for column in columns)
-        oom = self._too_little_to_begin()
-        was_returning = False
+        self.oom = self._too_little_to_begin()
+        has_failed = self.oom is not None
+        returns = {one.begin: one for one in returns_of(recording, self.recorded_settings)}
         if watch is not None:
             watch(-1, self.allocator, self.blocks)
         for at, (action, address, num_bytes, lane) in enumerate(zip(actions, addresses, sizes, lanes, strict=True)):
-            if oom is not None:
+            if has_failed:
                 break
-            is_returning = action in _RETURNS
             if action == Action.ALLOC or (action == Action.OOM and self.is_hypothetical):
-                try:
-                    self._malloc(address, num_bytes, lane, was_served=action == Action.ALLOC)
-                except OutOfDeviceMemory as error:
-                    oom = _out_of_memory(at, error)
+                has_failed = not self._malloc(at, address, num_bytes, lane, was_served=action == Action.ALLOC)
             elif action == Action.FREE_REQUESTED:
                 following = (actions[at + 1], addresses[at + 1]) if at + 1 < len(actions) else None
                 self._free(address, waits=following != (Action.FREE_COMPLETED, address))
@@ -191,14 +232,15 @@ class _Player:
             elif action in _GIVES:
                 self.places.announced.append((Action(action), address, num_bytes))
                 self.recorded_calls.append((Action(action).name.lower(), address, num_bytes))
-            elif is_returning:
-                if not was_returning:
-                    self.allocator.empty_cache()
-                self.recorded_calls.append((Action(action).name.lower(), address, num_bytes))
-            was_returning = is_returning
+            elif action == Action.OOM:
+                self._note_recorded_failure(at, num_bytes)
+            elif at in returns:
+                self._return(returns[at])
             if watch is not None:
                 watch(at, self.allocator, self.blocks)
-        return self._result(oom)
+            if progress is not None and not at % _EVENTS_BETWEEN_REPORTS:
+                progress("replaying", at / len(actions))
+        return self._result()
 
     def _too_little_to_begin(self) -> OutOfMemory | None:
         """What lives at the start may be more than the limit already."""
@@ -213,14 +255,73 @@ class _Player:
             free_bytes=0,
         )
 
-    def _malloc(self, address: int, num_bytes: int, lane: int, *, was_served: bool) -> None:
-        block = self.allocator.malloc(num_bytes, lane)
+    def _malloc(self, event: int, address: int, num_bytes: int, lane: int, *, was_served: bool) -> bool:
+        try:
+            block = self.allocator.malloc(num_bytes, lane)
+        except OutOfDeviceMemory as error:
+            self.oom = OutOfMemory(
+                event=event,
+                requested_bytes=error.requested_bytes,
+                allocated_bytes=error.allocated_bytes,
+                reserved_bytes=error.reserved_bytes,
+                free_bytes=error.free_bytes,
+            )
+            return False
         self.places.announced.clear()
         if was_served:
             self.num_moved_blocks += block.address != address
             self.blocks[address] = block
         else:
             self.allocator.free(block)
+        return True
+
+    def _note_recorded_failure(self, event: int, num_bytes: int) -> None:
+        """A request failed on the card that was recorded, after a second try."""
+        allocator = self.allocator
+        self.places.announced.clear()
+        allocator.num_alloc_retries += event != self.retried_for
+        if self.oom is None:
+            self.oom = OutOfMemory(
+                event=event,
+                requested_bytes=num_bytes,
+                allocated_bytes=allocator.allocated_bytes,
+                reserved_bytes=allocator.reserved_bytes,
+                free_bytes=self.recording.free_bytes_at_oom.get(event, 0),
+            )
+
+    def _return(self, returned: Return) -> None:
+        """Memory goes back to the driver."""
+        allocator, columns = self.allocator, self.recording
+        rows = range(returned.begin, returned.end)
+        calls = [
+            (Action(columns.action[at]).name.lower(), int(columns.address[at]), int(columns.num_bytes[at]))
+            for at in rows
+        ]
+        self.recorded_calls += calls
+        lanes = set(columns.lane[returned.begin : returned.end].tolist())
+        if self.is_hypothetical:
+            if not returned.is_by_request:
+                self._empty_cache(lanes)
+            return
+        wanted = set(calls)
+        releasable = {_driver_call(block): block for block in allocator.free_blocks()}
+        given_by_all = {call for call, block in releasable.items() if call is not None and block.pool.stream >= 0}
+        if wanted == given_by_all or not wanted <= set(releasable):
+            self._empty_cache(lanes)
+            if returned.is_by_request:
+                allocator.num_alloc_retries += 1
+                self.retried_for = returned.end
+            return
+        for call in calls:
+            allocator.give_back(releasable[call])
+
+    def _empty_cache(self, lanes: set[int]) -> None:
+        """Gives back the shared cache, and that of private pools whose `lanes` are concerned; of those alone where no other is."""
+        if not lanes or max(lanes) >= 0:
+            self.allocator.empty_cache()
+        for block in self.allocator.free_blocks():
+            if block.pool.stream < 0 and block.pool.stream in lanes:
+                self.allocator.give_back(block)
 
     def _free(self, address: int, *, waits: bool) -> None:
         block = self.blocks.get(address)
@@ -245,7 +346,7 @@ class _Player:
         self.num_log_seen = len(self.log)
         return self.places.place(num_bytes, is_expandable=self.is_expandable)
 
-    def _result(self, oom: OutOfMemory | None) -> Replay:
+    def _result(self) -> Replay:
         allocator = self.allocator
         return Replay(
             device=self.recording.device,
@@ -254,17 +355,15 @@ class _Player:
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             segments=dict(sorted(allocator.segments.items())),
             alloc_retries=allocator.num_alloc_retries,
-            oom=oom,
-            agrees=oom is None and self.log == self.recorded_calls,
+            oom=self.oom,
+            agrees=self.log == self.recorded_calls,
             num_moved_blocks=self.num_moved_blocks,
         )
 
 
-def _out_of_memory(event: int, error: OutOfDeviceMemory) -> OutOfMemory:
-    return OutOfMemory(
-        event=event,
-        requested_bytes=error.requested_bytes,
-        allocated_bytes=error.allocated_bytes,
-        reserved_bytes=error.reserved_bytes,
-        free_bytes=error.free_bytes,
-    )
+def _driver_call(block: Block) -> tuple[str, int, int] | None:
+    """What giving a free block back would ask of the driver."""
+    if block.segment is not None:
+        begin, end = whole_pages(block)
+        return ("segment_unmap", begin, end - begin) if begin < end else None
+    return None if block.prev is not None or block.next is not None else ("segment_free", block.address, block.size)
