@@ -25,8 +25,11 @@ app = App(
 # The help of each is said here, so that `tightfit --help` imports none of them.
 _COMMANDS = {
     "estimate": "Say what a workload would hold on a card, without the card.",
+    "plan": "Find the fastest combination of techniques with which a workload fits a card.",
+    "run": "Run a script with a plan on it, unmodified.",
     "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
     "record": "Run a script and record its memory, on the card or (where there is none) on the host.",
+    "doctor": "Explain the memory of one run: who holds it, what grows, what is wasted, what to do next.",
     "devices": "List the known cards, or show one of them.",
     "report": "Show what held a card's memory over a run: an HTML page, tracks for Perfetto, JSON or text.",
     "place": "Give buffers with known lifetimes addresses that fit a capacity, or say why they do not fit.",

@@ -11,7 +11,6 @@ variant of the workload each, and the rest is solved on top.
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError, CaptureError
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner import problem as problems
@@ -236,10 +235,3 @@ def _seconds(bundle: Iterable[Option]) -> float:
 
 def _keys(options: Iterable[Option]) -> list[str]:
     return [option.key for option in options]
-
-
-def smallest_cards(needed_bytes: int, cards: Iterable[Device], num: int = 3) -> list[Device]:
-    """The `num` cards with least memory that `needed_bytes` fit on, one of each name."""
-    return sorted((c for c in cards if c.capacity_bytes >= needed_bytes), key=lambda c: (c.capacity_bytes, c.name))[
-        :num
-    ]

@@ -1,0 +1,116 @@
+"""`tightfit plan`: the fastest combination of techniques with which a workload fits a card, found and checked without the card."""
+
+import dataclasses
+import json as jsonlib
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tightfit.cli.devices import local_cards
+from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.errors import UsageError
+
+_SEVERAL = Parameter(consume_multiple=False)
+
+
+def plan(
+    target: str,
+    /,
+    *arguments: Annotated[str, Parameter(show=False)],
+    device: str | None = None,
+    budget: str | None = None,
+    host: str | None = None,
+    disk: str | None = None,
+    allow: Annotated[tuple[str, ...], _SEVERAL] = (),
+    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
+    steps: int = 3,
+    alloc_conf: str | None = None,
+    calibration: Path | None = None,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    json: bool = False,
+    show_output: bool = False,
+    model: ModelOptions = NO_OPTIONS,
+) -> int:
+    """Find the fastest combination of techniques with which a workload fits a card. No card is needed; the workload is not changed.
+
+    Exit code 1 if nothing that is allowed makes it fit.
+
+    Parameters
+    ----------
+    target
+        As for tightfit estimate: a script (its own arguments after --), FILE.py:FUNCTION, package.module:FUNCTION, a Hugging Face config.
+    device
+        A card by name ("4090", "a100-80gb") or its TOML file. Default: this machine's own.
+    budget
+        What the process may hold on the card, such as 22GiB. Default: all of it.
+    host
+        What techniques may move to the host's memory, such as 64GiB; nothing if not given.
+    disk
+        What techniques may move to disk; nothing if not given.
+    allow
+        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+    parameter
+        NAME=VALUE, a keyword argument of the generator function; once for each.
+    steps
+        How many steps to trace, 3 if not given; the worst one counts.
+    alloc_conf
+        Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    calibration
+        What was measured on that machine: a TOML file with its context and speeds.
+    output
+        Write the plan to this file (JSON), for tightfit run --plan.
+    json
+        Print the plan as JSON.
+    show_output
+        Show what the workload prints, on stderr.
+    """
+    from tightfit.fit.plan import plan as find_plan
+    from tightfit.reports.plans import write_plan
+
+    started = time.monotonic()
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    options = {
+        name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
+    }
+    found = find_plan(
+        target,
+        device or _own_card(),
+        budget=budget,
+        host=host,
+        disk=disk,
+        allow=allow,
+        arguments=arguments,
+        parameters=parameter,
+        options=options,
+        steps=steps,
+        alloc_conf=alloc_conf,
+        calibration=calibration,
+        show_output=show_output,
+        say=_say if sys.stderr.isatty() else None,
+    )
+    if output is not None:
+        found.save(output)
+    elapsed_seconds = time.monotonic() - started
+    if json:
+        sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
+    else:
+        write_plan(found, elapsed_seconds=elapsed_seconds)
+    return 0 if found.fits else 1
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"\r\x1b[K{what}\r")
+    sys.stderr.flush()
+
+
+def _own_card() -> str:
+    cards = local_cards()
+    if not cards:
+        raise UsageError(
+            'which card? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
+        )
+    return cards[0].name

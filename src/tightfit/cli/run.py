@@ -1,0 +1,97 @@
+"""`tightfit run`: a user's own script, unmodified, with a plan on it."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tightfit.cli.devices import local_cards
+from tightfit.errors import DoesNotFit, UsageError
+from tightfit.planner.plan import Plan
+from tightfit.units import format_bytes
+
+_SEVERAL = Parameter(consume_multiple=False)
+
+
+def run(
+    script: str,
+    /,
+    *arguments: Annotated[str, Parameter(show=False)],
+    plan: Path | None = None,
+    budget: str | None = None,
+    device: str | None = None,
+    allow: Annotated[tuple[str, ...], _SEVERAL] = (),
+    virtual: bool = False,
+) -> int:
+    """Run a script with a plan on it. The script is not changed; its own arguments go after --.
+
+    The exit code is the script's own; 1 if nothing makes it fit.
+
+    Parameters
+    ----------
+    script
+        A Python file, run as python would run it.
+    plan
+        What tightfit plan -o wrote. Without it a plan is made first.
+    budget
+        What the process may hold on the card, such as 22GiB, for the plan that is made. Default: all of it.
+    device
+        The card to plan for. Default: this machine's own.
+    allow
+        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+    virtual
+        Without a card: run the script's first steps with the plan on a virtual one, and say what they hold.
+    """
+    if not script.endswith(".py") or not Path(script).is_file():
+        raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
+    if plan is not None and (budget or device or allow):
+        raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
+    card = device or (local_cards()[0].name if local_cards() else None)
+    if plan is None and card is None:
+        raise UsageError(
+            'there is no card on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
+        )
+    chosen = Plan.load(plan) if plan is not None else _made(script, arguments, card or "", budget, allow)
+    if not chosen.fits:
+        raise DoesNotFit(
+            f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: at least {format_bytes(chosen.run.peak.device_high_bytes)} are needed; tightfit plan says what would help"
+        )
+    if virtual:
+        return _run_virtually(chosen, script, arguments)
+    from tightfit.capture.targets import Script
+    from tightfit.runtime.run import run as run_really
+
+    try:
+        run_really(chosen, Script(path=script, arguments=arguments), _say)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | None, allow: tuple[str, ...]) -> Plan:
+    from tightfit.fit.plan import plan as find_plan
+
+    return find_plan(
+        script, device, budget=budget, allow=allow, arguments=arguments, say=_say if sys.stderr.isatty() else None
+    )
+
+
+def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
+    from tightfit.fit.plan import run_virtually
+    from tightfit.runtime.run import what_was_done
+
+    estimate, roots = run_virtually(plan, script, arguments)
+    for line in what_was_done(plan, " and ".join(roots)):
+        _say(line)
+    steps = [span for span in estimate.spans if span.kind == "step"]
+    print(
+        f"{len(steps)} steps ended on a virtual {plan.device}: peak {format_bytes(estimate.peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
+    )
+    return 0 if estimate.peak.device_bytes <= plan.budget_bytes else 1
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"tightfit: {line}\n")

@@ -1,0 +1,243 @@
+"""`plan`: the wiring from a workload and a card to a `Plan`."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tightfit.capture.targets import parse_target
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, Preparation, trace
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
+from tightfit.errors import UsageError
+from tightfit.fit import allocator_settings, cost
+from tightfit.fit.advice import advice
+from tightfit.fit.planning import Allowed, Found, Search, Variant
+from tightfit.fit.trials import Bench
+from tightfit.planner import plan as plain
+from tightfit.planner.option import Option
+from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint
+from tightfit.planner.solve import solve
+from tightfit.reports.plans import Plan
+from tightfit.reports.results import Estimate
+from tightfit.techniques.catalogue import techniques
+from tightfit.units import format_bytes, parse
+
+NUM_PARETO_POINTS = 8
+_PARETO_SECONDS = 1.0
+
+
+def plan(
+    target: str,
+    device: str,
+    *,
+    budget: str | int | None = None,
+    host: str | int | None = None,
+    disk: str | int | None = None,
+    allow: Iterable[str] = (),
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_NUM_STEPS,
+    alloc_conf: str | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    show_output: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
+
+    `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `host` and `disk` are budgets for what techniques
+    move there. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
+
+    Raises:
+        UsageError: no such target, device, technique or setting.
+        CaptureError: the plain workload could not be traced.
+    """
+    card, settings = find(device), allocator_settings(alloc_conf)
+    measured = None if calibration is None else Calibration.load(calibration)
+    card = card if measured is None else measured.applied_to(card)
+    budget_bytes = card.capacity_bytes if budget is None else _bytes(budget)
+    if not budget_bytes > 0:
+        raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
+    if steps < 1:
+        raise UsageError(f"steps is {steps}: at least one step must be traced")
+    bench = Bench(
+        target=parse_target(target, arguments=arguments, parameters=parameters, options=options),
+        label=target,
+        device=device,
+        card=card,
+        settings=settings,
+        calibration=measured,
+        num_steps=steps,
+        show_output=show_output,
+        say=say or (lambda _: None),
+    )
+    budget_bytes = min(budget_bytes, card.capacity_bytes)
+    search = Search(bench, budget_bytes, allowed(allow))
+    return _plan(search.run(), bench, card, budget_bytes, (_bytes(host or 0), _bytes(disk or 0)))
+
+
+def allowed(names: Iterable[str]) -> Allowed:
+    """What the words after `--allow` permit.
+
+    Raises:
+        UsageError: one is no technique.
+    """
+    words = {word.replace("-", "_") for name in names for word in name.split(",") if word}
+    unknown = words - set(techniques()) - {"lossy"}
+    if unknown:
+        raise UsageError(
+            f"--allow {', '.join(sorted(unknown))}: no such technique; allow lossy (all of them) or one of "
+            + ", ".join(sorted(name for name, t in techniques().items() if not t.exact))
+        )
+    return Allowed(all_lossy="lossy" in words, names=frozenset(words - {"lossy"}))
+
+
+def _bytes(size: str | int) -> int:
+    return parse(size) if isinstance(size, str) else size
+
+
+def _plan(found: Found, bench: Bench, card: Device, budget_bytes: int, elsewhere: tuple[int, int]) -> Plan:
+    best, base = found.best, found.base
+    taken = best.all_options()
+    return Plan(
+        target=bench.label,
+        device=card.name,
+        capacity_bytes=card.capacity_bytes,
+        budget_bytes=budget_bytes,
+        headroom_bytes=best.high_bytes - best.estimate.peak.device_bytes,
+        fits=found.fits,
+        run=best.run,
+        baseline=base.run,
+        promised_bytes=_promised(found),
+        choices=tuple(_choice(found, option) for option in taken),
+        bound=_bound(found),
+        alternatives=tuple(_alternatives(found, bench, budget_bytes)),
+        frontier=tuple(_frontier(found.variant)) if found.variant is not None else (),
+        advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
+        model={"roots": [dict(root) for root in best.roots]},
+        host_bytes=sum(option.host_bytes for option in taken),
+        disk_bytes=sum(option.disk_bytes for option in taken),
+        versions=base.tape.versions,
+        assumptions=best.estimate.assumptions,
+    )
+
+
+def _promised(found: Found) -> int:
+    """The device bytes that the solver counted on."""
+    if found.variant is None or found.solution is None:
+        return found.best.estimate.peak.device_bytes
+    gap = found.best.estimate.peak.device_bytes - found.best.estimate.peak.allocated_bytes
+    return found.solution.peak_bytes + gap
+
+
+def _choice(found: Found, option: Option) -> Choice:
+    return Choice(
+        technique=option.technique,
+        where=option.where,
+        settings=dict(option.settings),
+        saves_bytes=_saved_at_peak(found, option),
+        adds_seconds=option.seconds,
+        exact=option.exact,
+    )
+
+
+def _saved_at_peak(found: Found, option: Option) -> int:
+    """What the option alone takes from the highest moment of the run that it was worked out for."""
+    variant = found.variant
+    tape_peak = int(variant.problem.events[variant.problem.base_bytes.argmax()]) if variant is not None else 0
+    return -sum(c.num_bytes for c in option.changes if c.begin <= tape_peak < c.end)
+
+
+def _bound(found: Found) -> Bound:
+    if found.solution is None or found.variant is None:
+        return Bound(seconds_per_step=found.best.seconds, is_proven=True)
+    seconds = found.variant.trial.seconds + found.solution.bound_seconds
+    return Bound(seconds_per_step=min(seconds, found.best.seconds), is_proven=found.solution.is_proven)
+
+
+def _alternatives(found: Found, bench: Bench, budget_bytes: int) -> Iterable[Alternative]:
+    """The plain run, other combinations that fit but are slower, the simple baseline, and what could not be put on this workload."""
+    for trial in bench.trials():
+        fits = trial.high_bytes <= budget_bytes
+        if trial.options == found.best.options or (trial.options and not fits):
+            continue
+        names = list(dict.fromkeys(option.technique for option in trial.options))
+        excess = format_bytes(trial.estimate.peak.device_high_bytes - budget_bytes)
+        yield Alternative(
+            name=" + ".join(names) if names else "nothing",
+            device_bytes=trial.estimate.peak.device_bytes,
+            seconds_per_step=trial.seconds,
+            fits=fits,
+            exact=all(option.exact for option in trial.options),
+            why="fits, and is slower" if fits else f"{excess} too much",
+        )
+    full = _full_checkpointing(found)
+    if full is not None:
+        yield full
+    for name, reason in found.refused:
+        yield Alternative(
+            name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"refused: {reason}"
+        )
+
+
+def _full_checkpointing(found: Found) -> Alternative | None:
+    """The simple baseline: every block that repeats is run twice, as a framework's switch would have it; as promised, not traced."""
+    variant = found.variant
+    if variant is None:
+        return None
+    options = variant.problem.options
+    blocks = [
+        i for i, o in enumerate(options) if o.technique == "checkpointing" and o.where.rpartition(".")[2].isdigit()
+    ]
+    outermost = [i for i in blocks if not any(options[i].slots < options[j].slots for j in blocks)]
+    if not outermost:
+        return None
+    return Alternative(
+        name="checkpointing of every block",
+        device_bytes=variant.problem.peak_bytes(outermost) + variant.gap_bytes,
+        seconds_per_step=variant.trial.seconds + sum(options[i].seconds for i in outermost),
+        fits=None,
+        exact=True,
+        why="as promised, not traced",
+    )
+
+
+def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
+    """The least seconds for a row of budgets from the least that can be held to what the run holds without options."""
+    problem, trial = variant.problem, variant.trial
+    if not problem.options:
+        return
+    most = problem.peak_bytes(())
+    low = solve(problem, 0, time_limit_seconds=_PARETO_SECONDS).peak_bytes
+    seen: set[tuple[int, ...]] = set()
+    for part in range(NUM_PARETO_POINTS + 1):
+        solution = solve(problem, low + (most - low) * part // NUM_PARETO_POINTS, time_limit_seconds=_PARETO_SECONDS)
+        if solution.fits and solution.chosen not in seen:
+            seen.add(solution.chosen)
+            yield ParetoPoint(
+                device_bytes=solution.peak_bytes + variant.gap_bytes,
+                seconds_per_step=trial.seconds + solution.seconds,
+            )
+
+
+def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) -> tuple[Estimate, list[str]]:
+    """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, and the models that were met.
+
+    Raises:
+        ApplyError: the plan is for another model or a smaller batch.
+        CaptureError: the script could not be traced.
+    """
+    traced = trace(
+        parse_target(script, arguments=arguments),
+        label=script,
+        device=plan.device,
+        preparation=Preparation(
+            function="tightfit.runtime.attach:prepare",
+            argument={"choices": [dataclasses.asdict(c) for c in plan.choices], "roots": plan.model.get("roots", ())},
+        ),
+    )
+    alloc_conf = next((c.settings["alloc_conf"] for c in plan.choices if "alloc_conf" in c.settings), None)
+    estimate = cost(traced.tape, find(plan.device), allocator_settings(alloc_conf))
+    return estimate, [root["class"] for root in traced.report["roots"]]

@@ -1,0 +1,129 @@
+"""A plan in words: what was chosen and why, what more memory would be worth, or why nothing fits and by how much.
+
+Choices that are the same but for a number in their place are one line: `h.0` to `h.7` is `h.[0-7]`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from tightfit.planner.plan import Choice, Plan
+from tightfit.units import GIB, format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Choices of one technique with one setting at places that differ by their numbers alone, taken together."""
+
+    technique: str
+    where: str
+    settings: str
+    num_places: int
+    saves_bytes: int
+    adds_seconds: float
+    exact: bool
+
+
+def groups(choices: Sequence[Choice]) -> list[Group]:
+    """The choices by technique, place and settings, those that save most first."""
+    together: dict[tuple[str, str, str], list[Choice]] = {}
+    for choice in choices:
+        settings = ", ".join(f"{name}={value}" for name, value in choice.settings.items())
+        together.setdefault((choice.technique, re.sub(r"\d+", "#", choice.where), settings), []).append(choice)
+    found = [
+        Group(
+            technique=technique,
+            where=_places([choice.where for choice in members]),
+            settings=settings,
+            num_places=len(members),
+            saves_bytes=sum(choice.saves_bytes for choice in members),
+            adds_seconds=sum(choice.adds_seconds for choice in members),
+            exact=all(choice.exact for choice in members),
+        )
+        for (technique, _, settings), members in together.items()
+    ]
+    return sorted(found, key=lambda group: -group.saves_bytes)
+
+
+def _places(paths: Sequence[str]) -> str:
+    """`a.[0-2,5].b` for the paths a.0.b, a.1.b, a.2.b and a.5.b."""
+    numbers = [re.findall(r"\d+", path) for path in paths]
+    varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
+    if len(paths) == 1 or len(varying) != 1:
+        return paths[0] if len(paths) == 1 else f"{re.sub(r'[0-9]+', '*', paths[0])} ({len(paths)} places)"
+    texts = iter(range(len(numbers[0])))
+    ranges = ",".join(_ranges(sorted(int(found[varying[0]]) for found in numbers)))
+    return re.sub(r"\d+", lambda match: f"[{ranges}]" if next(texts) == varying[0] else match[0], paths[0])
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    first = last = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == last + 1:
+            last = number
+            continue
+        yield str(first) if first == last else f"{first}-{last}"
+        if number is not None:
+            first = last = number
+
+
+def verdict(plan: Plan) -> str:
+    """The answer in one line."""
+    budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
+    if plan.fits and not plan.choices:
+        return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
+    if plan.fits:
+        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
+    missing = plan.run.peak.device_high_bytes - plan.budget_bytes
+    return f"does not fit: {format_bytes(missing)} too much for {budget}, with all that is allowed"
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """Why this plan, one thought each."""
+    yield verdict(plan) + "."
+    plain, run = plan.baseline, plan.run
+    if not plan.choices:
+        return
+    slower = run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
+    yield (
+        f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned one {format_bytes(run.peak.device_bytes)}; "
+        f"a step takes {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%}), by a roofline."
+    )
+    off = run.peak.device_bytes - plan.promised_bytes
+    yield f"The choices promised {format_bytes(plan.promised_bytes)}; the traced run is {format_bytes(abs(off))} {'above' if off > 0 else 'below'} that."
+    if plan.headroom_bytes:
+        yield (
+            f"{format_bytes(plan.headroom_bytes)} are kept free, the doubt about the peak: an allocator that runs full frees its cache and asks the "
+            "driver again, which costs more than any technique here."
+        )
+    proven = (
+        "and that is proven"
+        if plan.bound.is_proven
+        else f"and none can take less than {format_seconds(plan.bound.seconds_per_step)}"
+    )
+    if plan.fits:
+        yield f"No other choice of what the techniques offered was found to be faster, {proven}."
+    yield from _next_gib(plan)
+
+
+def _next_gib(plan: Plan) -> Iterator[str]:
+    """What the curve says about a budget that is a GiB larger."""
+    points = sorted(plan.frontier, key=lambda point: point.device_bytes)
+    now = [p for p in points if p.device_bytes <= plan.run.peak.device_bytes]
+    more = [p for p in points if p.device_bytes > plan.run.peak.device_bytes]
+    if not now or not more:
+        return
+    step = more[0].device_bytes - now[-1].device_bytes
+    if step > 0:
+        rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
+        yield f"Around here a GiB more would save about {format_seconds(max(0.0, rate))} a step."
+
+
+def reached_limit(plan: Plan) -> str:
+    """Why nothing fits: what is held when all has been given up that the techniques can give up; empty for a plan that fits."""
+    if plan.fits:
+        return ""
+    return (
+        f"least that was reached: {format_bytes(plan.run.peak.device_bytes)} "
+        f"(at most {format_bytes(plan.run.peak.device_high_bytes)}), {format_bytes(plan.run.peak.device_high_bytes - plan.budget_bytes)} over"
+    )

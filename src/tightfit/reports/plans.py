@@ -1,0 +1,139 @@
+"""Plans as the library hands them out, and as text: the answer, what is chosen and what each choice is worth, what else was close."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.planner import plan as plain
+from tightfit.planner.explain import groups, reached_limit, sentences, verdict
+from tightfit.reports.columns import GAP, Column, shorten_middle, shorten_module
+from tightfit.reports.text import MAX_WIDTH, console, fitted
+from tightfit.units import format_bytes, format_seconds
+
+_NOTEBOOK_WIDTH = 120
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
+_NUM_ASSUMPTIONS = 4
+
+
+class Plan(plain.Plan):
+    """The fastest combination of techniques that fits; prints itself in full with rich and in a notebook."""
+
+    __slots__ = ()
+
+    def explain(self) -> str:
+        """Why this plan, in a few sentences."""
+        return "\n".join([*sentences(self), *self.advice])
+
+    def __rich__(self) -> "PlanText":
+        return PlanText(self)
+
+    def _repr_html_(self) -> str:
+        page = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, highlight=False)
+        page.print(PlanText(self))
+        return page.export_html(inline_styles=True, code_format=_HTML)
+
+
+class PlanText:
+    """One plan in full, as wide as the console that prints it."""
+
+    def __init__(self, plan: plain.Plan, *, elapsed_seconds: float | None = None) -> None:
+        self._plan = plan
+        self._elapsed_seconds = elapsed_seconds
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plan, width = self._plan, min(options.max_width, MAX_WIDTH)
+        word, _, rest = verdict(plan).partition(":")
+        yield Text.assemble((word, "bold green" if plan.fits else "bold red"), ":", rest)
+        yield Text(plan.target, style="bold")
+        yield ""
+        yield _runs(plan)
+        if plan.choices:
+            yield ""
+            yield _choices(plan, width)
+        if plan.alternatives and plan.choices:
+            yield ""
+            yield _alternatives(plan, width)
+        for heading, lines in (("why", _why(plan)), ("also", plan.advice), ("assumed", _assumptions(plan))):
+            if lines := list(lines):
+                yield ""
+                yield Text(heading, style="bold")
+                for line in lines:
+                    yield Text(f"- {line}")
+        if self._elapsed_seconds is not None:
+            yield ""
+            yield Text(f"planned in {self._elapsed_seconds:.1f} s", style="dim")
+
+
+def write_plan(plan: plain.Plan, *, elapsed_seconds: float) -> None:
+    """Prints a plan in full on stdout."""
+    console().print(PlanText(plan, elapsed_seconds=elapsed_seconds))
+
+
+def _why(plan: plain.Plan) -> Iterator[str]:
+    if not plan.fits and (limit := reached_limit(plan)):
+        yield limit
+    yield from list(sentences(plan))[2:]
+
+
+def _runs(plan: plain.Plan) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for heading in ("", "on the card", "at most", "allocated", "a step"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    runs = [("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])]
+    for name, run in runs:
+        sizes = (run.peak.device_bytes, run.peak.device_high_bytes, run.peak.allocated_bytes)
+        table.add_row(name, *map(format_bytes, sizes), format_seconds(run.seconds_per_step))
+    return table
+
+
+def _choices(plan: plain.Plan, width: int) -> Table:
+    columns = [
+        Column(heading="technique"),
+        Column(heading="where", shorten=shorten_module, least_width=16, yields=1),
+        Column(heading="saves", is_number=True),
+        Column(heading="adds a step", is_number=True),
+        Column(heading="exact"),
+        Column(heading="settings", shorten=shorten_middle, least_width=8, yields=2),
+    ]
+    rows = [
+        (
+            group.technique,
+            group.where,
+            format_bytes(group.saves_bytes) if group.saves_bytes else "",
+            format_seconds(group.adds_seconds) if group.adds_seconds else "",
+            "yes" if group.exact else "no",
+            group.settings,
+        )
+        for group in groups(plan.choices)
+    ]
+    return fitted(columns, rows, width, title="what is chosen")
+
+
+def _alternatives(plan: plain.Plan, width: int) -> Table:
+    columns = [
+        Column(heading="", shorten=shorten_middle, least_width=24, yields=1),
+        Column(heading="on the card", is_number=True),
+        Column(heading="a step", is_number=True),
+        Column(heading="", shorten=shorten_middle, least_width=24, yields=2),
+    ]
+    rows = [
+        (
+            a.name,
+            "" if a.device_bytes is None else format_bytes(a.device_bytes),
+            "" if a.seconds_per_step is None else format_seconds(a.seconds_per_step),
+            a.why,
+        )
+        for a in plan.alternatives
+    ]
+    return fitted(columns, rows, width, title="what else was considered")
+
+
+def _assumptions(plan: plain.Plan) -> Iterator[Any]:
+    seen = dict.fromkeys(a.what for a in plan.assumptions)
+    yield from list(seen)[:_NUM_ASSUMPTIONS]
+    if len(seen) > _NUM_ASSUMPTIONS:
+        yield f"and {len(seen) - _NUM_ASSUMPTIONS} more (--json lists all)"
