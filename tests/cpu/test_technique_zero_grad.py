@@ -1,0 +1,98 @@
+"""Gradients that are freed where they would be zeroed: the same training, also for a parameter that gets none in some steps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
+
+from tightfit.devices.catalogue import find
+from tightfit.techniques.session import Session
+from tightfit.techniques.zero_grad import ZeroGrad
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_it_trains_bit_for_bit_alike(optimizer):
+    plain = train(optimizer=optimizer, set_to_none=False, reload_at=2, max_norm=0.1)
+    run = train(ZeroGrad(), optimizer=optimizer, set_to_none=False, reload_at=2, max_norm=0.1)
+    assert_same(plain, run)
+    assert all(p.grad is not None for p in plain.model.parameters() if p.requires_grad)
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+class Switching(torch.nn.Module):
+    """Uses one of its two layers, by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+        return self.layers[turn % 2](x)
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_parameter_without_gradient_is_updated_with_zeros_as_before(by_model, by_closure):
+    def trained(technique: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Switching()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if technique:
+            ZeroGrad().apply(Session(model=model, optimizers=[optimizer]), [choice("zero_grad", "gradients")])
+        for turn in range(6):
+
+            def closure(turn: int = turn) -> torch.Tensor:
+                (model if by_model else optimizer).zero_grad(set_to_none=False)
+                loss = model(torch.randn(3, 4), turn).square().sum()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    torch.testing.assert_close(trained(technique=True), trained(technique=False), rtol=0, atol=0)
+
+
+def test_undone_it_zeroes_again_and_copies_are_their_own():
+    model = Tied()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    session = Session(model=model, optimizers=[optimizer])
+    ZeroGrad().apply(session, [choice("zero_grad", "gradients")])
+    twin = copy.deepcopy(model)
+    model(torch.arange(3)[None]).sum().backward()
+    twin(torch.arange(3)[None]).sum().backward()
+    twin.zero_grad(set_to_none=False)
+    assert twin.table.weight.grad is None
+    assert model.table.weight.grad is not None
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    session.undo()
+    assert "zero_grad" not in vars(model)
+    assert "zero_grad" not in vars(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    optimizer.zero_grad(set_to_none=False)
+    assert not model.table.weight.grad.any()
+
+
+def test_the_promised_saving_is_the_traced_one():
+    plain = traced(set_to_none=0, batch_size=4096)
+    (option,) = ZeroGrad().options(plain, find(DEVICE))
+    actual = traced(
+        set_to_none=0,
+        batch_size=4096,
+        technique="tightfit.techniques.zero_grad:ZeroGrad",
+        where="gradients",
+    )
+    saved = peak_bytes(plain) - peak_bytes(actual)
+    assert saved > 20e6
+    assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=ZeroGrad.tolerance)
+    assert option.seconds < 0
+
+
+def test_where_gradients_are_freed_already_there_is_nothing_to_do():
+    assert ZeroGrad().options(traced(), find(DEVICE)) == []
