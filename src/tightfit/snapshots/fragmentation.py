@@ -93,7 +93,9 @@ def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -
 
 
 def _returnable_bytes(block: Block) -> int:
-    """What `empty_cache` would give back of a free block."""
+    """What `empty_cache` would give back of a free block; nothing of a private pool, whose streams are negative."""
+    if block.pool.stream < 0:
+        return 0
     if block.segment is None:
         return block.size if block.prev is None and block.next is None else 0
     begin, end = whole_pages(block)

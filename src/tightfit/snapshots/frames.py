@@ -46,7 +46,9 @@ class Place:
     @property
     def name(self) -> str:
         """The line, or what else says best where it is."""
-        return self.line or (f"backward of {self.function}" if self.function else self.operator)
+        if not self.line and self.phase == "backward":
+            return f"backward of {self.function}" if self.function else "backward pass"
+        return self.line or self.operator
 
 
 def place_of(stack: tuple[str, ...]) -> Place:

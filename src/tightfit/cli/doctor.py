@@ -1,0 +1,58 @@
+"""`tightfit doctor`: who holds what at the peak, what grows, what the allocator wastes, and what to do next, of one run."""
+
+import json as jsonlib
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tightfit.cli.subjects import subject_of
+from tightfit.errors import UsageError
+
+
+def doctor(
+    target: str,
+    /,
+    *arguments: Annotated[str, Parameter(show=False)],
+    device: str | None = None,
+    parameter: Annotated[tuple[str, ...], Parameter(consume_multiple=False, alias="-p")] = (),
+    steps: int = 3,
+    alloc_conf: str | None = None,
+    seconds: float = 10.0,
+    json: bool = False,
+) -> int:
+    """Explain the memory of one run: who holds it at the peak, what grows, what is wasted, what to do.
+
+    Parameters
+    ----------
+    target
+        A recording (torch.cuda.memory._dump_snapshot); a run that estimate --save-tape wrote; or a script (its own arguments after --),
+        a generator function or a Hugging Face config, as estimate takes it, which is traced first.
+    device
+        The card of a run that is not a recording. Default: the one that it was traced for, or this machine's own.
+    parameter
+        NAME=VALUE, a keyword argument of the generator function; once for each.
+    steps
+        How many steps to trace, 3 if not given; growth shows from three on.
+    alloc_conf
+        Allocator settings of a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    seconds
+        How long to look for better settings of the allocator at most, 10 if not given.
+    json
+        Print one JSON object.
+    """
+    if not seconds > 0:
+        raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+    subject = subject_of(
+        target, device=device, arguments=arguments, parameters=parameter, steps=steps, alloc_conf=alloc_conf
+    )
+    from tightfit.snapshots.diagnose import diagnose
+
+    diagnosis = diagnose(subject, seconds=seconds)
+    if json:
+        sys.stdout.write(jsonlib.dumps(diagnosis.to_json()) + "\n")
+    else:
+        from tightfit.reports.doctor import write_diagnosis
+
+        write_diagnosis(diagnosis)
+    return 0

@@ -1,0 +1,94 @@
+"""What `tightfit doctor` and `tightfit diff` look at: a recording, a saved run, or a workload, which is traced first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from tightfit.snapshots.subjects import Subject
+
+_RECORDINGS = (".pickle", ".pkl")
+_PICKLE = b"\x80"
+
+
+def subject_of(
+    target: str,
+    *,
+    device: str | None,
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    steps: int = 3,
+    alloc_conf: str | None = None,
+) -> "Subject":
+    """The run that `target` names; `device` is by default the card that a saved run was traced for, or this machine's own.
+
+    Raises:
+        UsageError: no such target or device, or options that a run that is over does not take.
+        RecordingError: the file cannot be read.
+        CaptureError: the workload could not be traced.
+    """
+    is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
+    is_tape = target.endswith(".npz")
+    if is_recording or is_tape:
+        if arguments or parameters:
+            raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+        if not Path(target).is_file():
+            raise UsageError(f"there is no file {target}")
+    return (
+        _recorded(target, alloc_conf)
+        if is_recording
+        else _traced(target, device, arguments=arguments, parameters=parameters, steps=steps, alloc_conf=alloc_conf)
+    )
+
+
+def _is_pickle(target: str) -> bool:
+    path = Path(target)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == _PICKLE
+
+
+def _recorded(target: str, alloc_conf: str | None) -> "Subject":
+    from tightfit.snapshots.read import read_recording
+    from tightfit.snapshots.subjects import subject_of_recording
+
+    if alloc_conf is not None:
+        raise UsageError(
+            f"{target} was recorded with its own settings; tightfit replay --alloc-conf replays it with others"
+        )
+    return subject_of_recording(read_recording(target))
+
+
+def _traced(
+    target: str,
+    device: str | None,
+    *,
+    arguments: Sequence[str],
+    parameters: Sequence[str],
+    steps: int,
+    alloc_conf: str | None,
+) -> "Subject":
+    from tightfit import fit
+    from tightfit.devices.catalogue import find
+    from tightfit.snapshots.subjects import subject_of_tape
+    from tightfit.tape import Tape
+
+    settings = fit.allocator_settings(alloc_conf)
+    if target.endswith(".npz"):
+        tape = Tape.load(target)
+        return subject_of_tape(tape, find(device or tape.traced_for), settings)
+    card = device or _own_card()
+    tape = fit.capture(target, device=card, arguments=arguments, parameters=parameters, steps=steps)
+    return subject_of_tape(tape, find(card), settings)
+
+
+def _own_card() -> str:
+    from tightfit.cli.devices import local_cards
+
+    cards = local_cards()
+    if not cards:
+        raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
+    return cards[0].name

@@ -1,0 +1,151 @@
+"""A diagnosis: who holds the peak, what grows, what is wasted and what to do, of runs whose answers are known."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tests.null.history_runs import CARD, FORWARD, LEAK, Recorder, tape_of, training
+
+from tightfit.reports.doctor import DiagnosisText
+from tightfit.simulate.peak import estimate_peak
+from tightfit.snapshots.diagnose import diagnose
+from tightfit.snapshots.history import history_of_tape
+from tightfit.snapshots.read import read_recording
+from tightfit.snapshots.subjects import subject_of_recording, subject_of_tape
+from tightfit.snapshots.timeline import saved_bytes
+from tightfit.tape import Category, SpanKind
+from tightfit.units import GIB, MIB
+
+
+def diagnosis_of(path):
+    return diagnose(subject_of_recording(read_recording(path)), seconds=0.5)
+
+
+def text_of(diagnosis, width=120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(DiagnosisText(diagnosis))
+    return out.getvalue()
+
+
+def test_a_recordings_peak_is_split_by_category_and_by_stack(tmp_path):
+    found = diagnosis_of(training(tmp_path / "run.pickle"))
+    assert sum(found.at_peak.values()) == found.peak_allocated_bytes
+    assert 16 * MIB <= found.at_peak["optimizer_state"] < 20 * MIB, "blocks may be larger than the 16 MiB asked for"
+    holder = next(holder for holder in found.holders if holder.category == "activations")
+    assert (holder.where, holder.callers, holder.operator) == ("model.py:7", ("train.py:20",), "aten.mm")
+    assert found.moment.step in ("step 2", "step 3")
+    assert found.growth == ()
+    assert found.growth_note == ""
+    json.dumps(found.to_json())
+
+
+def test_a_leak_is_named_with_its_line_and_its_rate(tmp_path):
+    found = diagnosis_of(training(tmp_path / "run.pickle", num_steps=5, leak_bytes=3 * MIB))
+    (leak,) = found.growth
+    assert (leak.where, leak.bytes_per_step, leak.num_blocks) == ("train.py:24", 3 * MIB, 5)
+    assert "+3.0 MiB" in text_of(found)
+
+
+def test_two_steps_are_too_few_to_say_what_grows(tmp_path):
+    found = diagnosis_of(training(tmp_path / "run.pickle", num_steps=2, leak_bytes=3 * MIB))
+    assert found.growth == ()
+    assert "it takes 3 steps" in text_of(found)
+
+
+def test_the_peaks_of_a_tape_are_those_of_its_estimate():
+    tape = tape_of([300 * MIB, 30 * MIB, 11 * MIB], [0, 1, -2, 2])
+    found, estimate = diagnose(subject_of_tape(tape, CARD)), estimate_peak(tape, CARD)
+    assert found.peak_allocated_bytes == estimate.peak.allocated_bytes
+    assert found.peak_reserved_bytes == estimate.peak.reserved_bytes
+    assert found.capacity_bytes == estimate.capacity_bytes
+
+
+def test_an_error_is_told_with_what_was_asked_for_and_what_was_free(tmp_path):
+    recorder = Recorder()
+    first = recorder.malloc(40 * MIB, FORWARD)
+    recorder.malloc(100 * MIB, FORWARD)
+    recorder.free(first)
+    recorder.write("oom", 0, 90 * MIB, 0, LEAK)
+    recorder.events[-1]["device_free"] = 10 * MIB
+    found = diagnosis_of(recorder.save(tmp_path / "run.pickle"))
+    assert found.oom is not None
+    assert (found.oom.where, found.oom.requested_bytes) == ("train.py:24", 90 * MIB)
+    assert (found.oom.allocated_bytes, found.oom.largest_free_bytes) == (100 * MIB, 40 * MIB)
+    assert found.fragmentation.returnable_bytes == 40 * MIB
+    assert "out of memory" in text_of(found)
+
+
+def test_who_pins_a_segment_is_named(tmp_path):
+    recorder = Recorder()
+    first, _ = recorder.malloc(9 * MIB, FORWARD), recorder.malloc(3 * MIB, LEAK)
+    recorder.free(first)
+    recorder.malloc(30 * MIB, FORWARD)
+    found = diagnosis_of(recorder.save(tmp_path / "run.pickle"))
+    (pin,) = found.pinned_by
+    assert (pin.where, pin.live_bytes, pin.pinned_bytes) == ("train.py:24", 3 * MIB, 17 * MIB)
+
+
+def test_an_output_that_outlives_its_step_is_named():
+    """Step 1 makes 50 MiB at line 9, step 2 as much; `kept` lets go of the first only then."""
+    spans = [("step 1", SpanKind.STEP, 0, 2), ("step 2", SpanKind.STEP, 2, 4)]
+    sizes, categories = [50 * MIB, 50 * MIB], [Category.ACTIVATIONS] * 2
+    lines = ["train.py:9"] * 2
+    kept = tape_of(
+        sizes, [0, 1, -1, -2], lines=lines, categories=categories, spans=[("step 1", 1, 0, 1), ("step 2", 1, 1, 4)]
+    )
+    let_go = tape_of(sizes, [0, -1, 1, -2], lines=lines, categories=categories, spans=spans)
+    remedies = [diagnose(subject_of_tape(tape, CARD)).remedies for tape in (kept, let_go)]
+    found = [[one for one in some if one.what.startswith("let go")] for some in remedies]
+    assert [(one.where, one.saves_bytes, one.adds_seconds) for one in found[0]] == [("train.py:9", 50 * MIB, 0.0)]
+    assert found[1] == []
+
+
+def test_checkpointing_keeps_the_outputs_and_one_inside():
+    """Three blocks of 10 MiB inside and 2 MiB of output: without the insides but for one, the peak is 20 MiB lower."""
+    sizes = [10 * MIB, 2 * MIB] * 3
+    tape = tape_of(sizes, [0, 1, 2, 3, 4, 5, -6, -5, -4, -3, -2, -1], categories=[Category.ACTIVATIONS] * 6)
+    strings = (*tape.strings, "net.1", "net.2")
+    first = len(tape.strings)
+    tape.operators.module[:] = [2, 2, first, first, first + 1, first + 1]
+    object.__setattr__(tape, "strings", strings)
+    found = diagnose(subject_of_tape(tape, CARD))
+    (remedy,) = [remedy for remedy in found.remedies if remedy.what.startswith("checkpoint")]
+    assert (remedy.where, remedy.saves_bytes) == ("net.*", 20 * MIB)
+    assert remedy.adds_seconds is not None
+    assert remedy.adds_seconds > 0
+
+
+def test_remedies_come_by_bytes_per_second_and_unknown_costs_last():
+    categories = [Category.OPTIMIZER_STATE, Category.GRADIENTS, Category.GRADIENTS]
+    tape = tape_of([400 * MIB, 200 * MIB, 100 * MIB], [0, 1, 2, -3, -2], categories=categories)
+    costs = [remedy.adds_seconds for remedy in diagnose(subject_of_tape(tape, CARD)).remedies]
+    known = [cost for cost in costs if cost is not None]
+    assert costs == known + [None] * (len(costs) - len(known))
+    assert known == sorted(known)
+    assert len(costs) > len(known) > 0
+
+
+def test_a_saving_counts_only_where_no_other_moment_is_as_high():
+    history = history_of_tape(tape_of([100 * MIB, 100 * MIB, 90 * MIB], [0, -1, 1, -2, 2]), CARD)
+    one = np.array([0]), np.array([1])
+    assert saved_bytes(history, np.array([100 * MIB]), *one) == 0
+    both = saved_bytes(history, np.array([100 * MIB] * 2), np.array([0, 2]), np.array([1, 3]))
+    assert both == 10 * MIB
+    kept = saved_bytes(history, np.array([100 * MIB] * 2), np.array([0, 2]), np.array([1, 3]), kept_bytes=95 * MIB)
+    assert kept == 5 * MIB
+
+
+def test_a_run_that_asked_for_nothing_is_no_fault(tmp_path):
+    found = diagnose(subject_of_tape(tape_of([], []), CARD))
+    assert (found.peak_allocated_bytes, found.holders, found.remedies) == (0, (), ())
+    assert "0 B at most" in text_of(found)
+    recorded = diagnosis_of(Recorder(before=[2 * GIB]).save(tmp_path / "run.pickle"))
+    assert recorded.start_reserved_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_page_fits_the_console(tmp_path, width):
+    found = diagnosis_of(training(tmp_path / "run.pickle", num_steps=4, leak_bytes=3 * MIB))
+    assert max(map(len, text_of(found, width).splitlines())) <= width
