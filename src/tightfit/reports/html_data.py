@@ -137,7 +137,7 @@ def _moments(history: History, born: Column, texts: _Texts) -> Column:
         key = (int(history.blocks.stack[block]), int(history.blocks.module[block]))
         if key not in moments:
             line, function = line_and_function(stack_of(history, key[0]))
-            asked = " ".join(part for part in (line, function.removeprefix("aten.")) if part)
+            asked = " ".join(part for part in (line, function) if part)
             words = [asked, module_name(history, block)]
             moments[key] = texts(", ".join(word for word in words if word))
         index[i] = moments[key]

@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from tightfit.simulate.history import History, is_library_frame, user_frame
+from tightfit.snapshots.frames import place_of
 from tightfit.tape import Column
 
 _FRAME = re.compile(r"(.*:\d+) (.*)", flags=re.DOTALL)
@@ -112,8 +113,10 @@ def stack_of(history: History, stack: int) -> tuple[str, ...]:
 
 
 def line_and_function(stack: tuple[str, ...]) -> tuple[str, str]:
-    """The user's own line in `stack`, as `file.py:41`, and the function there (in an estimate the operator)."""
-    return split_frame(user_frame(stack))
+    """The user's own line in `stack`, as `file.py:41`, or what else says where it is; and the operator, or else the function there."""
+    place = place_of(stack)
+    line, function = split_frame(user_frame(stack))
+    return place.name or line, place.operator.removeprefix("aten.") or place.function or function
 
 
 def split_frame(frame: str) -> tuple[str, str]:

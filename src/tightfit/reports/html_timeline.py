@@ -18,11 +18,11 @@ from tightfit.tape import Column
 class Detail:
     """How finely to cut, as numbers of buckets: over the whole run, over the step with the peak, and single events around peaks."""
 
-    num_even: int = 4000
-    num_in_step: int = 3000
-    num_around_peak: int = 1500
-    num_around_step_peaks: int = 160
-    num_steps: int = 16
+    num_even: int = 10_000
+    num_in_step: int = 5000
+    num_around_peak: int = 3000
+    num_around_step_peaks: int = 200
+    num_steps: int = 20
 
     @property
     def num_kept_whole(self) -> int:
@@ -94,7 +94,7 @@ def _edges(history: History, detail: Detail) -> Column:
         return np.arange(num_events + 1, dtype=np.int64)
     pieces = [_even(0, num_events, detail.num_even), _around(peak, detail.num_around_peak, num_events)]
     for span in history.spans:
-        if len(history.spans) <= detail.num_even // 8:
+        if len(history.spans) <= detail.num_even // 16:
             pieces.append(np.array([span.begin, span.end], dtype=np.int64))
         if span.begin <= peak < span.end:
             pieces.append(_even(span.begin, span.end, detail.num_in_step))

@@ -48,8 +48,7 @@ class Node:
         large = [part.pruned(least_bytes) for part in self.parts.values() if part.num_bytes >= least_bytes]
         small = [part for part in self.parts.values() if part.num_bytes < least_bytes]
         if len(large) == 1 and not small and large[0].parts and self.name:
-            name = f"{self.name}.{large[0].name}"
-            return dataclasses.replace(large[0], name=name)
+            return dataclasses.replace(large[0], name=_joined(self.name, large[0].name))
         if small and large:
             rest = Node(name=f"{len(small)} smaller parts")
             for part in small:
@@ -84,7 +83,7 @@ def peak_tree(history: History, share_shown: float) -> Node:
 
 def _module_path(module: str, stack: tuple[str, ...], category: int) -> list[tuple[str, int]]:
     line, function = line_and_function(stack)
-    own = function.removeprefix("aten.") or line or CATEGORIES[category]
+    own = function or line or CATEGORIES[category]
     return [*((part, -1) for part in module.split(".")), (own, category)]
 
 
@@ -94,6 +93,11 @@ def _call_path(stack: tuple[str, ...], category: int, above: list[str]) -> list[
     parts = [*above, *calls[:-1]]
     last = calls[-1] if calls else CATEGORIES[category].replace("_", " ")
     return [*((part, -1) for part in parts), (last, category)]
+
+
+def _joined(outer: str, inner: str) -> str:
+    """`model.layers` for modules; of calls, which are longer, the inner one."""
+    return f"… {inner.removeprefix('… ')}" if ":" in outer or ":" in inner else f"{outer}.{inner}"
 
 
 def _short(frame: str) -> str:

@@ -86,6 +86,7 @@ function meter(parts, label) {
 function writeCards() {
   const { cards } = summary;
   byId("cards").hidden = !cards.length;
+  byId("cards-heading").textContent = cards.some((card) => card.device === summary.device) ? "On this card and others" : "On these cards";
   const most = Math.max(...cards.map((card) => card.device_high_bytes), 1);
   const body = cards.map((card) => {
     const [kind, word] = verdictOf(card);
@@ -94,7 +95,7 @@ function writeCards() {
     const bars = [["outline", 0, capacity], ["fill", 0, Math.min(peak, capacity)]];
     if (peak > capacity) bars.push(["over", capacity, peak], ["limit", capacity]);
     const left = card.capacity_bytes - card.device_bytes;
-    return element("tr", {},
+    return element("tr", { class: card.device === summary.device ? "own" : null },
       element("th", { scope: "row" }, card.device.replace(/^NVIDIA (GeForce )?/, "")),
       element("td", { class: kind }, word),
       element("td", { class: "bars" }, meter(bars, `${percent(card.device_bytes, card.capacity_bytes)} of it`)),

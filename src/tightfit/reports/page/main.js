@@ -35,6 +35,8 @@ function start() {
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", redraw);
+  const followScreen = () => matchMedia(`(resolution: ${devicePixelRatio}dppx)`).addEventListener("change", () => { redraw(); followScreen(); }, { once: true });
+  followScreen();
   root.dataset.ready = "true";
 }
 

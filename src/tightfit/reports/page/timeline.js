@@ -206,6 +206,7 @@ class Timeline extends TimelineDrawing {
 
   point(bucket) {
     this.cursor = bucket;
+    this.box.dataset.cursor = this.view.at[bucket];
     this.legend.show(bucket);
     this.drawCursor();
   }
@@ -224,7 +225,6 @@ class Timeline extends TimelineDrawing {
     byId("chart-status").textContent = `Shown: ${unit}${view.words(view.begin)} to ${view.words(view.end)}` +
       `${view.isWhole ? ", the whole run" : ` (${percent(view.end - view.begin, view.length)} of the run)`}. ` +
       `Highest in it: ${bytes(view.total[best[0]])} allocated at event ${whole(view.at[best[0]])}.`;
-    Object.assign(this.box.dataset, { begin: view.begin, end: view.end, cursor: view.at[this.cursor] });
   }
 
   tabulate() {

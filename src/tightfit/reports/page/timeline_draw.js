@@ -42,6 +42,7 @@ class TimelineDrawing {
     const scale = window.devicePixelRatio || 1;
     const number = Math.max(1, Math.round(this.width * scale));
     const columns = this.view.columns(number);
+    Object.assign(this.box.dataset, { begin: this.view.begin, end: this.view.end });
     this.setHeights(columns);
     this.drawGrid(pen);
     pen.save();

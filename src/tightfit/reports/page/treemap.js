@@ -47,8 +47,8 @@ class Treemap {
     if (takesFocus) (this.cells.get(left) ?? this.box.firstChild)?.focus();
   }
 
-  enter(node) {
-    this.path.push(node);
+  enter(nodes) {
+    this.path.push(...nodes);
     this.draw();
     this.box.firstChild?.focus({ preventScroll: true });
   }
@@ -65,6 +65,8 @@ class Treemap {
     const parts = this.here[PARTS] ?? [];
     const boxes = squarify(parts.map((part) => part[SIZE]), 0, 0, this.box.clientWidth, this.box.clientHeight);
     this.cells = new Map();
+    this.entries = new WeakMap();
+    this.parts = new WeakMap();
     const focused = this.box.contains(document.activeElement);
     this.box.replaceChildren(...parts.map((part, i) => this.cell(part, boxes[i])));
     if (focused && !this.box.contains(document.activeElement)) this.box.firstChild?.focus({ preventScroll: true });
@@ -80,13 +82,13 @@ class Treemap {
       class: `cell ${deep ? "deep" : ON_LIGHT_TEXT.has(category) ? "light" : "dark"}`,
       "data-category": deep ? null : category,
       "aria-label": `${name}: ${bytes(part[SIZE])}${deep ? ", has parts" : `, ${LABELS[category]}`}`,
-      onclick: () => deep && this.enter(part),
+      onclick: (event) => deep && this.enter(event.detail ? this.entries.get(event.target.closest(".inner")) ?? [part] : [part]),
       onfocus: () => this.say(part),
-      onpointerenter: () => this.say(part),
+      onpointermove: (event) => this.say(this.parts.get(event.target.closest(".inner")) ?? part),
     });
     place(cell, x, y, Math.max(0, width - 1), Math.max(0, height - 1));
     if (width > 34 && height > 16) cell.append(this.title(name, part[SIZE], width));
-    if (deep) this.fill(cell, part, width - 1, height - 1);
+    if (deep) this.fill(cell, part, width - 1, height - 1, [part]);
     this.cells.set(part, cell);
     return cell;
   }
@@ -97,18 +99,21 @@ class Treemap {
     return title;
   }
 
-  // The parts of a part, under its name.
-  fill(cell, part, width, height) {
-    const top = height > 34 ? HEADER : 0;
-    const [inset, parts] = [2, part[PARTS]];
-    const boxes = squarify(parts.map((inner) => inner[SIZE]), inset, Math.max(top, inset), width - 2 * inset, height - Math.max(top, inset) - inset);
-    parts.forEach((inner, i) => {
+  // The parts of a part under its name, and theirs, as long as there is room; `path` leads to it from what is entered now.
+  fill(cell, part, width, height, path) {
+    const top = height > 34 && width > 40 ? HEADER : 2;
+    const boxes = squarify(part[PARTS].map((inner) => inner[SIZE]), 2, top, width - 4, height - top - 2);
+    part[PARTS].forEach((inner, i) => {
       const [x, y, w, h] = boxes[i];
       if (w < 1.5 || h < 1.5) return;
       const category = CATEGORIES[inner[MAIN]];
-      const box = element("span", { class: `inner ${ON_LIGHT_TEXT.has(category) ? "light" : ""}`, "data-category": category, "aria-hidden": "true" });
+      const opens = PARTS in inner && w > 60 && h > 50;
+      const box = element("span", { class: `inner ${opens ? "open" : ON_LIGHT_TEXT.has(category) ? "light" : ""}`, "data-category": opens ? null : category, "aria-hidden": "true" });
       place(box, x, y, w - 1, h - 1);
       if (w > 44 && h > 16) box.append(this.title(texts[inner[NAME]], inner[SIZE], w));
+      if (PARTS in inner) this.entries.set(box, [...path, inner]);
+      this.parts.set(box, inner);
+      if (opens) this.fill(box, inner, w - 1, h - 1, [...path, inner]);
       cell.append(box);
     });
   }
