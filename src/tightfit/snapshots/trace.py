@@ -180,7 +180,7 @@ def _segment(run: Sequence[Block], frames_at: dict[int, Frames]) -> dict[str, An
 def _state(block: Block) -> str:
     if block.is_free:
         return "inactive"
-    return "active_allocated" if block.is_live else "active_awaiting_free"
+    return "active_allocated" if block.is_live else "active_pending_free"
 
 
 def plain_settings(settings: AllocatorSettings) -> dict[str, Any]:
