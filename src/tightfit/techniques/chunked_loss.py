@@ -1,0 +1,97 @@
+"""The linear head and its cross-entropy in chunks, in models that know nothing of it.
+
+The head's `forward` returns logits that are not computed (`deferred_logits`); the model's own code does to them what it does, and where they
+reach a cross-entropy it is worked out chunk by chunk (`chunked_cross_entropy`).
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.deferred_logits import Chunks, Copies, Origin, deferred_logits
+from tightfit.techniques.loss_head_options import loss_head_options
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+
+@final
+class ChunkedLoss(AbstractTechnique):
+    """The linear head and its cross-entropy without whole logits."""
+
+    name = "chunked_loss"
+    exact = True
+    exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """Per head some numbers of chunks, with the gradients in either pass."""
+        yield from loss_head_options(self.name, tape, device)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts the deferral around the head's `forward`, and has optimizers tell before they change its weight."""
+        heads = [session.module(choice.where) for choice in chosen]
+        for choice, head in zip(chosen, heads, strict=True):
+            if type(head).forward is not torch.nn.Linear.forward:
+                raise ApplyError(
+                    f"the head {choice.where} is a {type(head).__name__}, and chunked_loss needs a torch.nn.Linear; leave it out"
+                )
+        origins: weakref.WeakSet[Origin] = weakref.WeakSet()
+        for choice, head in zip(chosen, heads, strict=True):
+            chunks = Chunks(**choice.settings)
+            deferral = _Deferral(chunks, origins, functools.partial(_count, session))
+            session.wrap_forward(head, deferral)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            copies = Copies()
+            for origin in list(origins):
+                if any(origin.parameter is p for group in optimizer.param_groups for p in group["params"]):
+                    origin.before_weight_changes(copies)
+
+        for optimizer in session.optimizers:
+            session.when_undone(optimizer.register_step_pre_hook(before_step).remove)
+
+
+class _Deferral:
+    """What runs in place of the head's `forward`."""
+
+    def __init__(self, chunks: Chunks, origins: "weakref.WeakSet[Origin]", counted: Callable[[str], None]) -> None:
+        self.chunks = chunks
+        self.origins = origins
+        self.counted = counted
+
+    def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        linear = _linear_of(forward)
+        if linear is None or kwargs or len(args) != 1 or not _can_wait(linear, args[0]):
+            return forward(*args, **kwargs)
+        for earlier in self.origins:
+            if earlier.parameter is linear.weight:
+                earlier.when_called_again()
+        origin = Origin(linear, args[0], self.chunks, self.counted)
+        self.origins.add(origin)
+        return deferred_logits(origin)
+
+
+def _linear_of(forward: Callable[..., Any]) -> torch.nn.Linear | None:
+    """The module whose own `forward` this is; None if something else has been put around that."""
+    if isinstance(forward, functools.partial) and forward.func is torch.nn.Linear.forward:
+        return forward.args[0]
+    return None
+
+
+def _can_wait(linear: torch.nn.Linear, hidden: torch.Tensor) -> bool:
+    wants_gradients = linear.training and torch.is_grad_enabled()
+    # Sharded and quantised weights are more than their values.
+    is_plain = not any(is_traceable_wrapper_subclass(p) for p in (hidden, linear.weight))
+    is_double = torch.is_autocast_enabled(hidden.device.type) and torch.float64 in (hidden.dtype, linear.weight.dtype)
+    return wants_gradients and is_plain and not is_double and hidden.dim() > 1 and not torch.compiler.is_compiling()
+
+
+def _count(session: Session, what: str) -> None:
+    session.statistics[what] += 1

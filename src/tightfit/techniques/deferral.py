@@ -1,0 +1,86 @@
+"""What tensors that are not computed yet have in common: what can be told of them without their values, and what would change them.
+
+Torch hands every call on such a tensor to its class, by the function called; properties arrive as the `__get__` of their descriptor.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def fact(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Asks the tensor itself, past its class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of what is called; of a property the property's."""
+    name = func.__name__
+    return func.__self__.__name__ if name == "__get__" else name  # pyrefly: ignore
+
+
+def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call writes to a tensor that it is given."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "setitem",
+        "set",
+    )
+)
+
+
+# What a tensor tells without its values.
+FACTS = frozenset(
+    (
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "device", "dtype", "layout", "stride"),
+        *(
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_nested",
+            "is_mkldnn",
+            "is_mps",
+            "is_xla",
+            "is_xpu",
+        ),
+        *(
+            "is_sparse_csr",
+            "is_inference",
+            "is_contiguous",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "is_same_size",
+        ),
+        *(
+            "requires_grad",
+            "grad_fn",
+            "is_leaf",
+            "element_size",
+            "itemsize",
+            "nbytes",
+            "get_device",
+            "output_nr",
+            "names",
+        ),
+        *("has_names", "storage_offset", "__len__", "__hash__", "_version"),
+    )
+)
