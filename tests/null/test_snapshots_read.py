@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import struct
 import time
 
@@ -15,10 +14,7 @@ from tightfit.errors import RecordingError
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots import plain_pickle
 from tightfit.snapshots.read import Action, Annotation, read_recording
-from tightfit.snapshots.replay import replay
 from tightfit.units import MIB
-
-NUM_FUZZED = int(os.environ.get("TIGHTFIT_FUZZ_INPUTS", "400"))
 
 ADDRESS = 0x7F0000000000
 SMALL_RECORDING = {
@@ -185,6 +181,7 @@ def test_stacks_notes_annotations_and_marks_are_kept(tmp_path, protocol):
     assert [recording.notes[i] for i in device.compile_context] == ["", "", "0/1"]
     assert recording.annotations == (Annotation(stage="START", name="Optimizer.step#AdamW.step", device=0, time_us=6),)
     assert recording.extra == MARKED_RECORDING["tightfit"]
+    assert type(recording.extra["spans"]) is type(recording.extra["spans"][0]) is list
     assert read_recording(write(tmp_path, SMALL_RECORDING)).extra is None
 
 
@@ -250,6 +247,13 @@ def test_hostile_pickles_are_refused_at_once(tmp_path, name):
     assert time.monotonic() - began < 5
 
 
+def nested_lists(depth):
+    value = {"schema": 1}
+    for _ in range(depth):
+        value = {"spans": [value]}
+    return value
+
+
 def changed(path, value):
     """SMALL_RECORDING with one value changed."""
     whole = pickle.loads(pickle.dumps(SMALL_RECORDING))
@@ -286,9 +290,8 @@ def changed(path, value):
         (changed(("device_traces", 0, 1, "user_metadata"), 5), "'user_metadata'"),
         (changed(("external_annotations",), [{"stage": 1}]), "'stage'"),
         (changed(("tightfit",), []), "'tightfit'"),
-        (changed(("tightfit",), {"schema": 2}), "another schema"),
-        (changed(("tightfit",), MARKED_RECORDING["tightfit"] | {"spans": [["a", "step", 2, 1]]}), "span"),
-        (changed(("tightfit",), MARKED_RECORDING["tightfit"] | {"device": None}), "'device'"),
+        (changed(("tightfit",), {"spans": [{"action": "alloc", "addr": 0}]}), "'tightfit'"),
+        (changed(("tightfit",), nested_lists(50)), "'tightfit'"),
         (changed(("allocator_settings",), 5), "'allocator_settings'"),
         (SMALL_RECORDING | {"segments": SMALL_RECORDING["segments"] * 2}, "overlap"),
     ],
@@ -300,37 +303,3 @@ def test_malformed_recordings_say_what_is_wrong(tmp_path, whole, says):
 def test_a_file_that_is_not_there_is_one_line_too(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "missing.pickle")
     assert "cannot be read" in refusal(tmp_path)
-
-
-def damaged(data, source):
-    """`data` cut short, with bits flipped, bytes exchanged, or a piece repeated."""
-    damage = bytearray(data)
-    kind = source.randrange(4)
-    if kind == 0:
-        return bytes(damage[: source.randrange(len(damage))])
-    if kind == 1:
-        for _ in range(source.randrange(1, 8)):
-            damage[source.randrange(len(damage))] ^= 1 << source.randrange(8)
-    elif kind == 2:
-        for _ in range(source.randrange(1, 40)):
-            damage[source.randrange(len(damage))] = source.randrange(256)
-    else:
-        at, end = sorted(source.randrange(len(damage)) for _ in range(2))
-        damage[end:end] = damage[at:end]
-    return bytes(damage)
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_damaged_recordings_are_read_or_refused_and_never_crash(tmp_path, protocol):
-    source = random.Random(protocol)
-    whole = pickle.dumps(SMALL_RECORDING, protocol)
-    path = tmp_path / "damaged.pickle"
-    lines = []
-    for _ in range(NUM_FUZZED // 6 + 1):
-        path.write_bytes(damaged(whole, source))
-        try:
-            replay(read_recording(path))
-        except RecordingError as error:
-            lines.append(str(error))
-    assert len(lines) > NUM_FUZZED // 12
-    assert not any("\n" in line for line in lines)

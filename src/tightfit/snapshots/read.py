@@ -19,7 +19,9 @@ from tightfit.snapshots.events import (
     Column,
     EventTable,
     Malformed,
+    Row,
     Shared,
+    Stack,
     table_of,
 )
 from tightfit.snapshots.plain_pickle import NotPlain
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _MOST_BLOCKS = 1 << 22
+_DEEPEST = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +109,8 @@ class Recording:
     """A whole recording. `settings` are those of the allocator that was recorded.
 
     `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`, with `??` for an unknown file; stack 0 is empty.
-    `notes[i]` is a text that events carry. `extra` is what tightfit's own recorder adds under the key `tightfit`: `schema` 1, `device` (name),
-    `capacity_bytes` and `context_bytes` (None where unknown), `spans` as lists of name, kind, first event and the event after the last, and
-    `categories`, a dict; None where some other program wrote the file.
+    `notes[i]` is a text that events carry. `extra` is what tightfit's own recorder adds under the key `tightfit`, as plain data that
+    `tightfit.snapshots.marks` checks; None where some other program wrote the file.
     """
 
     path: str
@@ -204,7 +206,7 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
         stacks=shared.stacks.all(),
         notes=shared.notes.all(),
         annotations=_annotations(whole.get("external_annotations", ())),
-        extra=None if whole.get("tightfit") is None else _extra(_mapping(whole["tightfit"], "'tightfit'")),
+        extra=None if whole.get("tightfit") is None else _plain(_mapping(whole["tightfit"], "'tightfit'"), {}),
     )
 
 
@@ -265,24 +267,23 @@ def _annotations(recorded: Any) -> tuple[Annotation, ...]:
     )
 
 
-def _extra(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What tightfit's own recorder added, with every field of it there and of its type."""
-    if recorded.get("schema") != 1:
-        raise Malformed("what tightfit added to it has another schema than 1; read it with the version that wrote it")
-    spans = []
-    for entry in _sequence(recorded.get("spans", ()), "'spans'"):
-        span = _sequence(entry, "a span")
-        if [type(field) for field in span] != [str, str, int, int] or not 0 <= span[2] <= span[3] <= MOST:
-            raise Malformed("a span is not a name, a kind and two ascending event numbers")
-        spans.append(list(span))
-    return {
-        "schema": 1,
-        "device": _text(recorded, "device"),
-        "capacity_bytes": None if recorded.get("capacity_bytes") is None else _count(recorded, "capacity_bytes"),
-        "context_bytes": None if recorded.get("context_bytes") is None else _count(recorded, "context_bytes"),
-        "spans": spans,
-        "categories": _mapping(recorded.get("categories", {}), "'categories'"),
-    }
+def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
+    """`value` with lists that are nothing but lists; what is in it twice stays one object."""
+    if type(value) not in (dict, tuple, EventList):
+        if type(value) is Stack or type(value) is Row:
+            raise Malformed("there are events or stacks under 'tightfit'")
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if depth > _DEEPEST or (type(value) is EventList and value.table is not None):
+        raise Malformed("what is under 'tightfit' is nested too deeply, or holds events")
+    if type(value) is dict:
+        copied = known[id(value)] = {}
+        copied.update((key, _plain(inner, known, depth + 1)) for key, inner in value.items())
+        return copied
+    listed = known[id(value)] = []
+    listed.extend(_plain(inner, known, depth + 1) for inner in value)
+    return listed
 
 
 def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
