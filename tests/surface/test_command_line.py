@@ -40,6 +40,7 @@ OPTIONS = {
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
     "devices": ["--json"],
+    "diff": ["--device", "--json"],
     "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--seconds", "--steps", "-p"],
     "report": [
         *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--steps"),

@@ -59,7 +59,7 @@ class History:
 
     `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is when each was, empty where that is not known.
     `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` says which of them is the user's own.
-    `context_bytes` and `capacity_bytes` are None where the card is not known.
+    `context_bytes` and `capacity_bytes` are None where the card is not known. Spans that are guessed have numbers instead of names.
     """
 
     label: str
@@ -76,6 +76,7 @@ class History:
     modules: tuple[str, ...]
     spans: tuple[HistorySpan, ...]
     assumptions: tuple[Assumption, ...]
+    are_spans_guessed: bool = False
 
     @property
     def num_events(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
 from tightfit.simulate.history import UNKNOWN, HistorySpan
 from tightfit.snapshots.frames import Place
 from tightfit.tape import Category, Column
@@ -127,7 +128,9 @@ def _of_the_start(
     for num_bytes, died in zip(lives.num_bytes[before].tolist(), lives.died[before].tolist(), strict=True):
         at = int(np.searchsorted(births, died)) - 1
         phase = int(of_births[at]) if at >= 0 else _FORWARD
-        if died == lives.num_events:
+        if num_bytes in DEFAULT_CUBLAS_BYTES and num_bytes not in gradients:
+            guesses.append(Category.WORKSPACE)
+        elif died == lives.num_events:
             is_parameter = num_bytes not in gradients or left[num_bytes] > 0
             left[num_bytes] -= 1
             guesses.append(Category.PARAMETERS if is_parameter else Category.OPTIMIZER_STATE)

@@ -136,6 +136,7 @@ def history_of_recording(
         modules=named.modules,
         spans=named.spans,
         assumptions=named.assumptions,
+        are_spans_guessed=marks is None,
     )
 
 

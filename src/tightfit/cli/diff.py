@@ -1,0 +1,33 @@
+"""`tightfit diff`: what changed between two runs, recorded or estimated, and where they part first."""
+
+import json as jsonlib
+import sys
+
+from tightfit.cli.subjects import subject_of
+
+
+def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) -> int:
+    """Compare two runs: what grew, by line and category, step by step, and the first place where they part.
+
+    Parameters
+    ----------
+    a
+        A recording (torch.cuda.memory._dump_snapshot); a run that estimate --save-tape wrote; or anything that estimate takes.
+    b
+        Another one: what B has more than A is shown with a plus.
+    device
+        The card of a run that is not a recording. Default: the one that it was traced for, or this machine's own.
+    json
+        Print one JSON object.
+    """
+    subjects = [subject_of(target, device=device) for target in (a, b)]
+    from tightfit.snapshots.difference import difference
+
+    found = difference(*subjects)
+    if json:
+        sys.stdout.write(jsonlib.dumps(found.to_json()) + "\n")
+    else:
+        from tightfit.reports.difference import write_difference
+
+        write_difference(found)
+    return 0

@@ -1,0 +1,64 @@
+"""Two sequences (of sizes, or of places) side by side: where they are the same and where they part, robust to what one of them has besides.
+
+At each difference the smallest shift is looked for after which a whole run is the same again. Sizes repeat a lot in a training step, so one
+that is equal says nothing. The search is bounded, and so is the time: past a difference that is too large, nothing is aligned any more.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+RUN = 6
+WINDOW = 192
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """`a[a_begin:a_end]` and `b[b_begin:b_end]` belong together; they are the same or differ."""
+
+    is_same: bool
+    a_begin: int
+    a_end: int
+    b_begin: int
+    b_end: int
+
+
+def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Stretch]:
+    """Stretches that cover both sequences in order, same and different ones in turn; neither side of one is skipped, and none is empty."""
+    found: list[Stretch] = []
+    at_a = at_b = 0
+    while at_a < len(a) or at_b < len(b):
+        num_same = 0
+        while at_a + num_same < len(a) and at_b + num_same < len(b) and a[at_a + num_same] == b[at_b + num_same]:
+            num_same += 1
+        if num_same:
+            found.append(_stretch(True, at_a, at_a + num_same, at_b, at_b + num_same))
+            at_a, at_b = at_a + num_same, at_b + num_same
+            continue
+        to_a, to_b = _resume(a, b, at_a, at_b)
+        found.append(_stretch(False, at_a, to_a, at_b, to_b))
+        at_a, at_b = to_a, to_b
+    return found
+
+
+def _stretch(is_same: bool, a_begin: int, a_end: int, b_begin: int, b_end: int) -> Stretch:
+    return Stretch(is_same=is_same, a_begin=a_begin, a_end=a_end, b_begin=b_begin, b_end=b_end)
+
+
+def _resume(a: Sequence[Hashable], b: Sequence[Hashable], at_a: int, at_b: int) -> tuple[int, int]:
+    """Where both go on alike with the least left out, or both ends."""
+    for shift in range(1, WINDOW + 1):
+        # What is replaced is left out on both sides in equal parts, so the even splits are looked at first.
+        for skip in sorted(range(shift + 1), key=lambda skip: abs(2 * skip - shift)):
+            to_a, to_b = at_a + skip, at_b + shift - skip
+            if _goes_on(a, b, to_a, to_b):
+                return to_a, to_b
+    return len(a), len(b)
+
+
+def _goes_on(a: Sequence[Hashable], b: Sequence[Hashable], to_a: int, to_b: int) -> bool:
+    if to_a >= len(a) or to_b >= len(b):
+        return to_a == len(a) and to_b == len(b)
+    if a[to_a] != b[to_b]:
+        return False
+    left = min(RUN, len(a) - to_a, len(b) - to_b)
+    return a[to_a : to_a + left] == b[to_b : to_b + left]

@@ -1,0 +1,157 @@
+"""Two runs compared: what is the same is said to be the same, and a planted difference is found where it is."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.null.history_runs import CARD, FORWARD, LEAK, LOADER, NORM, Recorder, tape_of, training
+
+from tightfit.reports.difference import DifferenceText
+from tightfit.snapshots.alignment import align
+from tightfit.snapshots.difference import difference
+from tightfit.snapshots.read import read_recording
+from tightfit.snapshots.subjects import subject_of_recording, subject_of_tape
+from tightfit.tape import Category, SpanKind
+from tightfit.units import KIB, MIB
+
+
+def recorded(path):
+    return subject_of_recording(read_recording(path))
+
+
+def text_of(found, width=120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(DifferenceText(found))
+    return out.getvalue()
+
+
+@given(
+    base=st.lists(st.integers(0, 50), min_size=30, max_size=80),
+    inserted=st.lists(st.integers(100, 200), min_size=1, max_size=10),
+    at=st.integers(0, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_put_in_is_found_and_all_else_stays_aligned(base, inserted, at):
+    longer = [*base[:at], *inserted, *base[at:]]
+    stretches = align(base, longer)
+    assert [piece for s in stretches for piece in base[s.a_begin : s.a_end]] == base
+    assert [piece for s in stretches for piece in longer[s.b_begin : s.b_end]] == longer
+    assert all(base[s.a_begin : s.a_end] == longer[s.b_begin : s.b_end] for s in stretches if s.is_same)
+    (parting,) = [s for s in stretches if not s.is_same]
+    assert (parting.a_begin, parting.a_end) == (at, at)
+    assert longer[parting.b_begin : parting.b_end] == inserted
+
+
+@given(a=st.lists(st.integers(0, 3), max_size=60), b=st.lists(st.integers(0, 3), max_size=60))
+def test_any_two_sequences_are_covered_in_order(a, b):
+    stretches = align(a, b)
+    ends = [(s.a_end, s.b_end) for s in stretches]
+    begins = [(s.a_begin, s.b_begin) for s in stretches]
+    assert begins == [(0, 0), *ends[:-1]] if stretches else not (a or b)
+    assert not stretches or ends[-1] == (len(a), len(b))
+    assert all(s.a_end > s.a_begin or s.b_end > s.b_begin for s in stretches)
+
+
+def test_sequences_that_have_nothing_in_common_part_at_once_and_for_good():
+    (only,) = align(list(range(1000)), list(range(5000, 6000)))
+    assert (only.is_same, only.a_end, only.b_end) == (False, 1000, 1000)
+
+
+def test_a_run_is_no_different_from_itself(tmp_path):
+    run = recorded(training(tmp_path / "run.pickle"))
+    found = difference(run, run)
+    assert (found.changes, found.partings) == ((), ())
+    assert [pair.a_allocations == pair.same_allocations for pair in found.steps] == [True] * 3
+    assert "All requests of these steps are the same" in text_of(found)
+
+
+def test_a_leak_that_one_run_has_is_found_with_its_line(tmp_path):
+    found = difference(
+        recorded(training(tmp_path / "a.pickle")), recorded(training(tmp_path / "b.pickle", leak_bytes=3 * MIB))
+    )
+    change = next(change for change in found.changes if change.kind == "new")
+    assert (change.b_where, change.a_bytes, change.category) == ("train.py:24", 0, "activations")
+    parting = found.partings[0]
+    assert parting.a is None
+    assert parting.b is not None
+    assert (parting.b.where, parting.b.num_bytes) == ("train.py:24", 3 * MIB)
+    assert found.matched_by == "lines"
+    json.dumps(found.to_json())
+
+
+def test_another_size_at_the_same_line_is_told_as_such(tmp_path):
+    found = difference(
+        recorded(training(tmp_path / "a.pickle", width=4 * MIB)),
+        recorded(training(tmp_path / "b.pickle", width=8 * MIB)),
+    )
+    first = found.partings[0]
+    assert first.a is not None
+    assert first.b is not None
+    assert (first.a.where, first.b.where) == ("backward of MmBackward0", "backward of MmBackward0")
+    assert (first.a.num_bytes, first.b.num_bytes) == (4 * MIB, 8 * MIB)
+    state = next(change for change in found.changes if change.category == "optimizer_state")
+    assert state.kind == "grown"
+
+
+def estimate_and_recording(tmp_path, sizes, *, extra_bytes=0):
+    """One program as a prediction, of other lines, and as a recording, which may ask for something more."""
+    recorder = Recorder()
+    numbers = [recorder.malloc(num_bytes, stack) for num_bytes, stack in zip(sizes, (NORM, FORWARD), strict=False)]
+    if extra_bytes:
+        recorder.malloc(extra_bytes, LEAK)
+    numbers += [recorder.malloc(num_bytes, LOADER) for num_bytes in sizes[2:]]
+    recorder.free(numbers[0])
+    tape = tape_of(
+        sizes,
+        [*range(len(sizes)), -1],
+        lines=[f"rebuilt.py:{10 + at}" for at in range(len(sizes))],
+        categories=[Category.ACTIVATIONS] * len(sizes),
+    )
+    return subject_of_tape(tape, CARD), recorded(recorder.save(tmp_path / "run.pickle"))
+
+
+SIZES = [3 * MIB, 5 * MIB, *[(20 + at) * MIB for at in range(8)]]
+
+
+def test_a_prediction_and_a_recording_of_other_lines_are_matched_by_order(tmp_path):
+    found = difference(*estimate_and_recording(tmp_path, SIZES))
+    assert found.matched_by == "order"
+    assert (found.changes, found.partings) == ((), ())
+    assert "All requests" in text_of(found)
+
+
+def test_the_first_place_where_prediction_and_reality_part(tmp_path):
+    found = difference(*estimate_and_recording(tmp_path, SIZES, extra_bytes=700 * KIB))
+    (parting,) = found.partings
+    assert parting.a is None
+    assert parting.b is not None
+    assert (parting.b.number, parting.b.where, parting.b.num_bytes) == (2, "train.py:24", 700 * KIB)
+    (change,) = found.changes
+    assert (change.kind, change.b_where) == ("new", "train.py:24")
+    assert "request 2: 700.0 KiB for clone, train.py:24" in text_of(found)
+
+
+def test_steps_of_one_name_are_compared_and_others_counted_from_the_last():
+    spans = [("step 1", SpanKind.STEP, 0, 2), ("step 2", SpanKind.STEP, 2, 4)]
+    two = tape_of([MIB, 2 * MIB], [0, -1, 1, -2], spans=spans)
+    later = tape_of([2 * MIB], [0, -1], spans=[("step 2", SpanKind.STEP, 0, 2)])
+    other = tape_of([2 * MIB], [0, -1], spans=[("step 4", SpanKind.STEP, 0, 2)])
+    for run, name in ((later, "step 2"), (other, "step 4")):
+        (pair,) = difference(subject_of_tape(two, CARD), subject_of_tape(run, CARD)).steps
+        assert (pair.a_step, pair.b_step, pair.same_allocations) == ("step 2", name, 1)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_fits_the_console(tmp_path, width):
+    found = difference(
+        recorded(training(tmp_path / "a.pickle")), recorded(training(tmp_path / "b.pickle", leak_bytes=3 * MIB))
+    )
+    assert max(map(len, text_of(found, width).splitlines())) <= width
+
+
+def test_runs_that_ask_for_nothing_have_nothing_to_compare():
+    empty = subject_of_tape(tape_of([], []), CARD)
+    assert "No steps to compare" in text_of(difference(empty, empty))
