@@ -45,6 +45,7 @@ _HOMES = {
     "find_device": ("tightfit.devices.catalogue", "find"),
     "record": ("tightfit.snapshots.record", "record"),
     "replay": ("tightfit.fit", "replay"),
+    "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),
 }
 
 

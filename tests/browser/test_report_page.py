@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.browser.driver import Browser, browser
 from tests.histories import STACKS, nothing, training
+
 from tightfit.devices.catalogue import find
 from tightfit.reports.html import html_page
 from tightfit.reports.summary import fit_of_recording, summarize

@@ -302,7 +302,7 @@ class TestAnEstimateShowsItself:
 
     def test_in_a_notebook_as_html_that_holds_no_markup_of_the_user(self) -> None:
         html = dataclasses.replace(ESTIMATE, target="<script>.py")._repr_html_()
-        assert html.startswith("<pre")
+        assert html.startswith("<div style=")
         assert "does not fit" in html
         assert "<script>" not in html
 

@@ -9,7 +9,7 @@ from tightfit.reports.html_places import line_and_function, split_frame, stack_o
 from tightfit.simulate.history import CATEGORIES, History
 
 OUTSIDE = "outside of modules"
-_MOST_CALLS = 12
+_MOST_CALLS = 24
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -49,13 +49,16 @@ class Node:
         small = [part for part in self.parts.values() if part.num_bytes < least_bytes]
         if len(large) == 1 and not small and large[0].parts and self.name:
             return dataclasses.replace(large[0], name=_joined(self.name, large[0].name))
-        if small and large:
+        if len(small) == 1 and large:
+            large += small
+        elif small and large:
             rest = Node(name=f"{len(small)} smaller parts")
             for part in small:
                 rest.count(part.held, part.num_blocks)
             large.append(rest)
         large.sort(key=lambda part: -part.num_bytes)
-        parts = {(part.name, part.category): part for part in large}
+        # Not by category: parts that were joined may have come to be of one name.
+        parts = {(part.name, i): part for i, part in enumerate(large)}
         return dataclasses.replace(self, parts=parts)
 
 
@@ -84,7 +87,7 @@ def peak_tree(history: History, share_shown: float) -> Node:
 def _module_path(module: str, stack: tuple[str, ...], category: int) -> list[tuple[str, int]]:
     line, function = line_and_function(stack)
     own = function or line or CATEGORIES[category]
-    return [*((part, -1) for part in module.split(".")), (own, category)]
+    return [*((part, -1) for part in module.split(".", _MOST_CALLS)), (own, category)]
 
 
 def _call_path(stack: tuple[str, ...], category: int, above: list[str]) -> list[tuple[str, int]]:

@@ -1,18 +1,13 @@
 """Results as the library hands them out: the plain data of a simulation that can also show itself, to people, to rich and to notebooks."""
 
 import dataclasses
-import io
 from typing import Self
 
-from rich.console import Console
-
 from tightfit.reports.advice import largest_holders, to_try
+from tightfit.reports.fragment import estimate_fragment
 from tightfit.reports.text import EstimateText, verdict_words
 from tightfit.simulate import estimate as simulated
 from tightfit.units import format_bytes
-
-_NOTEBOOK_WIDTH = 120
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +39,4 @@ class Estimate(simulated.Estimate):
         return EstimateText(self)
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, highlight=False)
-        console.print(EstimateText(self))
-        return console.export_html(inline_styles=True, code_format=_HTML)
+        return estimate_fragment(self.to_json())

@@ -261,11 +261,12 @@ class TimelineDrawing {
     if (x < LEFT - 1 || x > LEFT + this.width + 1) return;
     const y = this.toY(summary.peak_allocated_bytes);
     pen.fillStyle = colourOf("text");
-    pen.fillRect(x - 0.75, STRIP, 1.5, this.height);
+    // Only down to the peak: what is held then can be a column as thin as the line.
+    pen.fillRect(x - 0.75, STRIP, 1.5, Math.max(0, y - STRIP - 9));
     pen.beginPath();
-    pen.moveTo(x, y);
-    pen.lineTo(x - 5, y - 9);
-    pen.lineTo(x + 5, y - 9);
+    pen.moveTo(x, y - 1);
+    pen.lineTo(x - 5, y - 10);
+    pen.lineTo(x + 5, y - 10);
     pen.fill();
     const words = `peak ${bytes(summary.peak_allocated_bytes)}`;
     const toLeft = x + pen.measureText(words).width + 16 > LEFT + this.width;
@@ -285,6 +286,7 @@ class TimelineDrawing {
     }
     const x = this.toX(this.view.middleOf(this.cursor));
     if (x < LEFT || x > LEFT + this.width) return;
+    if (this.cursor === this.view.bucketOfEvent(summary.peak_event)) return;
     pen.fillStyle = colourOf("link");
     pen.fillRect(x - 0.75, STRIP, 1.5, this.height);
     pen.beginPath();

@@ -1,0 +1,90 @@
+"""`%tightfit` in a notebook: a command as on the command line, its answer shown in the cell.
+
+    %load_ext tightfit
+    %tightfit estimate model.py:train --device "RTX 4090"
+    %tightfit report run.pickle
+
+IPython is not needed to import this: the notebook hands itself over when it loads the extension.
+"""
+
+import html
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tightfit.reports.fragment import estimate_fragment
+
+_PAGE_HEIGHT = 900
+
+
+class Shell(Protocol):
+    """What of IPython's InteractiveShell is used."""
+
+    def register_magic_function(self, func: Callable[..., Any], magic_kind: str, magic_name: str) -> None:
+        """Makes `%magic_name` call `func` with the rest of the line."""
+
+
+class Shown:
+    """Something that a notebook shows as HTML, and a terminal as text."""
+
+    def __init__(self, markup: str, text: str) -> None:
+        self._markup = markup
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return self._markup
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def load_ipython_extension(shell: Shell) -> None:
+    """What `%load_ext tightfit` calls."""
+    shell.register_magic_function(tightfit, "line", "tightfit")
+
+
+def tightfit(line: str) -> Shown | None:
+    """Runs `tightfit LINE`. An estimate and a report are shown as HTML; what else a command prints is printed."""
+    words = shlex.split(line)
+    if words[:1] == ["estimate"] and "--json" not in words:
+        return _estimate(words)
+    if words[:1] == ["report"] and not any(word.startswith("--format") for word in words):
+        return _report(words)
+    sys.stdout.write(_run(words).stdout)
+    return None
+
+
+def _estimate(words: list[str]) -> Shown | None:
+    # A script's own arguments come after --, ours before.
+    at = words.index("--") if "--" in words else len(words)
+    answers = [json.loads(answer) for answer in _run([*words[:at], "--json", *words[at:]]).stdout.splitlines()]
+    if not answers:
+        return None
+    return Shown("".join(map(estimate_fragment, answers)), "\n".join(map(_in_a_line, answers)))
+
+
+def _in_a_line(answer: dict[str, Any]) -> str:
+    verdict = "fits" if answer["fits"] else "does not fit"
+    return f"{answer['target']} {verdict} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
+
+
+def _report(words: list[str]) -> Shown | None:
+    wrote = [line for line in _run(words).stderr.splitlines() if line.startswith(("wrote ", "replaced "))]
+    if not wrote:
+        return None
+    page = Path(wrote[-1].partition(" ")[2].rpartition(" (")[0]).read_text(encoding="utf-8")
+    frame = (
+        f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" width="100%" height="{_PAGE_HEIGHT}"></iframe>'
+    )
+    return Shown(frame, wrote[-1])
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own, so that nothing of the notebook's is touched, and passes on what it says on stderr."""
+    done = subprocess.run([sys.executable, "-m", "tightfit", *words], capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stderr)
+    return done

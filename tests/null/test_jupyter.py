@@ -1,0 +1,73 @@
+"""`%load_ext tightfit`: the magic is registered, and answers as the command line does, as HTML."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.null.history_runs import tape_of
+
+import tightfit
+from tightfit.integrations import jupyter
+from tightfit.reports.fragment import estimate_fragment
+
+
+class FakeShell:
+    """What a notebook hands to an extension."""
+
+    def __init__(self) -> None:
+        self.magics: dict[tuple[str, str], Callable[[str], Any]] = {}
+
+    def register_magic_function(self, func: Callable[..., Any], magic_kind: str, magic_name: str) -> None:
+        self.magics[magic_kind, magic_name] = func
+
+
+@pytest.fixture
+def tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    tape_of([1 << 30, 2 << 30], [0, 1, -1, -2]).save("a run.npz")
+    return "a run.npz"
+
+
+def test_the_package_is_an_extension() -> None:
+    shell = FakeShell()
+    tightfit.load_ipython_extension(shell)
+    assert shell.magics == {("line", "tightfit"): jupyter.tightfit}
+
+
+def test_an_estimate_is_shown_as_html_and_as_a_line(tape: str) -> None:
+    shown = jupyter.tightfit(f'estimate "{tape}" --device "RTX 4090" --device "RTX 4060"')
+    assert shown is not None
+    assert shown._repr_html_().count("toy.py:workload") == 2
+    assert "3.00 GiB" in shown._repr_html_()
+    assert "fits on NVIDIA GeForce RTX 4090: peak " in repr(shown)
+
+
+def test_a_report_is_shown_as_the_page(tape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = jupyter.tightfit(f'report "{tape}"')
+    assert shown is not None
+    assert shown._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert Path("a-run.html").is_file()
+    assert capsys.readouterr().err.startswith("wrote a-run.html (")
+
+
+def test_what_else_a_command_says_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jupyter.tightfit("devices 4090") is None
+    assert "RTX 4090" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["estimate none.npz --device 4090", "report none.npz --device 4090"])
+def test_an_error_is_its_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert jupyter.tightfit(command) is None
+    assert capsys.readouterr().err.startswith("tightfit: ")
+
+
+def test_a_fragment_escapes_what_is_the_users_and_has_no_script() -> None:
+    found = tightfit.estimate(tape_of([1 << 30], [0], lines=["<script>.py:1"]), "RTX 4060")
+    markup = estimate_fragment(found.to_json() | {"target": "<img src=x>"})
+    assert "&lt;script&gt;.py:1" in markup
+    assert "&lt;img src=x&gt;" in markup
+    assert "<script" not in markup
+    assert "<img" not in markup
+    assert markup.count("<div") == markup.count("</div>")
+    assert found._repr_html_().startswith("<div style=")
