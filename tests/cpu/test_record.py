@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -22,7 +23,6 @@ from tightfit.fit import capture
 from tightfit.runtime import record_card
 from tightfit.simulate.history import CATEGORIES
 from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.plain_pickle import loads
 from tightfit.snapshots.write import snapshot_of_tape, write_tape
 from tightfit.tape import Tape
 
@@ -60,7 +60,7 @@ def train(num_steps: int) -> list[float]:
 
 
 def read(path: Path | str) -> tuple[list[dict[str, Any]], Marks]:
-    plain = loads(Path(path).read_bytes())
+    plain = pickle.loads(Path(path).read_bytes())
     marks = Marks.from_plain(plain[KEY])
     return plain["device_traces"][marks.trace], marks
 

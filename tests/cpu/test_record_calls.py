@@ -1,5 +1,6 @@
 """How a card is recorded: which private functions of torch are called, and what becomes of what they give. The card is a stand-in."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import tightfit
 from tightfit.runtime.record_card import CardRecorder
 from tightfit.runtime.recorder import new_recorder
 from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.plain_pickle import loads
 
 
 class StandIn:
@@ -76,7 +76,7 @@ def test_marks_are_those_of_the_run_and_of_the_card(card: StandIn, tmp_path: Pat
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
-    plain = loads((tmp_path / "x.pickle").read_bytes())
+    plain = pickle.loads((tmp_path / "x.pickle").read_bytes())
     marks = Marks.from_plain(plain[KEY])
     assert (marks.origin, marks.device, marks.capacity_bytes, marks.context_bytes) == ("card", "a stand-in", 1000, 250)
     assert [span.name for span in marks.spans if span.kind == "step"] == ["step 1", "step 2"]
@@ -89,5 +89,5 @@ def test_marks_are_those_of_the_run_and_of_the_card(card: StandIn, tmp_path: Pat
 def test_it_says_when_events_were_dropped(card: StandIn, tmp_path: Path) -> None:
     with tightfit.record(tmp_path / "x.pickle", max_events=3):
         torch.nn.Linear(4, 4)(torch.ones(1, 4))
-    marks = Marks.from_plain(loads((tmp_path / "x.pickle").read_bytes())[KEY])
+    marks = Marks.from_plain(pickle.loads((tmp_path / "x.pickle").read_bytes())[KEY])
     assert "events were kept" in marks.assumptions[0].what

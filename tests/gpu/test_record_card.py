@@ -1,5 +1,6 @@
 """A run on this machine's card is recorded with its steps, modules and categories. Skips where there is none."""
 
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 import tightfit
 from tightfit.simulate.history import CATEGORIES
 from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.plain_pickle import loads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def train(num_steps: int) -> list[float]:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], Marks]:
-    plain = loads(path.read_bytes())
+    plain = pickle.loads(path.read_bytes())
     marks = Marks.from_plain(plain[KEY])
     return plain["device_traces"][marks.trace], marks
 
