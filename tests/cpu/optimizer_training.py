@@ -5,15 +5,18 @@ Also the same as a workload for the virtual GPU: `traced(...)` gives its tape.
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tightfit.fit import capture
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
-from tightfit.tape import Tape
+from tightfit.simulate.blocks import MIN_BLOCK_BYTES
+from tightfit.tape import EventKind, Tape
 from tightfit.techniques.catalogue import _load
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique
@@ -170,6 +173,7 @@ def workload(
         yield loss
 
 
+@functools.cache
 def traced(**parameters: Any) -> Tape:
     """The tape of `workload` with these parameters."""
     given = [f"{name}={value}" for name, value in parameters.items()]
@@ -178,11 +182,6 @@ def traced(**parameters: Any) -> Tape:
 
 def peak_bytes(tape: Tape, changed: Sequence[Option] = ()) -> int:
     """The most that is alive at once after any event, in allocator blocks, with the changes that options promise."""
-    import numpy as np
-
-    from tightfit.simulate.blocks import MIN_BLOCK_BYTES
-    from tightfit.tape import EventKind
-
     blocks = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
     sign = np.select([tape.events.kind == EventKind.ALLOCATE, tape.events.kind == EventKind.FREE], [1, -1], 0)
     alive = np.cumsum(sign * np.where(sign != 0, blocks[tape.events.storage], 0))

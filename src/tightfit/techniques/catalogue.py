@@ -15,6 +15,8 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
+    "tightfit.techniques.autocast:Autocast",
+    "tightfit.techniques.pure_bf16:PureBf16",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
 )

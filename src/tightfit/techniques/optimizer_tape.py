@@ -90,6 +90,16 @@ class OptimizerTape:
         """Stretches of operators as stretches of events."""
         return [(int(self._anatomy.event_of(begin)), int(self._anatomy.event_of(end))) for begin, end in runs]
 
+    def passes(self) -> list[tuple[int, int]]:
+        """Each forward pass with the backward pass that follows it, as a stretch of events."""
+        phases = self.tape.operators.phase
+        at = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
+        if not len(at):
+            return []
+        breaks = np.flatnonzero((phases[at][:-1] == Phase.BACKWARD) & (phases[at][1:] == Phase.FORWARD))
+        begins, ends = at[np.r_[0, breaks + 1]], at[np.r_[breaks, len(at) - 1]] + 1
+        return self.events_of(zip(begins.tolist(), ends.tolist(), strict=True))
+
     @property
     def num_steps(self) -> int:
         """Steps of the user's loop on the tape."""

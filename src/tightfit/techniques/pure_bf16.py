@@ -1,0 +1,136 @@
+"""Parameters, gradients and activations in bfloat16, with updates that are not lost: rounded at random, or with the rest kept beside them.
+
+See `tightfit.techniques.rounding` for both. Optimizer states stay in float32: an average of squares that moves by a thousandth a step would stand
+still in eight bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Change, Option
+from tightfit.tape import Category, Tape
+from tightfit.techniques.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
+from tightfit.techniques.optimizer_steps import check_separable, replace_step
+from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
+from tightfit.techniques.rounding import LowPrecisionUpdate, Rounding, WideStates
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+# float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
+_NUM_COPIES_IN_UPDATE = 4
+_KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides the optimizer's own
+
+
+@final
+class PureBf16(AbstractTechnique):
+    """Trades the lower 16 bits of everything but the optimizer's states for half of its bytes and the speed of bfloat16."""
+
+    name = "pure_bf16"
+    exact = False
+    exactness = "lossy: forward and backward pass in 8 significant bits; updates in float32, rounded at random (right on average) or kept to 16 bits"
+    tolerance = 0.4
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """Two for a run in float32: stochastic rounding, and a compensated sum, which keeps two bytes more for each parameter."""
+        run = OptimizerTape(tape, device)
+        if not can_be_lowered(run) or not run.stretches:
+            return []
+        saved_seconds = seconds_saved_in_bfloat16(run, device, everything=True)
+        roundings: tuple[Rounding, ...] = ("stochastic", "compensated")
+        return [
+            Option(
+                technique=self.name,
+                where="precision",
+                settings={"rounding": rounding},
+                changes=_changes(run, rounding),
+                seconds=_update_seconds(run) - run.seconds - saved_seconds,
+                exact=self.exact,
+                slots=frozenset({"precision", "optimizer"}),
+                is_coarse=True,
+            )
+            for rounding in roundings
+        ]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Casts parameters and buffers, what the model is given and what it returns, and takes over the optimizers' updates."""
+        (choice,) = chosen
+        for optimizer in session.optimizers:
+            check_separable(optimizer, self.name)
+        lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
+        if not lowered:
+            raise ApplyError(
+                f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan"
+            )
+        updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
+        _lower(session, lowered, updates)
+        for optimizer, update in zip(session.optimizers, updates, strict=True):
+            replace_step(session, optimizer, update)
+            wide = WideStates()
+            session.when_undone(optimizer.register_load_state_dict_pre_hook(wide.before).remove)
+            session.when_undone(optimizer.register_load_state_dict_post_hook(wide.after).remove)
+
+        def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
+            return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
+
+        session.wrap_forward(session.model, around)
+        session.notes.append("checkpoints of the model are in bfloat16 while pure_bf16 is on")
+
+
+def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
+    """Casts parameters and buffers to bfloat16 where they stand, so that everybody who holds them sees it."""
+    buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
+    for tensor in (*lowered, *buffers):
+        _set_data(tensor, tensor.detach().to(torch.bfloat16))
+
+    def raise_again() -> None:
+        for parameter in lowered:
+            values = [update.whole(parameter) for update in updates if update.holds(parameter)]
+            _set_data(parameter, values[0] if values else parameter.detach().float())
+        for buffer in buffers:
+            _set_data(buffer, buffer.detach().float())
+
+    session.when_undone(raise_again)
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = value
+    if gradient is not None:
+        tensor.grad = gradient.to(value.dtype)
+
+
+def _changes(run: OptimizerTape, rounding: Rounding) -> tuple[Change, ...]:
+    storages, num_events = run.tape.storages, len(run.tape.events)
+    parameters = storages.category == Category.PARAMETERS
+    halved = np.flatnonzero(parameters | (storages.category == Category.GRADIENTS) | born_in_float32(run.tape))
+    found = list(changes(levels(run.born[halved], run.died[halved], run.block_bytes[halved]), -0.5))
+    for stretch in run.stretches:
+        found += changes(run.held(stretch), -1.0)
+        largest = int(run.block_bytes[run.gradients(stretch)].max(initial=0))
+        found.append(
+            Change(begin=stretch.begin_event, end=stretch.end_event, num_bytes=_NUM_COPIES_IN_UPDATE * largest)
+        )
+    if rounding == "compensated":
+        first = run.stretches[0]
+        rest_bytes = int(run.block_bytes[run.gradients(first)].sum()) // 2
+        found.append(Change(begin=first.end_event, end=num_events, num_bytes=rest_bytes))
+    return tuple(change for change in found if change.end > change.begin)
+
+
+def _update_seconds(run: OptimizerTape) -> float:
+    """Each tensor is raised, updated by itself, and rounded."""
+    total = 0.0
+    for stretch in run.stretches:
+        gradients = run.gradients(stretch)
+        kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(stretch))
+        casts = run.seconds_of_update(
+            _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
+        )
+        total += run.seconds_of_kernels(stretch, kernels) + casts
+    return total / run.num_steps
