@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.runtime import recorded
 from tightfit.runtime.recorded import (
     ASIDE,
     BACKWARD,
@@ -167,6 +168,14 @@ def test_a_cards_snapshot_gets_marks_and_stays_otherwise_as_it_was(stamps: list[
     assert all(event["stream"] == 7 for event in trace)
     assert Marks.from_plain(written[KEY]).modules == ("Model",)
     assert {"name": "step 1", "stage": "START", "device": 1, "time_us": 20} in written["external_annotations"]
+
+
+def test_stacks_are_without_the_recorders_own_frames() -> None:
+    user, own = ({"filename": file, "line": 1, "name": "f"} for file in ("train.py", recorded.__file__))
+    shared = [own, user, own]
+    trace = [{**alloc(at), "frames": shared, "user_metadata": "", "time_us": 0} for at in range(2)]
+    snapshot_of_card_run(card_run(trace, []), was_cut_short=False)
+    assert [event["frames"] for event in trace] == [[user], [user]]
 
 
 def test_addresses_from_before_the_kept_events_are_not_taken_for_later_ones() -> None:

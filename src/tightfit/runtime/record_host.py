@@ -16,12 +16,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
-from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind
+from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind, is_own_frame
 
 _DEAD = -1
 _TORCH = Path(torch.__file__).parent
 # The frames between an operator and this file.
-_OWN_FILES = (__file__, *(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_frame.py")))
+_BETWEEN = tuple(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_frame.py"))
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
@@ -118,11 +118,12 @@ class HostRecorder(TorchDispatchMode):
         self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_us))
 
     def _stack(self) -> int:
-        """The Python stack that asks, without this file's own frames, as a number."""
+        """The Python stack that asks, without this package's own frames, as a number."""
         frame = sys._getframe(1) if self._has_stacks else None
         stack = []
         while frame is not None:
-            if frame.f_code.co_filename not in _OWN_FILES:
+            file = frame.f_code.co_filename
+            if not is_own_frame(file) and (stack or file not in _BETWEEN):
                 stack.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         return self._stacks.setdefault(tuple(stack), len(self._stacks))

@@ -5,7 +5,9 @@ which addresses (or, on the host, which storages) were parameters, gradients or 
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 NoteKind = Literal["module", "phase", "step", "held"]
@@ -60,3 +62,9 @@ class HostRun:
 
 
 NOTE_PREFIX = "tightfit "
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+
+
+def is_own_frame(file: str) -> bool:
+    """Whether a frame of `file` is one of this package, which stands in stacks because it runs the script, and has hooks in it."""
+    return file.startswith(_OWN_FOLDER)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tightfit.runtime.recorded import NOTE_PREFIX, CardRun, HostRun, Note
+from tightfit.runtime.recorded import NOTE_PREFIX, CardRun, HostRun, Note, is_own_frame
 from tightfit.simulate.allocator import CachingAllocator
 from tightfit.simulate.blocks import Block
 from tightfit.simulate.history import CATEGORIES
@@ -47,6 +47,7 @@ def snapshot_of_card_run(run: CardRun, *, was_cut_short: bool) -> tuple[Plain, M
         assumptions=_assumed_of_dropped(len(trace)) if run.has_dropped_events else (),
     )
     _colour(trace, marks)
+    _drop_own_frames([*trace, *segments, *(block for segment in segments for block in segment["blocks"])])
     annotations = [*run.snapshot.get("external_annotations", ()), *annotations_of(trace, marks)]
     return {**run.snapshot, "external_annotations": annotations, KEY: marks.to_plain()}, marks
 
@@ -159,6 +160,16 @@ def _colour(trace: Sequence[Plain], marks: Marks) -> None:
         event["category"] = CATEGORIES[category]
         if module >= 0:
             event["user_metadata"] = marks.modules[module]
+
+
+def _drop_own_frames(entries: Sequence[Plain]) -> None:
+    """Takes this package's frames out of stacks, which entries share."""
+    seen = set()
+    for entry in entries:
+        frames = entry.get("frames", [])
+        if id(frames) not in seen:
+            seen.add(id(frames))
+            frames[:] = [frame for frame in frames if not is_own_frame(frame["filename"])]
 
 
 def _assumed_of_dropped(num_events: int) -> tuple[Assumption, ...]:
