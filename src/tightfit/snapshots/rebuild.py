@@ -6,7 +6,7 @@ computed; the tail that the large pool leaves on a block when it is too small to
 """
 
 import dataclasses
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
 from tightfit.simulate.allocator import CachingAllocator
@@ -101,34 +101,63 @@ def _held_at_start(recording: DeviceRecording) -> dict[int, _Held]:
 
 
 def _ranges_at_start(recording: DeviceRecording) -> list[_Range]:
-    ranges = {
-        segment.address: _Range(
-            address=segment.address,
-            end=segment.address + segment.num_bytes,
-            lane=segment.lane,
-            is_small=segment.is_small,
-            is_expandable=segment.is_expandable,
+    whole, paged = _Ranges(), _Ranges()
+    for segment in recording.segments:
+        (paged if segment.is_expandable else whole).add(
+            _Range(
+                address=segment.address,
+                end=segment.address + segment.num_bytes,
+                lane=segment.lane,
+                is_small=segment.is_small,
+                is_expandable=segment.is_expandable,
+            )
         )
-        for segment in recording.segments
-    }
     small = _smallness(recording)
     columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
     for action, address, num_bytes, lane in zip(*(column[::-1].tolist() for column in columns), strict=True):
+        end = address + num_bytes
         if action == Action.SEGMENT_ALLOC:
-            ranges.pop(address, None)
+            whole.discard(address)
         elif action == Action.SEGMENT_FREE:
             is_small = num_bytes == SMALL_SEGMENT_BYTES
-            ranges[address] = _Range(
-                address=address, end=address + num_bytes, lane=lane, is_small=is_small, is_expandable=False
-            )
+            whole.add(_Range(address=address, end=end, lane=lane, is_small=is_small, is_expandable=False))
         elif action == Action.SEGMENT_MAP:
-            _subtract(ranges, address, address + num_bytes)
+            paged.subtract(address, end)
         elif action == Action.SEGMENT_UNMAP:
             is_small = small.get(address, num_bytes == SMALL_SEGMENT_BYTES)
-            ranges[address] = _Range(
-                address=address, end=address + num_bytes, lane=lane, is_small=is_small, is_expandable=True
-            )
-    return _joined(ranges.values())
+            paged.add(_Range(address=address, end=end, lane=lane, is_small=is_small, is_expandable=True))
+    return _joined([*whole.by_address.values(), *paged.by_address.values()])
+
+
+class _Ranges:
+    """Ranges by address, none of which overlaps another in a consistent recording."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[int, _Range] = {}
+        self._starts: list[int] = []
+
+    def add(self, piece: _Range) -> None:
+        """There is a range here."""
+        if piece.address not in self.by_address:
+            insort(self._starts, piece.address)
+        self.by_address[piece.address] = piece
+
+    def discard(self, address: int) -> None:
+        """The range that begins here is gone, if there is one."""
+        if self.by_address.pop(address, None) is not None:
+            del self._starts[bisect_left(self._starts, address)]
+
+    def subtract(self, begin: int, end: int) -> None:
+        """Nothing is left from `begin` to `end`."""
+        first = max(0, bisect_right(self._starts, begin) - 1)
+        for address in self._starts[first : bisect_left(self._starts, end)]:
+            piece = self.by_address[address]
+            if piece.end > begin:
+                self.discard(address)
+                if piece.address < begin:
+                    self.add(dataclasses.replace(piece, end=begin))
+                if end < piece.end:
+                    self.add(dataclasses.replace(piece, address=end))
 
 
 def _smallness(recording: DeviceRecording) -> dict[int, bool]:
@@ -145,16 +174,6 @@ def _smallness(recording: DeviceRecording) -> dict[int, bool]:
         if at >= 0 and addresses[at] >= address:
             small[address] = seen[at][1] <= SMALL_BYTES
     return small
-
-
-def _subtract(ranges: dict[int, _Range], begin: int, end: int) -> None:
-    """Takes the pages from `begin` to `end` out of the expandable ranges."""
-    for piece in [r for r in ranges.values() if r.is_expandable and r.address < end and begin < r.end]:
-        del ranges[piece.address]
-        if piece.address < begin:
-            ranges[piece.address] = dataclasses.replace(piece, end=begin)
-        if end < piece.end:
-            ranges[end] = dataclasses.replace(piece, address=end)
 
 
 def _joined(ranges: Iterable[_Range]) -> list[_Range]:

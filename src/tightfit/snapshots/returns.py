@@ -6,6 +6,8 @@ split, or all it had, before a second try) was so on that card and with those se
 
 import dataclasses
 
+import numpy as np
+
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Action, DeviceRecording
 
@@ -29,25 +31,23 @@ def returns_of(recording: DeviceRecording, settings: AllocatorSettings) -> list[
     segment, or the failure, that follows has the same stack. Without stacks a return right before a new segment counts as the program's,
     unless the settings let the allocator give back a part of what it holds.
     """
-    is_return = (recording.action == Action.SEGMENT_FREE) | (recording.action == Action.SEGMENT_UNMAP)
+    is_return = np.isin(recording.action, _RETURNS)
+    others = (~(is_return | (recording.action == Action.FREE_COMPLETED))).nonzero()[0]
     found: list[Return] = []
     begin = end = -1
     for at in [*is_return.nonzero()[0].tolist(), recording.num_events + 1]:
         if at != end:
             if end > begin:
-                found.append(
-                    Return(begin=begin, end=end, is_by_request=_is_by_request(recording, begin, end, settings))
-                )
+                following = others[np.searchsorted(others, end) :][:1].tolist()
+                is_by_request = bool(following) and _is_by_request(recording, begin, following[0], settings)
+                found.append(Return(begin=begin, end=end, is_by_request=is_by_request))
             begin = at
         end = at + 1
     return found
 
 
-def _is_by_request(recording: DeviceRecording, begin: int, end: int, settings: AllocatorSettings) -> bool:
-    following = end
-    while following < recording.num_events and recording.action[following] in (*_RETURNS, Action.FREE_COMPLETED):
-        following += 1
-    if following == recording.num_events or recording.action[following] not in _ANSWERS:
+def _is_by_request(recording: DeviceRecording, begin: int, following: int, settings: AllocatorSettings) -> bool:
+    if recording.action[following] not in _ANSWERS:
         return False
     stack, asking = int(recording.stack[begin]), int(recording.stack[following])
     if stack or asking:
