@@ -19,6 +19,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.pure_bf16:PureBf16",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
+    "tightfit.techniques.chunked_loss:ChunkedLoss",
 )
 
 

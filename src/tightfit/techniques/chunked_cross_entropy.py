@@ -126,6 +126,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 gradients = _through_vocabulary(ctx, hidden, weight, bias, target, log_sums, gradient)
             else:
                 ctx.gradients = None
+                if ctx.loss.reduction == "mean":
+                    gradient = gradient / (target != ctx.loss.ignore_index).sum()
                 for part in (gradients.hidden, gradients.weight, gradients.bias):
                     if part is not None:
                         part.mul_(gradient)
@@ -140,7 +142,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Tokens:
-    """What the loop over tokens reads and writes: `rows` and `log_sums` per token, `places` the class that its logit is looked up at."""
+    """What the loop over tokens reads and writes: `rows` and `log_sums` per token, `places` the class that its logit is looked up at.
+
+    Gradients are those of the sum of all losses: what the loss is divided by, or scaled with, is multiplied in by the backward pass. So nothing
+    vanishes in half precision, and ignored tokens can be taken out of the smaller factor of each product.
+    """
 
     loss: Loss
     hidden: torch.Tensor
@@ -148,7 +154,6 @@ class _Tokens:
     bias: torch.Tensor | None
     is_counted: torch.Tensor
     places: torch.Tensor
-    gradient_of_rows: torch.Tensor
     rows: torch.Tensor
     log_sums: torch.Tensor | None
     gradients: _Gradients | None
@@ -158,7 +163,8 @@ class _Tokens:
         part = self.hidden[chunk].to(self.loss.head_type)
         where = self.places[chunk]
         logits, kept = _forward(functional.linear(part, self.weight, self.bias), self.loss.pointwise)
-        logs = functional.log_softmax(logits, -1, dtype=self.loss.wide_type)
+        logits = logits.to(self.loss.wide_type)
+        logs = functional.log_softmax(logits, -1)
         of_target = logs.gather(1, where)
         if self.log_sums is not None:
             self.log_sums[chunk] = logits.gather(1, where) - of_target
@@ -166,10 +172,20 @@ class _Tokens:
         rows = _smoothed(logs, of_target, self.loss)
         self.rows[chunk] = torch.where(self.is_counted[chunk], rows, 0).squeeze(1)
         if self.gradients is not None:
-            hit = 1 - self.loss.label_smoothing
-            slope = _slope(logs.exp_(), where, hit, self.gradient_of_rows[chunk], self.loss)
+            slope = _slope(logs.exp_(), where, 1 - self.loss.label_smoothing, self.loss).to(self.loss.result_type)
             del logs
-            _add(self.gradients, chunk, _backward(slope, self.loss.pointwise, kept), part, self.weight)
+            slope = _backward(slope, self.loss.pointwise, kept)
+            self._add(self.gradients, chunk, slope, part, self.is_counted[chunk].to(slope.dtype))
+
+    def _add(
+        self, gradients: _Gradients, chunk: slice, slope: torch.Tensor, part: torch.Tensor, counted: torch.Tensor
+    ) -> None:
+        if gradients.hidden is not None:
+            gradients.hidden[chunk] = (slope @ self.weight).mul_(counted)
+        if gradients.weight is not None:
+            _add_product(gradients.weight, slope.t(), part * counted)
+        if gradients.bias is not None:
+            gradients.bias.add_((slope.t() @ counted).squeeze(1))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -191,12 +207,13 @@ class _Vocabulary:
         part = self.weight[begin:end].to(self.loss.head_type)
         bias = None if self.bias is None else self.bias[begin:end].to(self.loss.head_type)
         logits, kept = _forward(functional.linear(self.hidden, part, bias), self.loss.pointwise)
-        probabilities = logits - self.log_sums
+        probabilities = logits.to(self.loss.wide_type) - self.log_sums
         del logits
         inside = self.is_counted & (self.target >= begin) & (self.target < end)
         hit = inside.to(self.loss.wide_type).mul_(1 - self.loss.label_smoothing)
         places = torch.where(inside, self.target - begin, 0)
-        slope = _slope(probabilities.exp_(), places, hit, self.gradient_of_rows, self.loss)
+        slope = _slope(probabilities.exp_(), places, hit, self.loss).mul_(self.gradient_of_rows)
+        slope = slope.to(self.loss.result_type)
         del probabilities
         slope = _backward(slope, self.loss.pointwise, kept)
         if self.gradients.weight is not None:
@@ -212,7 +229,6 @@ def _through_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Gradients | None]:
     num_tokens, device = len(hidden), hidden.device
     is_counted = (target != loss.ignore_index).unsqueeze(1)
-    one = torch.ones((), dtype=loss.wide_type, device=device)
     tokens = _Tokens(
         loss=loss,
         hidden=hidden,
@@ -220,7 +236,6 @@ def _through_tokens(
         bias=None if bias is None else bias.to(loss.head_type),
         is_counted=is_counted,
         places=torch.where(is_counted, target.unsqueeze(1), 0),
-        gradient_of_rows=_gradient_of_rows(is_counted, loss, one),
         rows=torch.empty(num_tokens, dtype=loss.result_type, device=device),
         log_sums=torch.empty((num_tokens, 1), dtype=loss.wide_type, device=device) if loss.gradients_in else None,
         gradients=_empty_gradients(ctx, hidden, weight, bias, loss) if loss.gradients_in == "forward" else None,
@@ -308,15 +323,13 @@ def _gradient_of_rows(is_counted: torch.Tensor, loss: Loss, gradient: torch.Tens
     return torch.where(is_counted, gradient, 0)
 
 
-def _slope(
-    probabilities: torch.Tensor, places: torch.Tensor, hit: torch.Tensor | float, per_row: torch.Tensor, loss: Loss
-) -> torch.Tensor:
-    """Turns probabilities into the gradient with respect to the logits, in place; `hit` is taken off at `places`."""
+def _slope(probabilities: torch.Tensor, places: torch.Tensor, hit: torch.Tensor | float, loss: Loss) -> torch.Tensor:
+    """Turns probabilities into the gradient of each token's own loss, in place; `hit` is taken off at `places`."""
     # One place in each row, so nothing is added up and a plain scatter stays deterministic.
     slope = probabilities.scatter_(1, places, probabilities.gather(1, places) - hit)
     if loss.label_smoothing:
         slope.sub_(loss.label_smoothing / loss.num_classes)
-    return slope.mul_(per_row).to(loss.result_type)
+    return slope
 
 
 def _empty_gradients(
@@ -328,15 +341,6 @@ def _empty_gradients(
         weight=torch.zeros_like(weight, dtype=loss.sum_type) if needs_weight else None,
         bias=torch.zeros_like(bias, dtype=loss.sum_type) if needs_bias and bias is not None else None,
     )
-
-
-def _add(gradients: _Gradients, chunk: slice, slope: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
-    if gradients.hidden is not None:
-        gradients.hidden[chunk] = slope @ weight
-    if gradients.weight is not None:
-        _add_product(gradients.weight, slope.t(), part)
-    if gradients.bias is not None:
-        gradients.bias += slope.sum(0, dtype=gradients.bias.dtype)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -83,11 +83,15 @@ class Origin:
         Raises:
             ApplyError: what they come from has changed since, and it was not an optimizer of the session that changed it.
         """
-        if self.weight._version + self.hidden._version != self._version:
+        if not self._is_as_it_was:
             raise ApplyError(
                 "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
                 "hand; read them before that, or leave the technique chunked_loss out"
             )
+
+    @property
+    def _is_as_it_was(self) -> bool:
+        return self.weight._version + self.hidden._version == self._version
 
     def logits(self) -> torch.Tensor:
         """The logits as the head gives them, computed once."""
@@ -116,7 +120,7 @@ class Origin:
 
     def before_weight_changes(self, copies: Copies) -> None:
         """Keeps what the logits can still be computed from: the logits themselves, or a copy of the weight if that is smaller."""
-        if self.whole is not None or self._is_of_the_past:
+        if self.whole is not None or self._is_of_the_past or not self._is_as_it_was:
             return
         num_tokens = self.hidden.numel() // self.hidden.shape[-1]
         if num_tokens * self.type.itemsize < self.hidden.shape[-1] * self.weight.itemsize:
@@ -282,6 +286,8 @@ def _loss(
     pointwise = form.pointwise
     if torch.is_autocast_enabled(hidden.device.type) and form.meta.dtype in (torch.float16, torch.bfloat16):
         pointwise = (*pointwise, Cast(source=form.meta.dtype, target=torch.float32))
+    # One factor per token cannot be multiplied in any more once the gradient of the weight has been summed over them.
+    gradients_in = "backward" if reduction == "none" else origin.chunks.gradients_in
     loss = Loss(
         head_type=origin.type,
         num_classes=origin.num_classes,
@@ -290,20 +296,12 @@ def _loss(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         num_chunks=origin.chunks.num_chunks,
-        gradients_in=_pass_of_gradients(origin, reduction) if wants_gradients else None,
+        gradients_in=gradients_in if wants_gradients else None,
     )
     origin.counted("losses in chunks")
     out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)
     return out.reshape(target.shape) if reduction == "none" else out
-
-
-def _pass_of_gradients(origin: Origin, reduction: str) -> GradientsIn:
-    # Without the factor of a loss scaler, which the backward pass brings, gradients vanish in float16; and one factor
-    # per token cannot be multiplied in once the gradient of the weight has been summed over them.
-    if origin.type == torch.float16 or reduction == "none":
-        return "backward"
-    return origin.chunks.gradients_in
 
 
 # Reads of the values whose result has no gradient: the logits are computed for them and let go.

@@ -42,11 +42,8 @@ def loss_head_options(technique: str, tape: Tape, device: Device) -> Iterator[Op
     for path, heads in runs.items():
         if max(anatomy.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
             continue
-        passes: tuple[GradientsIn, ...] = ("forward", "backward")
-        if any(_is_float16(tape, head) for head in heads):
-            passes = ("backward",)
         for num_chunks in _numbers_of_chunks(heads):
-            for gradients_in in passes:
+            for gradients_in in _PRODUCTS_PER_CHUNK:
                 way = _Way(
                     num_chunks=num_chunks, gradients_in=gradients_in, anatomy=anatomy, births=births, device=device
                 )
@@ -149,19 +146,17 @@ class _Way:
 
 
 def _bytes_at_once(head: LossHead) -> int:
-    """Bytes per logit of a chunk at its highest: the logits and their log-probabilities, or the logits before and after a cast."""
-    wide = max(_SUM_BYTES, head.loss_item_bytes)
-    casts = head.head_item_bytes + head.loss_item_bytes if head.head_item_bytes != head.loss_item_bytes else 0
-    return max(head.loss_item_bytes + wide, casts) + head.has_tanh * head.loss_item_bytes
+    """Bytes per logit of a chunk at its highest: the logits and their log-probabilities, both wide, and outputs of a tanh."""
+    return 2 * max(_SUM_BYTES, head.loss_item_bytes) + head.has_tanh * head.loss_item_bytes
 
 
 def _traffic(head: LossHead, gradients_in: GradientsIn) -> int:
-    """Bytes that pass per logit, products left out: log-softmax, exponential and scale read and write; so do casts."""
+    """Bytes that pass per logit, products left out: casts, log-softmax, exponential and scale each read and write."""
     wide = max(_SUM_BYTES, head.loss_item_bytes)
-    cast = head.head_item_bytes + head.loss_item_bytes if head.head_item_bytes != head.loss_item_bytes else 0
-    once = cast + head.loss_item_bytes + wide
-    gradients = 4 * wide + (cast and wide + head.head_item_bytes)
-    return once + gradients + (once if gradients_in == "backward" else 0)
+    cast = head.head_item_bytes + wide if head.head_item_bytes != wide else 0
+    loss, exponential = cast + 2 * wide, 2 * wide + cast
+    again = cast + 4 * wide if gradients_in == "backward" else 0
+    return loss + exponential + again
 
 
 def _elementwise_seconds(tape: Tape, head: LossHead, seconds: Column) -> float:
@@ -175,10 +170,6 @@ def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
     num_tokens = max(head.num_tokens for head in heads)
     many = [2**k for k in range(1, 12) if num_tokens >= _LEAST_TOKENS * 2**k]
     return many or [count for count in _FEW_CHUNKS if num_tokens >= 4 * count]
-
-
-def _is_float16(tape: Tape, head: LossHead) -> bool:
-    return tape.strings[tape.operators.dtype[head.product]] == "float16"
 
 
 def _births(tape: Tape) -> Column:
