@@ -35,6 +35,7 @@ class Line:
     expandable_recovered: float
     best_recovered: float
     unseen_recovered: float | None
+    unseen_expandable: float | None
     static_mib: float
     static_is_optimal: bool
     trials: int
@@ -58,6 +59,7 @@ def line(name: str, recording: Recording, unseen: Recording | None, seconds: flo
         expandable_recovered=tuning.given.recovered_share or 0.0,
         best_recovered=max(row.recovered_share or 0.0 for row in tuning.rows),
         unseen_recovered=None if unseen is None else _recovered(unseen, chosen.settings),
+        unseen_expandable=None if unseen is None else _recovered(unseen, "expandable_segments:True"),
         static_mib=tuning.static.height_bytes / MIB,
         static_is_optimal=tuning.static.is_optimal,
         trials=tuning.num_trials,

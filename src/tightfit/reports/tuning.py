@@ -6,6 +6,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from tightfit.snapshots.tune import Row, Tuning
+from tightfit.snapshots.tuning_candidates import keys_of
 from tightfit.units import format_bytes
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
@@ -51,11 +52,13 @@ def recommendation(tuning: Tuning) -> str:
     if not row.settings:
         return f"Recommended: {tuning.reason}."
     cost = ""
+    if any(key != "expandable_segments" for key in keys_of(row.settings)):
+        cost = " Values fitted to one recording: check them on another."
     if row.driver_calls > tuning.default.driver_calls and "garbage_collection_threshold" in row.settings:
         more = row.driver_calls - tuning.default.driver_calls
-        cost = f" It costs {more:,} more driver calls, again in each step."
+        cost += f" It costs {more:,} more driver calls, again in each step."
     elif row.settings.startswith("expandable_segments:True"):
-        cost = " Its pages stay mapped, so a step costs no more than before."
+        cost += " Its pages stay mapped, so a step costs no more than before."
     needs = f" Needs {' and '.join(row.needs)}." if row.needs else ""
     return f"Recommended: {VARIABLE}={shlex.quote(row.settings)}  {tuning.reason}.{cost}{needs}"
 

@@ -7,10 +7,11 @@ The moments at which the cache was given back stay as recorded, whichever settin
 
 import dataclasses
 import enum
+import random
 from collections.abc import Callable, Mapping, Sequence
 
 from tightfit.simulate.allocator import CachingAllocator, OutOfDeviceMemory
-from tightfit.simulate.blocks import Block, rounded
+from tightfit.simulate.blocks import SMALL_BYTES, Block, rounded
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import Action, DeviceRecording
 from tightfit.snapshots.rebuild import rebuild
@@ -19,6 +20,7 @@ from tightfit.units import GIB
 _SOME_OTHER_STREAM = -1 << 62
 _RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _EVENTS_BETWEEN_CHECKS = 2048
+_SIZE_CHANGE = 0.2
 _HIGHEST_ADDRESS = 1 << 62
 
 
@@ -189,6 +191,16 @@ class Program:
             else:
                 allocator.empty_cache()
         return None
+
+    def with_other_sizes(self, seed: int) -> "Program":
+        """The same program on other data: each size above 1 MiB is up to a fifth smaller or larger, the same wherever it is asked for."""
+        source = random.Random(seed)
+        factors = {
+            size: 1 + source.uniform(-_SIZE_CHANGE, _SIZE_CHANGE)
+            for size in sorted(set(self.num_bytes))
+            if size > SMALL_BYTES
+        }
+        return dataclasses.replace(self, num_bytes=tuple(int(size * factors.get(size, 1)) for size in self.num_bytes))
 
     def peak_live_bytes(self) -> int:
         """The most that was in use at once, each request rounded up to 512 bytes: no allocator holds less.

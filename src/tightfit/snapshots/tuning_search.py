@@ -21,7 +21,9 @@ from tightfit.snapshots.tuning_candidates import (
 from tightfit.snapshots.tuning_program import Program, Trial
 
 LEAST_GAIN = 0.01
-"""What saves less than this share of the default's reserved bytes is not worth a setting."""
+"""What saves less than this share of the default's reserved bytes is not worth doing."""
+_NUM_COPIES = 6
+_DOWNWARDS = -1
 _CUT_ABOVE = 1.1
 """A trial that holds this many times the default's bytes helps nobody, not even in a combination."""
 _NEAR_ENOUGH = 0.002
@@ -50,7 +52,8 @@ class Search:
         self._deadline = deadline
         self._allows_expandable = allows_expandable
         self._settings: dict[str, AllocatorSettings] = {}
-        self._downwards: dict[str, Trial] = {}
+        self._copies: dict[int, Sequence[Program]] = {}
+        self._copied: dict[tuple[int, str], Trial] = {}
         self._requests: dict[int, int] = {}
         for program in programs:
             for num_bytes, count in program.requests_by_size().items():
@@ -63,11 +66,22 @@ class Search:
             self.trials[text] = self._play(self._settings[text])
         return self.trials[text]
 
-    def play_downwards(self, text: str) -> Trial:
-        """The trial of settings that were tried, with the driver's addresses in the opposite order."""
-        if text not in self._downwards:
-            self._downwards[text] = self._play(self._settings[text], places_downwards=True)
-        return self._downwards[text]
+    def lasts(self, text: str, baselines: Sequence[str], *, until: float) -> bool:
+        """Whether settings that were tried are no worse than the baselines with the driver's addresses in the opposite order, and with other sizes.
+
+        Copies with other sizes are made while there is time, and those left out on which a baseline finds no memory.
+        """
+        rivals = [self._trial_of_copy(_DOWNWARDS, baseline) for baseline in baselines]
+        if not all(self._trial_of_copy(_DOWNWARDS, text).is_no_worse(rival) for rival in rivals):
+            return False
+        for copy in range(_NUM_COPIES):
+            if time.monotonic() > until:
+                break
+            rivals = [self._trial_of_copy(copy, baseline) for baseline in baselines]
+            fitting = [rival for rival in rivals if rival.oom_event is None]
+            if not all(self._trial_of_copy(copy, text).is_no_worse(rival) for rival in fitting):
+                return False
+        return True
 
     def run(self) -> bool:
         """Tries what is worth trying, after the default; False where the time was over first."""
@@ -83,8 +97,23 @@ class Search:
             return False
         return True
 
+    def _trial_of_copy(self, copy: int, text: str) -> Trial:
+        if (copy, text) not in self._copied:
+            if copy not in self._copies:
+                is_same = copy == _DOWNWARDS
+                self._copies[copy] = [p if is_same else p.with_other_sizes(copy) for p in self._programs]
+            self._copied[copy, text] = self._play(
+                self._settings[text], programs=self._copies[copy], places_downwards=copy == _DOWNWARDS
+            )
+        return self._copied[copy, text]
+
     def _play(
-        self, settings: AllocatorSettings, *, cut_above_bytes: int | None = None, places_downwards: bool = False
+        self,
+        settings: AllocatorSettings,
+        *,
+        programs: Sequence[Program] | None = None,
+        cut_above_bytes: int | None = None,
+        places_downwards: bool = False,
     ) -> Trial:
         self.num_trials += 1
         return Trial.sum_of(
@@ -95,7 +124,7 @@ class Search:
                     cut_above_bytes=cut_above_bytes,
                     places_downwards=places_downwards,
                 )
-                for program in self._programs
+                for program in programs or self._programs
             ]
         )
 
