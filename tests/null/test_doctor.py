@@ -9,6 +9,7 @@ from rich.console import Console
 from tests.null.history_runs import CARD, FORWARD, LEAK, Recorder, tape_of, training
 
 from tightfit.reports.doctor import DiagnosisText
+from tightfit.reports.folders import without_common_folder
 from tightfit.simulate.peak import estimate_peak
 from tightfit.snapshots.diagnose import diagnose
 from tightfit.snapshots.history import history_of_tape
@@ -149,3 +150,17 @@ def test_a_run_that_asked_for_nothing_is_no_fault(tmp_path):
 def test_the_page_fits_the_console(tmp_path, width):
     found = diagnosis_of(training(tmp_path / "run.pickle", num_steps=4, leak_bytes=3 * MIB))
     assert max(map(len, text_of(found, width).splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("places", "shown"),
+    [
+        (["/home/me/a/x.py:1", "/home/me/b/y.py:2", "backward of X"], ["a/x.py:1", "b/y.py:2", "backward of X"]),
+        (["/home/me/x.py:1"], ["x.py:1"]),
+        (["C:\\work\\x.py:1", "C:\\work\\lib\\y.py:2"], ["x.py:1", "lib/y.py:2"]),
+        (["train.py:1", ""], ["train.py:1", ""]),
+    ],
+)
+def test_folders_that_all_lines_share_are_left_out(places, shown):
+    strip = without_common_folder(places)
+    assert [strip(place) for place in places] == shown

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from tightfit.reports.advice import LABELS
 from tightfit.reports.columns import Column, shorten_middle, shorten_place
+from tightfit.reports.folders import without_common_folder
 from tightfit.reports.text import MAX_WIDTH, console, fitted
 from tightfit.snapshots.difference import Asked, Difference, Side
 from tightfit.units import format_bytes
@@ -56,12 +57,16 @@ def _lines_of(difference: Difference) -> list[Column]:
     """Runs of one program have their lines in common."""
     headings = ("line",) if difference.matched_by == "lines" else ("line in A", "line in B")
     return [
-        Column(heading=heading, shorten=shorten_place, least_width=16, yields=at) for at, heading in enumerate(headings)
+        Column(heading=heading, shorten=shorten_place, least_width=27, yields=at) for at, heading in enumerate(headings)
     ]
 
 
 def _places(difference: Difference, ours: str, theirs: str) -> tuple[str, ...]:
-    return (ours or theirs,) if difference.matched_by == "lines" else (ours, theirs)
+    asked = [(parting.a, parting.b) for parting in difference.partings]
+    ours_all = [*(change.a_where for change in difference.changes), *(a.where for a, _ in asked if a)]
+    theirs_all = [*(change.b_where for change in difference.changes), *(b.where for _, b in asked if b)]
+    shown = without_common_folder(ours_all)(ours), without_common_folder(theirs_all)(theirs)
+    return (shown[0] or shown[1],) if difference.matched_by == "lines" else shown
 
 
 def _peaks(difference: Difference, width: int) -> RenderableType:

@@ -1,6 +1,6 @@
 """A diagnosis as text: one page that says who holds what at the peak, what grows, what the allocator wastes, and what to do next."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -8,9 +8,9 @@ from rich.text import Text
 
 from tightfit.reports.advice import LABELS
 from tightfit.reports.columns import GAP, Column, shorten_middle, shorten_module, shorten_place
+from tightfit.reports.folders import without_common_folder
 from tightfit.reports.text import MAX_WIDTH, MOST_BAR_CELLS, STYLES, bar, console, fitted, share_words
 from tightfit.snapshots.diagnose import Diagnosis, Moment
-from tightfit.snapshots.remedies import Remedy
 from tightfit.units import format_bytes, format_seconds
 
 NUM_CALLERS = 2
@@ -44,7 +44,7 @@ class DiagnosisText:
             *_growth(diagnosis, width),
             *_fragmentation(diagnosis, width),
             *_settings(diagnosis, width),
-            *_remedies(diagnosis.remedies, width),
+            *_remedies(diagnosis),
             *_small_print(diagnosis),
         )
         for number, section in enumerate(sections):
@@ -147,7 +147,14 @@ def _place_column(heading: str = "your line") -> Column:
     return Column(heading=heading, shorten=shorten_place, least_width=20, yields=5)
 
 
+def _stripped(diagnosis: Diagnosis) -> Callable[[str], str]:
+    """Places as they are shown: without the folder that all have in common."""
+    named = (*diagnosis.holders, *diagnosis.growth, *diagnosis.pinned_by, *diagnosis.remedies)
+    return without_common_folder(one.where for one in named)
+
+
 def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
     columns = (
         Column(heading="bytes", is_number=True),
         Column(heading="blocks", is_number=True),
@@ -162,7 +169,7 @@ def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
             format_bytes(holder.num_bytes),
             str(holder.num_blocks),
             _label(holder.category),
-            holder.where or "(before the recording)",
+            shown(holder.where) or "(before the recording)",
             holder.operator.removeprefix("aten."),
             holder.module,
             _from(holder.callers),
@@ -189,6 +196,7 @@ def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 
 def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
     title = "what grows from step to step"
     if not diagnosis.growth:
         yield Text.assemble((title, "bold"), f": {diagnosis.growth_note or 'nothing'}")
@@ -208,7 +216,7 @@ def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
             format_bytes(one.num_bytes),
             str(one.num_blocks),
             _label(one.category),
-            one.where or "(no stack)",
+            shown(one.where) or "(no stack)",
             one.operator.removeprefix("aten."),
             _from(one.callers),
         )
@@ -218,6 +226,7 @@ def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 
 def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
     found = diagnosis.fragmentation
     what = "at the error" if diagnosis.oom is not None else "when most is reserved"
     head = Text.assemble(
@@ -248,7 +257,7 @@ def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]
                 format_bytes(pin.live_bytes),
                 str(pin.num_blocks),
                 _label(pin.category),
-                pin.where or "(before the recording)",
+                shown(pin.where) or "(before the recording)",
             )
             for pin in diagnosis.pinned_by
         ]
@@ -281,7 +290,8 @@ def _settings(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     yield _shown(columns, rows, width, title)
 
 
-def _remedies(remedies: Sequence[Remedy], width: int) -> Iterator[RenderableType]:
+def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    remedies, shown = diagnosis.remedies, _stripped(diagnosis)
     if not remedies:
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
@@ -292,7 +302,7 @@ def _remedies(remedies: Sequence[Remedy], width: int) -> Iterator[RenderableType
     table.add_column("", overflow="fold")
     for remedy in remedies:
         cost = "?" if remedy.adds_seconds is None else f"+{format_seconds(remedy.adds_seconds)}"
-        where = f" [{remedy.where}]" if remedy.where else ""
+        where = f" [{shown(remedy.where)}]" if remedy.where else ""
         lossy = "" if remedy.is_exact else "; not exact"
         table.add_row(
             format_bytes(remedy.saves_bytes),

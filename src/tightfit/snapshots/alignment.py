@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 RUN = 6
-WINDOW = 192
+WINDOW = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ class _Pair:
         """Where the two differ, those of the same two places as one."""
         groups: dict[tuple[str, str], list[Stretch]] = {}
         for stretch in self.stretches:
-            if not stretch.is_same:
+            if not stretch.is_same and not self._is_from_before(stretch):
                 first_a = self._asked(self.a, self.a_blocks, stretch.a_begin, stretch.a_end)
                 first_b = self._asked(self.b, self.b_blocks, stretch.b_begin, stretch.b_end)
                 key = (first_a.where if first_a else "", first_b.where if first_b else "")
@@ -221,6 +221,13 @@ class _Pair:
             )
             for some in groups.values()
         ]
+
+    def _is_from_before(self, stretch: Stretch) -> bool:
+        """Whether a stretch is what one run made at first, of which the other began to be recorded too late."""
+        if stretch.a_begin or stretch.b_begin or (self.a_step.begin and self.b_step.begin):
+            return False
+        late = [run for run, end in ((self.a, stretch.a_end), (self.b, stretch.b_end)) if not end]
+        return any(bool((run.history.blocks.born < 0).any()) for run in late)
 
     @staticmethod
     def _asked(subject: Subject, blocks: Column, begin: int, end: int) -> Asked | None:
