@@ -72,6 +72,12 @@ ESTIMATE_KEYS = {
     "spans": {"name", "kind", "peak_allocated_bytes", "peak_reserved_bytes", "end_allocated_bytes"},
     "band": {"cause", "less_bytes", "more_bytes"},
 }
+DOCTOR_KEYS = {
+    *("schema", "label", "origin", "device", "capacity_bytes", "context_bytes", "settings", "num_events", "moment"),
+    *("peak_allocated_bytes", "peak_reserved_bytes", "start_reserved_bytes", "at_peak", "holders", "steps", "growth"),
+    *("growth_note", "fragmented_at", "fragmentation", "pinned_by", "oom", "settings_tried", "remedies", "assumptions"),
+}
+DIFF_KEYS = {"schema", "a", "b", "changes", "steps", "partings", "matched_by"}
 SIZE_BYTES = 9 << 30
 
 
@@ -136,6 +142,15 @@ def test_the_keys_of_an_estimate(tape: str) -> None:
                 assert set(entry) == inner
     assert sum(answer["at_peak"].values()) == answer["peak"]["device_bytes"]
     assert answer["headroom_bytes"] == answer["device"]["capacity_bytes"] - answer["peak"]["device_bytes"]
+
+
+def test_the_keys_of_a_diagnosis_and_of_a_difference(tape: str) -> None:
+    diagnosis = json.loads(tightfit("doctor", tape, "--device", "4090", "--json").stdout)
+    assert set(diagnosis) == DOCTOR_KEYS
+    assert diagnosis["peak_allocated_bytes"] == SIZE_BYTES
+    difference = json.loads(tightfit("diff", tape, tape, "--device", "4090", "--json").stdout)
+    assert set(difference) == DIFF_KEYS
+    assert difference["changes"] == []
 
 
 def test_several_cards_are_a_line_each_in_the_order_given(tape: str) -> None:
