@@ -1,11 +1,15 @@
-"""How many allocator events per second the simulation takes: on recordings, and on a synthetic trace of 300,000 events.
+"""How many allocator events per second the simulation takes: on recordings, on a synthetic trace of 300,000 events, and end to end on a long one.
 
 python benchmarks/replay_speed.py [RECORDING ...]      without arguments: the recordings beside the checkout, where there are any
+python benchmarks/replay_speed.py --long [EVENTS]      `tightfit replay` on a synthetic recording with stacks: seconds and peak host memory
 """
 
 import random
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,7 @@ from tightfit.simulate.blocks import Block
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.snapshots.read import read_recording
 from tightfit.snapshots.replay import replay
-from tightfit.units import MIB
+from tightfit.units import MIB, format_bytes
 
 NUM_EVENTS = 300_000
 NUM_SIZES = 200
@@ -65,6 +69,31 @@ def events_per_second(num_events: int, work: Callable[[], object]) -> str:
     return f"{statistics.median(rates):>12,.0f} events/s   ({min(rates):,.0f} to {max(rates):,.0f})"
 
 
+def long_recording(num_events: int) -> None:
+    """Runs `tightfit replay` on a recording of `num_events`, in a process of its own, for two protocols that torch has written."""
+    for protocol in (2, 4):
+        with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+            maker = [sys.executable, str(Path(__file__).with_name("synthetic_recording.py")), "-o", file.name]
+            maker += ["--events", str(num_events), "--protocol", str(protocol)]
+            subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
+            num_bytes = Path(file.name).stat().st_size
+            command = [sys.executable, __file__, "--replay", file.name]
+            answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+            print(f"{num_events:,} events, protocol {protocol}, {num_bytes / 1e6:,.0f} MB: {answer[-1]}")
+
+
+def replay_once(path: Path) -> None:
+    """Prints the seconds for reading and for replaying, and the most memory that this process had."""
+    began = time.perf_counter()
+    recording = read_recording(path)
+    read_seconds = time.perf_counter() - began
+    result = replay(recording)
+    total_seconds = time.perf_counter() - began
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    agrees = "agrees" if result.agrees else "DIFFERS"
+    print(f"{total_seconds:.1f} s ({read_seconds:.1f} s reading), peak {format_bytes(peak_bytes)}, {agrees}")
+
+
 def main(paths: list[Path]) -> None:
     """Prints one line per recording, and one per setting on the synthetic trace."""
     for path in paths:
@@ -78,5 +107,10 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    beside = Path(__file__).resolve().parents[2] / "shared/data/snapshots"
-    main([Path(argument) for argument in sys.argv[1:]] or sorted(beside.glob("*.pickle")))
+    if sys.argv[1:2] == ["--long"]:
+        long_recording(int((sys.argv[2:] or ["2000000"])[0]))
+    elif sys.argv[1:2] == ["--replay"]:
+        replay_once(Path(sys.argv[2]))
+    else:
+        beside = Path(__file__).resolve().parents[2] / "shared/data/snapshots"
+        main([Path(argument) for argument in sys.argv[1:]] or sorted(beside.glob("*.pickle")))
