@@ -164,7 +164,7 @@ def _partings(difference: Difference, width: int) -> Iterator[RenderableType]:
         )
         for parting in difference.partings
     ]
-    yield fitted(columns, rows, width, title="requests that differ in these steps, from which line on")
+    yield fitted(columns, rows, width, title="requests that differ")
 
 
 def _told(letter: str, asked: Asked | None) -> Iterator[Text]:

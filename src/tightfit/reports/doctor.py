@@ -162,7 +162,7 @@ def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         _place_column(),
         Column(heading="operator", shorten=shorten_middle, least_width=12, yields=2),
         Column(heading="module", shorten=shorten_module, least_width=14, yields=3),
-        Column(heading="called from", shorten=_shorten_end, least_width=16, yields=4),
+        Column(heading="called from", shorten=_shorten_end, least_width=14, yields=6),
     )
     rows = [
         (
@@ -208,7 +208,7 @@ def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         Column(heading="what"),
         _place_column(),
         Column(heading="operator", shorten=shorten_middle, least_width=12, yields=2),
-        Column(heading="called from", shorten=_shorten_end, least_width=16, yields=3),
+        Column(heading="called from", shorten=_shorten_end, least_width=14, yields=6),
     )
     rows = [
         (

@@ -191,7 +191,7 @@ class _Seen:
                 ),
                 adds_seconds=None,
                 is_exact=False,
-                note="if the state is in float32; block-wise 8-bit Adam (Dettmers et al. 2021, arXiv:2110.02861)",
+                note="where it is in float32; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
             )
 
     def loss(self) -> Iterable[Remedy]:
