@@ -75,6 +75,19 @@ class Browser:
         action = {"type": "scroll", "origin": origin, "x": 0, "y": 0, "deltaX": 0, "deltaY": down, "duration": 0}
         self._act({"type": "wheel", "id": "wheel", "actions": [action]})
 
+    def pinch(self, selector: str, from_x: int, to_x: int) -> None:
+        """Moves two fingers on an element, each on its side of the middle, from so many pixels away to so many."""
+        origin = self.send("element", {"using": "css selector", "value": selector})
+        sources = []
+        for side in (-1, 1):
+            moves = [
+                {"type": "pointerMove", "origin": origin, "x": side * x, "y": 0, "duration": 50} for x in (from_x, to_x)
+            ]
+            actions = [moves[0], {"type": "pointerDown", "button": 0}, moves[1], {"type": "pointerUp", "button": 0}]
+            touch = {"type": "pointer", "id": f"finger{side}", "parameters": {"pointerType": "touch"}}
+            sources.append(touch | {"actions": actions})
+        self.send("actions", {"actions": sources})
+
     def devtools(self, command: str, **parameters: Any) -> Any:
         """A command of the DevTools protocol."""
         return self.send("goog/cdp/execute", {"cmd": command, "params": parameters})

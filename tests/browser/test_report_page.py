@@ -108,6 +108,19 @@ class TestTheTimelineZooms:
         report.click("#zoom-reset")
         assert shown(report) == (0, 1200)
 
+    def test_by_pinching(self, report: Browser) -> None:
+        report.pinch("#chart", 50, 150)
+        begin, end = shown(report)
+        assert end - begin == pytest.approx(400, rel=0.15)
+        report.pinch("#chart", 150, 20)
+        assert shown(report) == (0, 1200)
+
+    def test_fits_the_height_and_says_that_it_does_not_begin_at_nothing(self, report: Browser) -> None:
+        focus(report, "#chart")
+        report.press("y")
+        assert report.run("return document.getElementById('fit-height').getAttribute('aria-pressed')") == "true"
+        report.wait("return document.getElementById('chart-status').textContent.includes('not at 0')")
+
     def test_by_buttons_and_to_a_step(self, report: Browser) -> None:
         report.click("#zoom-in")
         assert shown(report)[1] - shown(report)[0] == pytest.approx(600)

@@ -54,6 +54,12 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// A path or a dotted name that may be broken after its dots and slashes.
+function breakable(name) {
+  const pieces = name.split(/(?<=[./])/);
+  return pieces.flatMap((piece, i) => (i ? [element("wbr"), piece] : [piece]));
+}
+
 function headings(...names) {
   return element("thead", {}, element("tr", {}, ...names.map((name) =>
     element("th", { scope: "col", class: name.startsWith("#") ? "number" : null }, name.replace("#", "")))));

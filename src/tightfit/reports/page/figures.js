@@ -68,6 +68,11 @@ function writeHeld() {
   if (free > 0) parts.push(part("free", free, "free", { class: "part free" }));
   const track = element("div", { class: "track", role: "img" }, ...parts);
   track.setAttribute("aria-label", sizes.map(([name, size]) => `${LABELS[name]} ${bytes(size)}`).join(", "));
+  if (summary.capacity_bytes !== null && summary.capacity_bytes < deviceBytes) {
+    const limit = element("div", { class: "limit" }, "the card ends here");
+    limit.style.left = `${(100 * summary.capacity_bytes) / all}%`;
+    track.append(limit);
+  }
   const end = summary.capacity_bytes === null ? "reserved" : summary.capacity_bytes >= deviceBytes ? `the card has ${bytes(all)}` : `the card has only ${bytes(summary.capacity_bytes)}`;
   byId("held").append(track, element("div", { class: "scale" }, element("span", {}, "held at the peak"), element("span", {}, end)));
 }

@@ -13,7 +13,7 @@ const LABELS = {
 };
 // From the bottom of the stack up: what lives longest is lowest.
 const STACK = ["parameters", "optimizer_state", "gradients", "inputs", "workspace", "unknown", "activations", "temporaries"];
-const ON_LIGHT_TEXT = new Set(["parameters", "context"]);
+const ON_LIGHT_TEXT = new Set(["parameters"]);
 const TILE = 6;
 
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

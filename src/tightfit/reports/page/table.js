@@ -31,7 +31,8 @@ class PlacesTable {
   common(category, module, stack, figures) {
     const { line, function: name, frames, own } = page.stacks[stack];
     const row = { category: CATEGORIES[category], what: LABELS[CATEGORIES[category]], module: texts[module], line: texts[line], name: texts[name].replace(/^aten\./, ""), frames, own, ...figures };
-    row.words = [row.what, row.module, row.line, row.name].join(" ").toLowerCase();
+    row.caller = own.length > 1 ? texts[frames[own[1]]].replace(/ .*$/, "").replace(/^.*\//, "") : "";
+    row.words = [row.what, row.module, row.line, row.name, row.caller].join(" ").toLowerCase();
     return row;
   }
 
@@ -87,7 +88,7 @@ class PlacesTable {
     const value = row[key];
     if (key === "what") return element("td", { class: "what" }, swatch(row.category), value);
     if (key === "line") return element("th", { scope: "row", class: "line" }, ...this.line(row));
-    if (key === "module") return element("td", { class: "module" }, value);
+    if (key === "module") return element("td", { class: "module" }, ...breakable(value));
     if (kind === "event") {
       if (value < 0) return numberCell("before the first");
       const go = () => { this.timeline.goToEvent(value); this.timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
@@ -99,9 +100,9 @@ class PlacesTable {
 
   // The user's line, which opens the stack under it where there is more of one.
   line(row) {
-    const words = [row.line || "no line known", row.name ? element("span", { class: "dim" }, ` ${row.name}`) : null];
+    const words = [...breakable(row.line || "no line known"), element("span", { class: "dim" }, row.name ? ` ${row.name}` : "", row.caller ? ` from ${row.caller}` : "")];
     if (row.frames.length < 2) return words;
-    const button = element("button", { type: "button", class: "plain", "aria-expanded": "false" }, ...words.filter(Boolean));
+    const button = element("button", { type: "button", class: "plain", "aria-expanded": "false" }, ...words);
     button.addEventListener("click", () => this.unfold(button, row));
     return [button];
   }

@@ -224,7 +224,8 @@ class Timeline extends TimelineDrawing {
     const unit = view.byTime ? "" : "events ";
     byId("chart-status").textContent = `Shown: ${unit}${view.words(view.begin)} to ${view.words(view.end)}` +
       `${view.isWhole ? ", the whole run" : ` (${percent(view.end - view.begin, view.length)} of the run)`}. ` +
-      `Highest in it: ${bytes(view.total[best[0]])} allocated at event ${whole(view.at[best[0]])}.`;
+      `Highest in it: ${bytes(view.total[best[0]])} allocated at event ${whole(view.at[best[0]])}.` +
+      (this.fitsHeight && this.floor ? ` The height begins at ${bytes(Math.round(this.floor))}, not at 0.` : "");
   }
 
   tabulate() {

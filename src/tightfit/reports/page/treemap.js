@@ -107,7 +107,7 @@ class Treemap {
       const [x, y, w, h] = boxes[i];
       if (w < 1.5 || h < 1.5) return;
       const category = CATEGORIES[inner[MAIN]];
-      const opens = PARTS in inner && w > 60 && h > 50;
+      const opens = PARTS in inner && w > 110 && h > 90;
       const box = element("span", { class: `inner ${opens ? "open" : ON_LIGHT_TEXT.has(category) ? "light" : ""}`, "data-category": opens ? null : category, "aria-hidden": "true" });
       place(box, x, y, w - 1, h - 1);
       if (w > 44 && h > 16) box.append(this.title(texts[inner[NAME]], inner[SIZE], w));
