@@ -17,6 +17,8 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.update_in_backward:UpdateInBackward",
     "tightfit.techniques.autocast:Autocast",
     "tightfit.techniques.pure_bf16:PureBf16",
+    "tightfit.techniques.low_bit_states:LowBitStates",
+    "tightfit.techniques.factored_states:FactoredStates",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
     "tightfit.techniques.chunked_loss:ChunkedLoss",

@@ -123,6 +123,13 @@ class OptimizerTape:
         """The optimizer states, as indices of storages, that live when a stretch ends."""
         return self._alive(stretch.end_event, Category.OPTIMIZER_STATE)
 
+    @property
+    def bytes_per_number(self) -> int:
+        """Of what the optimizer updates: 2 where its kernels are in 16 bits, else 4."""
+        stretch = self.stretches[-1]
+        dtypes = self.tape.operators.dtype[stretch.begin : stretch.end][self._is_kernel[stretch.begin : stretch.end]]
+        return 2 if self.tape.strings[int(np.bincount(dtypes).argmax())] in _LOW_PRECISION else 4
+
     def _alive(self, event: int, category: Category) -> Column:
         of_kind = self.tape.storages.category == category
         return np.flatnonzero(of_kind & (self.born < event) & (self.died >= event))

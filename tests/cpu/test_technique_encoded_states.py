@@ -1,0 +1,167 @@
+"""States in fewer bits and as rows and columns: how near the codes are, that training follows, and that checkpoints are a plain run's."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
+
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.techniques.factored_states import FactoredStates
+from tightfit.techniques.low_bit_states import LowBitStates
+from tightfit.techniques.session import Session
+from tightfit.techniques.state_codecs import BlockCodec, FactoredCodec, table_of_codes
+
+LOW_BIT = "tightfit.techniques.low_bit_states:LowBitStates"
+FACTORED = "tightfit.techniques.factored_states:FactoredStates"
+CODINGS = [(LowBitStates, {"bits": 8}), (LowBitStates, {"bits": 4}), (FactoredStates, {})]
+OPTIMIZERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_table_has_a_number_for_each_code_from_its_least_to_one(bits, is_signed):
+    table = table_of_codes(bits, is_signed=is_signed)
+    assert len(set(table)) == 2**bits
+    assert list(table) == sorted(table)
+    assert table[-1] == 1.0
+    assert (table[0] < 0) is is_signed
+
+
+@given(
+    st.integers(1, 700),
+    st.sampled_from([8, 4]),
+    st.sampled_from(["exp_avg", "exp_avg_sq"]),
+    st.floats(1e-12, 1e6),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_block_is_restored_to_within_the_resolution_of_its_codes(num_numbers, bits, name, scale, seed):
+    value = torch.randn(num_numbers, generator=torch.Generator().manual_seed(seed)) * scale
+    value = value.abs() if name == "exp_avg_sq" else value
+    codec = BlockCodec(bits)
+    restored = codec.decode(name, codec.encode(name, value), value.shape)
+    table = torch.tensor(table_of_codes(bits, is_signed=name == "exp_avg"))
+    widest = max((table[1:] - table[:-1]).max().item() / 2, abs(table.min().item()) if name == "exp_avg_sq" else 0.0)
+    if name == "exp_avg":  # the table ends a little above -1
+        widest = max(widest, 1 + table.min().item())
+    assert (restored - value).abs().max() <= 1.001 * widest * value.abs().max()
+
+
+def test_a_product_of_a_row_and_a_column_is_restored_from_its_means():
+    value = torch.outer(torch.rand(70), torch.rand(80)).view(70, 4, 20)
+    codec = FactoredCodec()
+    encoded = codec.encode("exp_avg_sq", value)
+    assert encoded.main.numel() + encoded.rest.numel() == 150
+    torch.testing.assert_close(codec.decode("exp_avg_sq", encoded, value.shape), value)
+
+
+def fitted(technique=None, settings=None, optimizer="adam", num_steps=25, reload_at=None):
+    """Fits a small network to another one; the losses, and what is left."""
+    torch.manual_seed(0)
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))  # noqa: E731
+    target, model = make(), make()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(stepper, 0.98)
+    session = Session(model=model, optimizers=[stepper])
+    if technique is not None:
+        technique().apply(session, [choice(technique.name, **settings)])
+    losses = []
+    for step in range(num_steps):
+        x = torch.randn(32, 64)
+        loss = torch.nn.functional.mse_loss(model(x), target(x).detach())
+        loss.backward()
+        stepper.step()
+        scheduler.step()
+        stepper.zero_grad()
+        losses.append(loss.item())
+        if step == reload_at:
+            stepper.load_state_dict(copy.deepcopy(stepper.state_dict()))
+    return losses, stepper, session
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("technique", "given"), CODINGS)
+def test_training_follows_the_plain_run(technique, given, optimizer):
+    plain, _, _ = fitted(optimizer=optimizer)
+    losses, stepper, _ = fitted(technique, given, optimizer=optimizer, reload_at=9)
+    assert losses[0] == plain[0]
+    assert losses[-1] < 0.5 * losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), rtol=0.25, atol=0)
+    encoded = [name for state in stepper.state.values() for name in state if name.endswith("_rest")]
+    assert bool(encoded) is not (technique is FactoredStates and optimizer == "sgd")
+
+
+@pytest.mark.parametrize(("technique", "given"), CODINGS)
+def test_a_checkpoint_is_that_of_a_plain_run_and_undone_all_is_whole(technique, given):
+    _, plain, _ = fitted(optimizer="adamw")
+    _, stepper, session = fitted(technique, given, optimizer="adamw")
+    expected, saved = plain.state_dict(), stepper.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    for index, state in expected["state"].items():
+        assert saved["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            assert saved["state"][index][name].shape == value.shape
+            assert saved["state"][index][name].dtype == value.dtype
+    session.undo()
+    for parameter, state in stepper.state.items():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+        assert state["exp_avg_sq"].shape == parameter.shape
+    assert not stepper._optimizer_step_pre_hooks
+    assert not stepper._optimizer_state_dict_post_hooks
+    plain.load_state_dict(stepper.state_dict())
+
+
+def test_states_that_are_there_already_are_taken_over():
+    model = torch.nn.Linear(128, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 128)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    session = Session(model=model, optimizers=[optimizer])
+    LowBitStates().apply(session, [choice("low_bit_states", bits=8)])
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.uint8
+    session.undo()
+    torch.testing.assert_close(
+        optimizer.state[model.weight]["exp_avg"], before, rtol=0.01, atol=before.abs().max() / 100
+    )
+
+
+def test_parameters_in_bfloat16_keep_states_of_their_type():
+    model = torch.nn.Linear(128, 64).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters())
+    session = Session(model=model, optimizers=[optimizer])
+    LowBitStates().apply(session, [choice("low_bit_states", bits=8)])
+    for _ in range(3):
+        model(torch.randn(4, 128).bfloat16()).sum().backward()
+        optimizer.step()
+    session.undo()
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_an_optimizer_that_is_not_torchs_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ApplyError, match="leave low_bit_states out"):
+        LowBitStates().apply(
+            Session(model=model, optimizers=[torch.optim.LBFGS(model.parameters())]), [choice("low_bit_states", bits=8)]
+        )
+
+
+@pytest.mark.parametrize(("name", "settings_text"), [(LOW_BIT, "bits:8"), (LOW_BIT, "bits:4"), (FACTORED, "")])
+def test_the_promised_saving_is_the_traced_one(name, settings_text):
+    plain = traced(num_blocks=8)
+    kind = LowBitStates if name == LOW_BIT else FactoredStates
+    options = {"+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(plain, find(DEVICE))}
+    actual = traced(num_blocks=8, technique=name, settings=settings_text)
+    saved = peak_bytes(plain) - peak_bytes(actual)
+    promised = peak_bytes(plain) - peak_bytes(plain, [options[settings_text]])
+    assert saved > 50e6
+    assert promised == pytest.approx(saved, rel=kind.tolerance)
+    assert options[settings_text].seconds > 0
