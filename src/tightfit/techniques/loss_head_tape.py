@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.simulate.anatomy import Anatomy
-from tightfit.tape import Phase, Tape
+from tightfit.tape import Phase, Source, Tape
 
 # What a linear layer consists of; a module that does more than that is no head that can be deferred.
 _LINEAR = frozenset(
@@ -172,4 +172,4 @@ def _gone(anatomy: Anatomy, head: LossHead, module: int) -> tuple[int, ...]:
     backward = (born >= head.back_begin) & (born < head.back_end)
     kept = np.isin(np.arange(len(born)), (head.weight_gradient, head.hidden_gradient))
     gone = ((forward | backward) & (sizes >= least) & ~is_own) | ((forward | backward) & is_own & ~kept)
-    return tuple(np.flatnonzero(gone).tolist())
+    return tuple(np.flatnonzero(gone & (tape.storages.source == Source.TENSOR)).tolist())
