@@ -63,6 +63,12 @@ def test_the_peaks_of_a_tape_are_those_of_its_estimate():
     assert found.capacity_bytes == estimate.capacity_bytes
 
 
+def test_a_run_that_does_not_fit_says_by_how_much():
+    found = diagnose(subject_of_tape(tape_of([CARD.capacity_bytes], [0]), CARD))
+    assert "more than it has" in text_of(found)
+    assert "more than it has" not in text_of(diagnose(subject_of_tape(tape_of([MIB], [0]), CARD)))
+
+
 def test_an_error_is_told_with_what_was_asked_for_and_what_was_free(tmp_path):
     recorder = Recorder()
     first = recorder.malloc(40 * MIB, FORWARD)

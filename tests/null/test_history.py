@@ -181,6 +181,28 @@ def test_a_recording_without_stacks_says_that_it_does_not_know(tmp_path):
     assert [span.name for span in history.spans] == ["step 1"]
 
 
+def annotation(stage: str, name: str, time_us: int) -> dict[str, object]:
+    return {"stage": stage, "name": name, "device": 0, "time_us": time_us}
+
+
+def test_annotations_tell_the_steps(tmp_path):
+    """A request each at 1010, 1040 and 1070 us. Of two optimizers, the one that steps least often ends the steps."""
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.free(recorder.malloc(30 * MIB, ()))
+    annotations = [
+        annotation("END", f"Optimizer.step#{name}.step", time_us)
+        for name, times in (("Adam", (1031, 1061, 1091)), ("SGD", (1061, 1091)))
+        for time_us in times
+    ]
+    path = recorder.save(tmp_path / "run.pickle", external_annotations=annotations)
+    spans = history_of_recording(read_recording(path)).spans
+    assert [(span.name, span.begin, span.end) for span in spans] == [("step 1", 0, 7), ("step 2", 7, 10)]
+    profiled = [annotation("START", f"ProfilerStep#{n}", time_us) for n, time_us in enumerate((1000, 1040, 1070))]
+    path = recorder.save(tmp_path / "run.pickle", external_annotations=[*annotations, *profiled])
+    assert [span.begin for span in history_of_recording(read_recording(path)).spans] == [0, 4, 7]
+
+
 def test_a_device_that_was_not_recorded_is_an_error(tmp_path):
     recording = read_recording(training(tmp_path / "run.pickle"))
     with pytest.raises(UsageError, match="has nothing of device 3"):

@@ -84,7 +84,10 @@ def _figures(diagnosis: Diagnosis) -> Table:
     table.add_row("reserved", f"{format_bytes(reserved)} at most, {format_bytes(reserved - allocated)} more{more}")
     if diagnosis.context_bytes is not None:
         context = diagnosis.context_bytes
-        table.add_row("on the card", f"{format_bytes(reserved + context)} with {format_bytes(context)} of CUDA context")
+        said = f"{format_bytes(reserved + context)} with {format_bytes(context)} of CUDA context"
+        too_much = reserved + context - (diagnosis.capacity_bytes or reserved + context)
+        verdict = (f", {format_bytes(too_much)} more than it has", "bold red") if too_much > 0 else ""
+        table.add_row("on the card", Text.assemble(said, verdict))
     return table
 
 

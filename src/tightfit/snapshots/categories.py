@@ -7,6 +7,7 @@ parameters from the optimizer's copies.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,10 +16,13 @@ import numpy as np
 from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
 from tightfit.simulate.history import UNKNOWN, HistorySpan
 from tightfit.snapshots.frames import Place
+from tightfit.snapshots.read import Annotation
 from tightfit.tape import Category, Column
 
 _PHASES = {"forward": 0, "backward": 1, "optimizer": 2, "unknown": 3}
 _FORWARD, _BACKWARD, _OPTIMIZER, _NO_PHASE = _PHASES.values()
+_PROFILER_STEP, _OPTIMIZER_STEP = "ProfilerStep#", "Optimizer.step#"
+"""How torch names a step of its profiler (torch/profiler/profiler.py) and of an optimizer (torch/optim/optimizer.py)."""
 _MAKES_INPUTS = ("aten.to_", "aten.rand", "aten.empty", "aten.tensor", "aten.zeros", "aten.ones", "aten.full")
 
 
@@ -61,6 +65,31 @@ def guess_spans(lives: Lives, phases: Column) -> tuple[HistorySpan, ...]:
     return tuple(
         HistorySpan(name=f"step {number}", kind="step", begin=begin, end=end)
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1)
+    )
+
+
+def annotated_spans(
+    annotations: Sequence[Annotation], device: int, time_us: Column, last_request: int
+) -> tuple[HistorySpan, ...]:
+    """Steps as the program's own annotations tell them: the profiler's, or else those of the optimizer that steps least often; none without.
+
+    `time_us` is when each event was, and `last_request` the last event that asks for memory: what comes after it is no step of its own.
+    """
+    own = [one for one in annotations if one.device == device]
+    begins = [one.time_us for one in own if one.name.startswith(_PROFILER_STEP) and one.stage == "START"]
+    if not begins:
+        ends: dict[str, list[int]] = {}
+        for one in own:
+            if one.name.startswith(_OPTIMIZER_STEP) and one.stage == "END":
+                ends.setdefault(one.name, []).append(one.time_us)
+        begins = min(ends.values(), key=len, default=[])
+    at = np.searchsorted(time_us, np.asarray(begins, dtype=np.int64), side="left")
+    cuts = [0, *(cut for cut in np.unique(at).tolist() if 0 < cut <= last_request), len(time_us)]
+    if not begins or not len(time_us):
+        return ()
+    return tuple(
+        HistorySpan(name=f"step {number}", kind="step", begin=begin, end=end)
+        for number, (begin, end) in enumerate(itertools.pairwise(cuts), 1)
     )
 
 

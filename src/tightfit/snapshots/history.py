@@ -20,7 +20,7 @@ from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
 from tightfit.simulate.levels import Watch, levels_on
 from tightfit.simulate.settings import AllocatorSettings
 from tightfit.simulate.workspaces import with_workspaces_of
-from tightfit.snapshots.categories import Lives, guess_categories, guess_spans, phases_of
+from tightfit.snapshots.categories import Lives, annotated_spans, guess_categories, guess_spans, phases_of
 from tightfit.snapshots.frames import place_of
 from tightfit.snapshots.marks import Marks
 from tightfit.snapshots.read import Action, DeviceRecording, Recording
@@ -216,7 +216,9 @@ def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: Dev
         num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
     )
     phases = phases_of(places, lives)
-    spans = guess_spans(lives, phases)
+    last_request = int(lives.born.max(initial=-1))
+    told = annotated_spans(recording.annotations, chosen.device, chosen.time_us, last_request)
+    spans = told or guess_spans(lives, phases)
     return _Named(
         category=guess_categories(lives, phases, places, spans),
         module=np.zeros(len(lives.born), dtype=np.int64),
