@@ -303,3 +303,40 @@ def test_malformed_recordings_say_what_is_wrong(tmp_path, whole, says):
 def test_a_file_that_is_not_there_is_one_line_too(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "missing.pickle")
     assert "cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_events_and_frames_that_are_met_again_after_a_thousand_others_are_the_same(tmp_path, protocol):
+    def event(number, frames):
+        more = {"pool_id": (0, 7), "user_metadata": "mine"} if number % 2 else {}
+        return {"action": "alloc", "addr": number << 20, "size": 512 + number, "stream": 3, "frames": frames} | more
+
+    own = [event(n, [frame("main.py", n, "one"), INNER]) for n in range(1500)]
+    shared = [event(n, [INNER, OUTER]) for n in range(1500, 3000)]
+    failed = {"action": "oom", "device_free": 77, "size": 1 << 30, "stream": 3, "frames": own[0]["frames"]}
+    trace = [*own, failed, *shared, own[1], own[2], failed]
+    whole = SMALL_RECORDING | {"segments": [], "device_traces": [trace, [own[1], shared[-1]]]}
+    found = read_recording(write(tmp_path, pickle.dumps(whole, protocol)))
+    first, second = found.devices
+    assert first.num_events == 3004
+    assert first.address[-3:].tolist() == [1 << 20, 2 << 20, 0]
+    for column in ("action", "num_bytes", "lane", "stack", "user_metadata"):
+        values = getattr(first, column)
+        assert values[[-3, -2, -1]].tolist() == values[[1, 2, 1500]].tolist()
+    assert first.lane[1] < 0 == first.lane[1] - first.lane[3]
+    assert first.free_bytes_at_oom == {1500: 77, 3003: 77}
+    assert found.stacks[first.stack[1]] == ("main.py:1 one", "/somewhere/torch/nn.py:7 forward")
+    assert found.stacks[first.stack[-4]] == ("/somewhere/torch/nn.py:7 forward", "??:0 at::empty(long, bool)")
+    assert second.address.tolist() == [1 << 20, 2999 << 20]
+    assert [found.stacks[i] for i in second.stack] == [found.stacks[first.stack[1]], found.stacks[first.stack[-4]]]
+
+
+def test_frames_that_are_written_anew_for_every_event_do_not_pile_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_pickle, "_MOST_CONTAINERS", 12_000)
+    monkeypatch.setattr(plain_pickle, "_WINDOW_BYTES", 1 << 12)
+    trace = [{"action": "alloc", "addr": n, "frames": [frame("a.py", i, "f") for i in range(4)]} for n in range(6000)]
+    found = read_recording(write(tmp_path, SMALL_RECORDING | {"segments": [], "device_traces": [trace]}))
+    assert found.devices[0].num_events == 6000
+    assert len(found.stacks) == 2
+    path = write(tmp_path, SMALL_RECORDING | {"external_annotations": [[] for _ in range(13_000)]})
+    assert "collections" in refusal(path)

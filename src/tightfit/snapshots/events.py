@@ -52,6 +52,15 @@ class Stack:
         self.number = number
 
 
+class Frame:
+    """A frame that is known already, by its text."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
 class Lanes:
     """Numbers for pairs of a stream and a private pool."""
 
@@ -91,7 +100,8 @@ class Shared:
     def __init__(self) -> None:
         self.stacks = Numbered(())
         self.notes = Numbered("")
-        self._frames: dict[int, tuple[Any, str]] = {}
+        self._frames: dict[int, tuple[Any, Frame]] = {}
+        self._frames_by_text: dict[str, Frame] = {}
         self._here = os.getcwd() + os.sep
 
     def stack(self, frames: Any) -> int:
@@ -108,7 +118,12 @@ class Shared:
             raise Malformed("'frames' is no list")
         # Keyed by identity, as one frame is one object in the file however often it is met; kept here, so no other gets its identity.
         known = self._frames
-        return tuple([known[id(f)][1] if id(f) in known else self._new_frame(f) for f in frames])
+        return tuple([(known[id(f)][1] if id(f) in known else self._new_frame(f)).text for f in frames])
+
+    def let_go(self, frame: dict[str, Any]) -> Frame | None:
+        """What stands for a frame of some stack that was numbered, and need not be kept from now on; None for any other dict."""
+        known = self._frames.pop(id(frame), None)
+        return None if known is None else known[1]
 
     def note(self, text: Any, key: str) -> int:
         """The number of an event's note."""
@@ -116,7 +131,9 @@ class Shared:
             raise Malformed(f"'{key}' is no text")
         return 0 if text == _NO_CONTEXT else self.notes.of(text)
 
-    def _new_frame(self, frame: Any) -> str:
+    def _new_frame(self, frame: Any) -> Frame:
+        if type(frame) is Frame:
+            return frame
         if type(frame) is not dict:
             raise Malformed("a frame is no dict")
         name, filename, line = frame.get("name"), frame.get("filename"), frame.get("line")
@@ -124,8 +141,9 @@ class Shared:
             raise Malformed("a frame lacks its 'name', 'filename' or 'line'")
         where = filename.removeprefix(self._here) or "??"
         text = f"{where}:{line & MOST} {name}"
-        self._frames[id(frame)] = (frame, text)
-        return text
+        known = self._frames_by_text.setdefault(text, Frame(text))
+        self._frames[id(frame)] = (frame, known)
+        return known
 
 
 class Row:

@@ -18,6 +18,7 @@ from tightfit.snapshots.events import (
     Action,
     Column,
     EventTable,
+    Frame,
     Malformed,
     Row,
     Shared,
@@ -270,7 +271,7 @@ def _annotations(recorded: Any) -> tuple[Annotation, ...]:
 def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     """`value` with lists that are nothing but lists; what is in it twice stays one object."""
     if type(value) not in (dict, tuple, EventList):
-        if type(value) is Stack or type(value) is Row:
+        if type(value) in (Stack, Row, Frame):
             raise Malformed("there are events or stacks under 'tightfit'")
         return value
     if id(value) in known:

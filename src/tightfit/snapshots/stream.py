@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tightfit.snapshots.events import MOST_DEVICES, EventTable, Malformed, Row, Shared, Stack
+from tightfit.snapshots.events import MOST_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
 from tightfit.snapshots.plain_pickle import GONE, PlainValue, Reader, load
 
 _RUN = re.compile(rb"\((?:h.|j.{4}){2,999}+e", re.DOTALL)
@@ -118,7 +118,7 @@ class _RecordingReader(Reader):
             return b""
         run = found.group()
         frames = [self.memo[index] for index in _references(run)]
-        is_stack = all(type(frame) is dict and "filename" in frame for frame in frames)
+        is_stack = all(type(frame) is Frame or (type(frame) is dict and "filename" in frame) for frame in frames)
         self._runs[run] = self._stack(self._shared.stack(frames)) if is_stack else None
         return run
 
@@ -163,6 +163,9 @@ class _RecordingReader(Reader):
                 memo[at] = GONE
                 self._gone_at.append(at)
                 self._gone_rows.append(rows[id(value)])
+                self.num_containers -= 1
+            elif type(value) is dict and (frame := self._shared.let_go(value)) is not None:
+                memo[at] = frame
                 self.num_containers -= 1
             elif type(value) is EventList and id(value) in lists:
                 memo[at] = lists[id(value)]
