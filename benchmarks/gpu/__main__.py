@@ -80,7 +80,7 @@ class Benchmark:
             from tightfit.devices.calibration_file import to_toml
             from tightfit.runtime.calibrate.run import measure
 
-            content = measure(device=self.options.device, virtual=self.options.virtual, disk_folder=self.options.out)
+            content = measure(device=self.device, virtual=self.options.virtual, disk_folder=self.options.out)
             self.options.calibrate.write_text(to_toml(content), encoding="utf-8")
         path = self.options.calibration or self.options.calibrate
         found = None if path is None else Calibration.load(path)

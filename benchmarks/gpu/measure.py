@@ -137,9 +137,9 @@ def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording:
         steps = train(**row.parameters())
         while True:
             session.watch.begin_yielded_step()
-            loss = next(steps)
+            next(steps)  # not held here: what a step returns dies when the next one replaces it
             session.watch.end_step()
-            yield loss
+            yield
 
     with session.gpu:
         seen = measure(row, limit_bytes=limit_bytes, recording=recording, steps=watched())
