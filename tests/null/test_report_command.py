@@ -93,6 +93,13 @@ class TestTheJson:
         assert answer["peak_allocated_bytes"] == replay["peak_allocated_bytes"]
         assert answer["places"][0]["line"] == "model.py:7"
 
+    def test_of_a_recording_with_other_settings(self, capsys: pytest.CaptureFixture[str]) -> None:
+        conf = ("--alloc-conf", "expandable_segments:True")
+        replay = json.loads(said(capsys, "replay", "run.pickle", "--json", *conf)[0])
+        answer = json_of(capsys, "run.pickle", *conf)
+        assert answer["peak_reserved_bytes"] == replay["peak_reserved_bytes"]
+        assert answer["settings"] == "expandable_segments True"
+
     def test_compares_the_cards_that_are_named_or_common_ones(self, capsys: pytest.CaptureFixture[str]) -> None:
         two = json_of(capsys, "run.npz", "--device", "4060", "--device", "a100-40gb")["cards"]
         assert [card["device"].split()[-1] for card in two] == ["4060", "A100-SXM4-40GB"]
@@ -112,7 +119,7 @@ class TestWhatItRefuses:
             (["run.pickle", "--format", "perfetto", "--merge", "none.json"], 3, "none.json is not a trace"),
             (["run.pickle", "-p", "x=1"], 2, "run.pickle is a run that is over"),
             (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a run that is over"),
-            (["none.npz"], 3, "none.npz is not a tape that can be read"),
+            (["none.npz"], 2, "there is no file none.npz"),
             (["run.npz", "-o", "no/such/x.html"], 2, "there is no folder no/such"),
             (["run.npz", "--device", "no such card"], 2, "no card is called 'no such card'"),
         ],

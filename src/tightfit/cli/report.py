@@ -58,7 +58,7 @@ def report(
     steps
         How many steps to trace, 3 if not given.
     alloc_conf
-        Allocator settings of a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+        Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable, or those that were recorded.
     merge
         With --format perfetto: a trace of torch.profiler of the same run, which is written with the recording's tracks in it.
     """
@@ -67,8 +67,8 @@ def report(
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
     is_recording = _is_recording(target)
-    if is_recording and (arguments or parameter or alloc_conf):
-        raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or --alloc-conf")
+    if is_recording and (arguments or parameter):
+        raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
     if merge is not None:
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
@@ -77,7 +77,7 @@ def report(
     tape = None if is_recording else _tape(target, arguments, device, parameter, steps)
     if form == "text":
         return _to_file_or_stdout(output, lambda: _text(target, tape, device, alloc_conf))
-    history, summary = _recorded(target, device) if tape is None else _estimated(tape, device, alloc_conf)
+    history, summary = _recorded(target, device, alloc_conf) if tape is None else _estimated(tape, device, alloc_conf)
     if form == "json":
         return _to_file_or_stdout(output, lambda: print(jsonlib.dumps(summary.to_json())))
     _write(output or _default_output(target, _ENDINGS[form]), _content(history, summary, form))
@@ -120,6 +120,8 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
     if target.endswith(".npz"):
         if arguments or parameter:
             raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+        if not Path(target).is_file():
+            raise UsageError(f"there is no file {target}")
         return Tape.load(target)
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
@@ -151,8 +153,9 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
     return history, summarize(history, cards=cards, versions=tape.versions)
 
 
-def _recorded(target: str, names: Sequence[str]) -> "tuple[History, Summary]":
+def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit.reports.summary import fit_of_recording, summarize
+    from tightfit.simulate.settings import AllocatorSettings
     from tightfit.snapshots.history import device_of, history_of_recording
     from tightfit.snapshots.read import read_recording
 
@@ -161,7 +164,8 @@ def _recorded(target: str, names: Sequence[str]) -> "tuple[History, Summary]":
     others = [device.device for device in recording.devices if device.num_events and device.device != shown]
     if others:
         sys.stderr.write(f"tightfit: shown is device {shown}, which has most events; there are others: {others}\n")
-    history = history_of_recording(recording, shown)
+    settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
+    history = history_of_recording(recording, shown, settings=settings)
     return history, summarize(history, cards=[fit_of_recording(history, card) for card in _cards(None, names)])
 
 
@@ -172,7 +176,7 @@ def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: st
     from tightfit.reports import text
 
     if tape is None:
-        replay(Path(target))
+        replay(Path(target), alloc_conf=alloc_conf)
         return
     started, settings = time.monotonic(), fit.allocator_settings(alloc_conf)
     estimates = [fit.cost(tape, find(name), settings) for name in (names or [tape.traced_for])]

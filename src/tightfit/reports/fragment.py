@@ -38,13 +38,15 @@ def estimate_fragment(answer: Mapping[str, Any]) -> str:
         ("a step", format_seconds(answer["seconds_per_step"]) if answer["seconds_per_step"] else ""),
         ("peak reached in", where),
     ]
+    holders = [_holder(holder) for holder in answer["holders"][:NUM_HOLDERS]]
     parts = [
         f"<div><b>{_text(verdict)}</b>: {_text(answer['target'])} on {_text(device['name'])}</div>",
         _bar(answer),
         _table([(name, value) for name, value in figures if value]),
-        _table([_holder(holder) for holder in answer["holders"][:NUM_HOLDERS]]),
+        "<div>who asked for most of it</div>" if holders else "",
+        _table(holders),
     ]
-    return f'<div style="font-size:13px;line-height:1.5;max-width:1000px">{"".join(parts)}</div>'
+    return f'<div style="font-size:13px;line-height:1.5;max-width:1000px;overflow-x:auto;margin-bottom:14px">{"".join(parts)}</div>'
 
 
 def _text(words: str) -> str:
@@ -80,4 +82,4 @@ def _holder(holder: Mapping[str, Any]) -> tuple[str, ...]:
 def _table(rows: list[tuple[str, ...]]) -> str:
     cells = ("".join(f'<td style="{_CELL}">{_text(word)}</td>' for word in row) for row in rows)
     body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f'<table style="border-collapse:collapse;margin:6px 0">{body}</table>' if rows else ""
+    return f'<table style="border-collapse:collapse;margin:6px 0;font-size:13px">{body}</table>' if rows else ""
