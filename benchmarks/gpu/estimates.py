@@ -38,8 +38,8 @@ def estimate(row: Row, device: str, calibration: Calibration | None) -> dict[str
     try:
         tape = trace(target, label=row.name, device=device).tape
         found = estimate_peak(tape, find(device), settings_of(row), calibration)
-    except TightfitError as error:
-        return {"fault": str(error)}
+    except Exception as error:  # noqa: BLE001 - a row that cannot be predicted is a result, and the others go on
+        return {"fault": str(error) if isinstance(error, TightfitError) else f"{type(error).__name__}: {error}"}
     without_context = [cause for cause in found.band if cause.cause != CONTEXT_CAUSE]
     return {
         **dataclasses.asdict(found.peak),

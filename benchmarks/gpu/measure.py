@@ -82,6 +82,9 @@ def measure(
 
     With `limit_bytes`, under torch's limit for what a process may reserve; with `recording`, leaving torch's recording there.
     """
+    seconds: list[float] = []
+    failed = False
+    # The thread that watches ends before steps are timed.
     with ProcessPeak() as process:
         if row.expandable_segments:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -91,22 +94,20 @@ def measure(
         if recording is not None:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_RECORDED_EVENTS, context=None)
         steps = steps or train(**row.parameters())
-        seconds: list[float] = []
-        failed = False
         try:
             for _ in range(NUM_STEPS):
                 seconds.append(_seconds(steps))
         except torch.cuda.OutOfMemoryError:
             failed = True
         held = torch.cuda.memory_stats()
-        if recording is not None:
-            torch.cuda.memory._dump_snapshot(str(recording))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        if not failed and limit_bytes is None and recording is None:
-            # The first steps make the optimizer's state and choose kernels.
-            seconds = seconds[-1:]
-            while len(seconds) < _MAX_TIMED_STEPS and sum(seconds) < _TIMED_SECONDS:
-                seconds.append(_seconds(steps))
+    if recording is not None:
+        torch.cuda.memory._dump_snapshot(str(recording))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    elif not failed and limit_bytes is None:
+        # The first steps make the optimizer's state and choose kernels.
+        seconds = seconds[-1:]
+        while len(seconds) < _MAX_TIMED_STEPS and sum(seconds) < _TIMED_SECONDS:
+            seconds.append(_seconds(steps))
     return Measurement(
         failed=failed,
         allocated_bytes=held["allocated_bytes.all.peak"],

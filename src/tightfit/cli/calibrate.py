@@ -45,6 +45,8 @@ def calibrate(
     folder = (output.parent if output is not None else Path.cwd()) if disk is None else disk
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    if disk is not None and not disk.is_dir():
+        raise UsageError(f"--disk {disk}: there is no such folder")
     simulated = device or _DEFAULT_VIRTUAL_DEVICE
     content = measure(device=simulated if virtual else device, virtual=virtual, disk_folder=folder)
     found = Calibration.from_content(content, where="what was measured")

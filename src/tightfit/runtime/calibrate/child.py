@@ -61,29 +61,47 @@ def _card(name: str) -> Device:
         ) from error
 
 
+class _Taken:
+    """What has been measured so far, in the form of the file."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._is_virtual = instruments.is_virtual
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def take(self, name: str, measure: Callable[[], Findings]) -> None:
+        """Adds what a group of measurements finds; says on stderr what is being measured."""
+        if not self._is_virtual:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        found = measure()
+        self.rows.extend(dataclasses.asdict(row) for row in found.rows)
+        for table, entries in found.tables.items():
+            self.tables[table] = self.tables.get(table, {}) | entries
+
+    def take_where_possible(self, name: str, measure: Callable[[], Findings]) -> None:
+        """The same for what a machine may refuse, such as registered memory in a container; then the file goes without it."""
+        try:
+            self.take(name, measure)
+        except (OSError, RuntimeError) as error:
+            if self._is_virtual:
+                raise
+            print(f"{name} could not be measured: {error}", file=sys.stderr, flush=True)
+
+
 def _measured(instruments: Instruments, folder: Path, *, driver: str) -> dict[str, Any]:
     """The content of a calibration file, from all groups of measurements in the order in which they do not disturb each other."""
     began = time.monotonic()
-    tables: dict[str, dict[str, Any]] = {}
-    rows: list[dict[str, Any]] = []
-
-    def take(name: str, measure: Callable[[], Findings]) -> None:
-        if not instruments.is_virtual:
-            print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        found = measure()
-        rows.extend(dataclasses.asdict(row) for row in found.rows)
-        for table, entries in found.tables.items():
-            tables[table] = tables.get(table, {}) | entries
-
-    take("what libraries hold", lambda: memory.context(instruments))
-    take("cudaMalloc and cudaFree", lambda: memory.allocation(instruments))
-    take("launches", lambda: launches.launches(instruments))
-    take("kernels", lambda: kernels.efficiencies(instruments, tables["seconds"]))
+    taken = _Taken(instruments)
+    taken.take("what libraries hold", lambda: memory.context(instruments))
+    taken.take("cudaMalloc and cudaFree", lambda: memory.allocation(instruments))
+    taken.take("launches", lambda: launches.launches(instruments))
+    taken.take("kernels", lambda: kernels.efficiencies(instruments, taken.tables["seconds"]))
     torch.cuda.empty_cache()
-    take("the host link", lambda: links.links(instruments))
-    take("the host's optimizer", lambda: host.host(instruments))
-    take("the disk", lambda: disk.disk(instruments, folder))
-    take("the context at the end", lambda: memory.context_at_the_end(instruments))
+    taken.take_where_possible("the host link", lambda: links.links(instruments))
+    taken.take_where_possible("the host's optimizer", lambda: host.host(instruments))
+    taken.take_where_possible("the disk", lambda: disk.disk(instruments, folder))
+    taken.take("the context at the end", lambda: memory.context_at_the_end(instruments))
+    tables, rows = taken.tables, taken.rows
     context = tables["context"]
     context["high_bytes"] = max(context["high_bytes"], context["num_bytes"])
     made = {

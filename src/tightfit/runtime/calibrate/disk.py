@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tightfit.devices.calibration import Calibration
-from tightfit.errors import UsageError
 from tightfit.runtime.calibrate.instruments import Findings, Instruments, summary
 
 _NUM_THREADS = 4
@@ -27,23 +26,13 @@ def disk(instruments: Instruments, folder: Path) -> Findings:
     """Rates of O_DIRECT in `folder`; nothing where its file system does not take O_DIRECT, as a RAM disk does not.
 
     Raises:
-        UsageError: the folder is absent, may not be written or is full.
+        OSError: the folder may not be written, or is full.
     """
-    try:
-        return _disk(instruments, folder)
-    except OSError as error:
-        raise UsageError(
-            f"the disk of {folder} cannot be measured: {error}; name another folder with --disk"
-        ) from error
-
-
-def _disk(instruments: Instruments, folder: Path) -> Findings:
     num_bytes, block = instruments.sizes.disk_bytes, instruments.sizes.disk_block_bytes
     rates, rows = {}, []
     with _scratch_file(folder) as file:
         if file is None:
             return Findings(rows=[], tables={})
-        os.posix_fallocate(file, 0, num_bytes)
         for way, move in (("write", os.pwritev), ("read", os.preadv)):
             key = f"{way}_bytes_per_second"
             expected = functools.partial(_expected, num_bytes, key)
