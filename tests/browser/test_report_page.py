@@ -63,6 +63,15 @@ class TestItOpens:
         assert "step 2" in text
         assert "a value read back from the device is taken as 1.0 (train.py:44)" in text
 
+    def test_without_any_card_to_compare(self, chromium: Browser, tmp_path: Path) -> None:
+        path = tmp_path / "alone.html"
+        path.write_text(html_page(training(), summarize(training())), encoding="utf-8")
+        chromium.open(path)
+        text = chromium.run("return document.body.innerText")
+        assert "undefined" not in text
+        assert "NaN" not in text
+        assert chromium.run("return document.getElementById('cards').hidden")
+
     def test_something_is_drawn(self, report: Browser) -> None:
         colours = report.run(
             "const base = document.getElementById('chart-base');"
@@ -241,6 +250,11 @@ class TestByKeysAlone:
         report.press("Escape")
         assert report.run(path).startswith("everything")
         assert report.run("return document.activeElement.getAttribute('aria-label')").startswith("net.layers")
+
+    def test_a_click_goes_into_the_part_that_it_hits(self, report: Browser) -> None:
+        report.click("#treemap .inner.open")
+        crumbs = report.run("return [...document.querySelectorAll('#tree-path > :not([aria-hidden])')].length")
+        assert crumbs >= 3
 
     def test_everything_that_is_used_has_a_name(self, report: Browser) -> None:
         nameless = report.run(

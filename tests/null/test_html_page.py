@@ -187,6 +187,12 @@ class TestTheSummary:
         assert (summary.peak_line, summary.peak_function) in (("model.py:8", "forward"), ("model.py:9", "forward"))
         assert summary.to_json()["cards"][0]["fits"] is True
 
+    def test_the_recorded_card_keeps_its_recorded_context(self) -> None:
+        history = training()
+        own, other = (fit_of_recording(history, find(name)) for name in ("RTX 4090", "RTX 4080"))
+        assert own.device_low_bytes == own.device_bytes == history.reserved.max() + 300 * MIB
+        assert other.device_low_bytes < other.device_high_bytes
+
     def test_pieces_of_an_interrupted_step_are_taken_together(self) -> None:
         spans = (
             HistorySpan(name="step 1", kind="step", begin=0, end=10),

@@ -129,6 +129,17 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
     return fit.capture(target, device=cards[0], arguments=arguments, parameters=parameter, steps=steps)
 
 
+def _known_card(name: str) -> "Device | None":
+    """The card of that name in the catalogue; None for a recording that calls it `cuda:0`."""
+    from tightfit.devices.catalogue import find
+    from tightfit.errors import UnknownDevice
+
+    try:
+        return find(name)
+    except UnknownDevice:
+        return None
+
+
 def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
     """The cards to compare: those that were named, `own` first, and the common ones where that is fewer than two."""
     from tightfit.devices.catalogue import find
@@ -166,7 +177,9 @@ def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tup
         sys.stderr.write(f"tightfit: shown is device {shown}, which has most events; there are others: {others}\n")
     settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
     history = history_of_recording(recording, shown, settings=settings)
-    return history, summarize(history, cards=[fit_of_recording(history, card) for card in _cards(None, names)])
+    return history, summarize(
+        history, cards=[fit_of_recording(history, card) for card in _cards(_known_card(history.device), names)]
+    )
 
 
 def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: str | None) -> None:

@@ -51,14 +51,21 @@ def fit_of_estimate(estimate: Estimate) -> CardFit:
 
 
 def fit_of_recording(history: History, card: Device) -> CardFit:
-    """What was recorded, on another card: its reserved peak and that card's context, were the kernels to ask for the same there."""
+    """What was recorded, on `card`: its reserved peak and that card's context, were the kernels to ask for the same there.
+
+    On the card that it was recorded on, the context is the recorded one, where there is one.
+    """
     reserved = int(history.reserved.max(initial=0))
+    context = card.context
+    if card.name == history.device and history.context_bytes is not None:
+        known = history.context_bytes
+        context = dataclasses.replace(context, num_bytes=known, low_bytes=known, high_bytes=known)
     return CardFit(
         device=card.name,
         capacity_bytes=card.capacity_bytes,
-        device_bytes=reserved + card.context_bytes,
-        device_low_bytes=reserved + card.context_low_bytes,
-        device_high_bytes=reserved + card.context_high_bytes,
+        device_bytes=reserved + context.num_bytes,
+        device_low_bytes=reserved + context.low_bytes,
+        device_high_bytes=reserved + context.high_bytes,
         seconds_per_step=None,
     )
 

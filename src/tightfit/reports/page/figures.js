@@ -10,7 +10,7 @@ function verdictOf(card) {
 }
 
 const ownCard = () => summary.cards.find((card) => card.device === summary.device) ??
-  (summary.capacity_bytes === null ? null : { device: summary.device, capacity_bytes: summary.capacity_bytes, device_bytes: deviceBytes, device_high_bytes: deviceBytes });
+  (summary.capacity_bytes === null ? null : { device: summary.device, capacity_bytes: summary.capacity_bytes, device_bytes: deviceBytes, device_low_bytes: deviceBytes, device_high_bytes: deviceBytes });
 
 function writeHeader() {
   const origin = summary.origin === "estimate" ? `estimated for ${summary.device}` : `recorded on ${summary.device || "a card that the recording does not name"}`;

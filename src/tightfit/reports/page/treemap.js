@@ -82,7 +82,7 @@ class Treemap {
       class: `cell ${deep ? "deep" : ON_LIGHT_TEXT.has(category) ? "light" : "dark"}`,
       "data-category": deep ? null : category,
       "aria-label": `${name}: ${bytes(part[SIZE])}${deep ? ", has parts" : `, ${LABELS[category]}`}`,
-      onclick: (event) => deep && this.enter(event.detail ? this.entries.get(event.target.closest(".inner")) ?? [part] : [part]),
+      onclick: (event) => deep && this.enter(this.entered(event) ?? [part]),
       onfocus: () => this.say(part),
       onpointermove: (event) => this.say(this.parts.get(event.target.closest(".inner")) ?? part),
     });
@@ -97,6 +97,13 @@ class Treemap {
     const title = element("span", { class: "name", "aria-hidden": "true" }, element("b", {}, name));
     if (width > 110) title.append(` ${bytes(size)}`);
     return title;
+  }
+
+  // What a click goes into: the innermost part with parts that it hits. Of a key it is the button's own.
+  entered(event) {
+    let box = event.detail ? event.target : null;
+    while (box && !this.entries.has(box)) box = box.parentElement;
+    return box && this.entries.get(box);
   }
 
   // The parts of a part under its name, and theirs, as long as there is room; `path` leads to it from what is entered now.
