@@ -127,7 +127,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 ctx.gradients = None
                 if ctx.loss.reduction == "mean":
-                    gradient = gradient / (target != ctx.loss.ignore_index).sum()
+                    gradient = gradient / (target != ctx.loss.ignore_index).sum().clamp(min=1)
                 for part in (gradients.hidden, gradients.weight, gradients.bias):
                     if part is not None:
                         part.mul_(gradient)
@@ -207,7 +207,8 @@ class _Vocabulary:
         part = self.weight[begin:end].to(self.loss.head_type)
         bias = None if self.bias is None else self.bias[begin:end].to(self.loss.head_type)
         logits, kept = _forward(functional.linear(self.hidden, part, bias), self.loss.pointwise)
-        probabilities = logits.to(self.loss.wide_type) - self.log_sums
+        logits = logits.to(self.loss.wide_type)
+        probabilities = logits - self.log_sums
         del logits
         inside = self.is_counted & (self.target >= begin) & (self.target < end)
         hit = inside.to(self.loss.wide_type).mul_(1 - self.loss.label_smoothing)
