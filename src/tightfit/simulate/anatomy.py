@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from tightfit.simulate.blocks import MIN_BLOCK_BYTES
-from tightfit.tape import Column, EventKind, Phase, Tape
+from tightfit.tape import Column, EventKind, Phase, Source, Tape
 
 # Of what waits, an output is the last that is no mere statistic: batch and layer norm store means after their result.
 _SMALLEST_OUTPUT = 0.05
@@ -80,7 +80,7 @@ class Anatomy:
     def waits(self) -> Column:
         """Which storages were born in a forward pass and are alive when the backward pass of their round begins."""
         born_of = self.tape.storages.operator
-        known = born_of >= 0
+        known = (born_of >= 0) & (self.tape.storages.source == Source.TENSOR)
         waits = np.zeros(len(born_of), dtype=bool)
         operators = born_of[known]
         forward = self._phase[operators] == Phase.FORWARD

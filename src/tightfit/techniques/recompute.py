@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 Place = tuple[torch.nn.Module, str]
 
+# Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
+_CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
+
 
 class Recomputed:
     """The code around one module's forward; `contexts` as `context_fn` of `torch.utils.checkpoint.checkpoint`."""
@@ -48,7 +51,11 @@ class Recomputed:
             kwargs["use_cache"] = False
         result = checkpoint(run, *args, use_reentrant=False, **extra, **kwargs)
         if self._changing is None:
-            self._changing = [place for place, version in versions.items() if _buffer(place)._version != version]
+            self._changing = [
+                place
+                for place, version in versions.items()
+                if _buffer(place)._version != version or place[1] in _CHANGED_UNSEEN
+            ]
             for place in set(before) - set(self._changing):
                 del before[place]
         return result

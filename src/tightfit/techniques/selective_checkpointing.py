@@ -35,7 +35,7 @@ class SelectiveCheckpointing(AbstractTechnique):
 
     name = "selective_checkpointing"
     exact = True
-    exactness = "bit for bit: the same operators on the same values, random state and autocast included"
+    exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
         """One for each block, where keeping some is another thing than keeping all or none.
