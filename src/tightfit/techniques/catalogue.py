@@ -15,6 +15,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
+    "tightfit.techniques.sequential_checkpointing:SequentialCheckpointing",
     "tightfit.techniques.autocast:Autocast",
     "tightfit.techniques.pure_bf16:PureBf16",
     "tightfit.techniques.low_bit_states:LowBitStates",

@@ -1,0 +1,157 @@
+"""Stretches of numbered children that a tape shows to run one right after the other, for techniques that treat several of them as one.
+
+Such children belong to a Sequential as far as a tape can tell: whatever else is called in a loop has operators of its own in between, or its
+numbered children contain modules themselves. What is put on the live model checks.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.planner.option import Option
+from tightfit.simulate.anatomy import Anatomy, Visit
+
+# Batch and layer norm store means beside their result; an output is larger than that.
+_SMALLEST_OUTPUT = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """The children `begin` to before `end` of the module at `path`; a visit for each time they ran, and the slots of all inside."""
+
+    path: str
+    begin: int
+    end: int
+    visits: tuple[Visit, ...]
+    slots: frozenset[str]
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """As an option has them."""
+        return {"begin": self.begin, "end": self.end}
+
+    def alike(self, anatomy: Anatomy) -> str:
+        """The same for the same stretch of modules that are alike."""
+        path = re.sub(r"\d+", "*", self.path)
+        return f"{path}[{self.begin}:{self.end}]#{[anatomy.bytes_of(visit.waiting) for visit in self.visits]}"
+
+
+class Row:
+    """The numbered children of one module that ran in a row each time the module was called."""
+
+    def __init__(self, anatomy: Anatomy, path: str, numbers: list[int], calls: list[list[Visit]]) -> None:
+        self.anatomy = anatomy
+        self.path = path
+        self.numbers = numbers
+        self._calls = calls
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def stretch(self, begin: int, end: int) -> Stretch:
+        """The children from the position `begin` to before `end`, counted among those that ran."""
+        visits = tuple(joined(self.anatomy, self.path, call[begin:end]) for call in self._calls)
+        inside = [m for n in self.numbers[begin:end] for m in self.anatomy.modules_inside(f"{self.path}.{n}")]
+        return Stretch(
+            path=self.path,
+            begin=self.numbers[begin],
+            end=self.numbers[end] if end < len(self) else self.numbers[-1] + 1,
+            visits=visits,
+            slots=frozenset(f"activations@{module}" for module in inside),
+        )
+
+    def operator_names(self, position: int) -> tuple[str, ...]:
+        """The forward operators of one child."""
+        visit = self._calls[-1][position]
+        return self.anatomy.operator_names(visit.begin, visit.end)
+
+    def waiting_bytes(self, begin: int, end: int) -> int:
+        """What these children leave for the backward pass in one call, the output of the last one left out."""
+        return self.anatomy.bytes_of(joined(self.anatomy, self.path, self._calls[-1][begin:end]).waiting)
+
+    def boundary_bytes(self, position: int) -> int:
+        """The output of all before the child at `position`: what is kept to begin there again."""
+        output = joined(self.anatomy, self.path, self._calls[-1][:position]).output
+        return int(self.anatomy.block_bytes[output]) if output >= 0 else 0
+
+    def begins_in_place(self, position: int) -> bool:
+        """Whether the first operator of this child writes over its input, which is gone then."""
+        name = self.operator_names(position)[0].partition(".")[2].partition(".")[0]
+        return name.endswith("_")
+
+
+def rows(anatomy: Anatomy) -> Iterator[Row]:
+    """The rows of a run that have two children or more, some of them without modules inside."""
+    children: dict[str, list[str]] = {}
+    for path in anatomy.paths:
+        parent, _, last = path.rpartition(".")
+        if parent and last.isdigit():
+            children.setdefault(parent, []).append(path)
+    for path, found in children.items():
+        if any(anatomy.modules_inside(child) == [child] for child in found) and path not in anatomy.modules_inside(
+            path
+        ):
+            row = _row(anatomy, path, sorted(int(child.rpartition(".")[2]) for child in found))
+            if row is not None:
+                yield row
+
+
+def _row(anatomy: Anatomy, path: str, numbers: list[int]) -> Row | None:
+    """The row of `path`, if all its calls went through the same children once each and in order."""
+    visits = {number: anatomy.visits(f"{path}.{number}") for number in numbers}
+    ran: set[tuple[int, ...]] = set()
+    calls = []
+    for whole in anatomy.visits(path):
+        inside = [(n, v) for n in numbers for v in visits[n] if whole.begin <= v.begin and v.end <= whole.end]
+        ran.add(tuple(n for n, _ in inside))
+        calls.append([v for _, v in inside])
+    if len(ran) != 1:
+        return None
+    names = list(ran.pop())
+    begins = [v.begin for v in calls[0]]
+    if len(names) < 2 or len(set(names)) < len(names) or begins != sorted(begins):
+        return None
+    return Row(anatomy, path, names, calls)
+
+
+def joined(anatomy: Anatomy, path: str, visits: list[Visit]) -> Visit:
+    """Visits that follow each other, as one. Its output is the first large storage of the last operator that left one waiting: a pooling
+    stores its indices, which are larger, after its result."""
+    begin, end = visits[0].begin, visits[-1].end
+    born = anatomy.tape.storages.operator
+    waiting = np.flatnonzero((born >= begin) & (born < end) & anatomy.waits)
+    output = -1
+    if len(waiting):
+        sizes = anatomy.block_bytes[waiting]
+        large = waiting[sizes >= _SMALLEST_OUTPUT * sizes.max()]
+        output = int(large[born[large] == born[large[-1]]][0])
+        waiting = waiting[waiting != output]
+    back_begin, back_end = min(v.back_begin for v in visits), max(v.back_end for v in visits)
+    return Visit(
+        path=path,
+        begin=begin,
+        end=end,
+        back_begin=back_begin,
+        back_end=back_end,
+        begin_event=int(anatomy.event_of(begin)),
+        end_event=int(anatomy.event_of(end)),
+        back_event=int(anatomy.event_of(back_begin)),
+        back_end_event=int(anatomy.event_of(back_end)),
+        waiting=waiting,
+        output=output,
+    )
+
+
+def waiting_bytes(anatomy: Anatomy) -> float:
+    """What waits for a backward pass in all, on average over the rounds of a run."""
+    return anatomy.bytes_of(np.flatnonzero(anatomy.waits)) / max(1, anatomy.num_rounds)
+
+
+def with_settings(option: Option, stretch: Stretch, alike: str, **settings: int) -> Option:
+    """`option`, for this stretch and with these settings besides."""
+    named = ",".join(f"{name}={value}" for name, value in settings.items())
+    return dataclasses.replace(
+        option, settings={**stretch.settings, **settings}, alike=f"{option.technique}:{alike}:{named}"
+    )
