@@ -21,8 +21,11 @@ from tightfit.planner.solution import Solution
 
 _MIB = float(1 << 20)
 _FREE = 1e30
-# What rounding in floating point may cost: about a kibibyte.
-_SLACK_MIB = 1e-3
+# Ties are rare where blocks differ, and then the second program is the harder one.
+_SECONDS_TO_TIDY = 1.0
+# Rows are exact for choices that are whole, and a solver's are whole to a tolerance: an answer that turns out too large is asked for again with
+# this much less room.
+_SLACKS_MIB = (0.0, 1e-3, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +56,18 @@ def solve(
     tricks = tricks or Tricks()
     deadline = time.monotonic() + time_limit_seconds
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
-    fast = _Program(problem, rows)
-    fast.limit(budget_bytes, only_those_that_matter=tricks.drop_small_rows)
-    found = fast.run(problem.seconds, deadline)
+    for slack_mib in _SLACKS_MIB:
+        fast = _Program(problem, rows)
+        fast.limit(budget_bytes / _MIB - slack_mib, only_those_that_matter=tricks.drop_small_rows)
+        found = fast.run(problem.seconds, deadline)
+        if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
+            break
     if found is None:
         least = _least(problem, rows, deadline)
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
     smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))])
     smallest.measure_peak(budget_bytes)
-    tidy = smallest.run(None, deadline)
+    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY))
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
 
@@ -99,13 +105,13 @@ class _Program:
         self.rows = list(rows)
         self.has_peak = False
 
-    def limit(self, budget_bytes: int, *, only_those_that_matter: bool) -> None:
+    def limit(self, budget_mib: float, *, only_those_that_matter: bool) -> None:
         """A row for each moment: it holds at most the budget."""
         problem = self.problem
-        most = problem.base_bytes + np.maximum(problem.changes, 0).sum(axis=0)
+        most = (problem.base_bytes + np.maximum(problem.changes, 0).sum(axis=0)) / _MIB
         for at in range(len(problem.base_bytes)):
-            if most[at] > budget_bytes or not only_those_that_matter:
-                room = (budget_bytes - int(problem.base_bytes[at])) / _MIB - _SLACK_MIB
+            if most[at] > budget_mib or not only_those_that_matter:
+                room = budget_mib - int(problem.base_bytes[at]) / _MIB
                 self.rows.append(_Row(-_FREE, room, _weights(problem.changes[:, at])))
 
     def measure_peak(self, most_bytes: int | None) -> None:

@@ -1,0 +1,103 @@
+"""A plan as data and in words."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tightfit.errors import PlanError
+from tightfit.planner.explain import groups, sentences, verdict
+from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Plan, Run
+from tightfit.simulate.estimate import Peak
+from tightfit.tape import Assumption
+
+GIB = 1 << 30
+
+
+def choice(where: str, technique: str = "checkpointing", **settings: object) -> Choice:
+    return Choice(technique=technique, where=where, settings=settings, saves_bytes=GIB, adds_seconds=0.001, exact=True)
+
+
+def run(gib: float, seconds: float) -> Run:
+    size = int(gib * GIB)
+    peak = Peak(
+        allocated_bytes=size - GIB,
+        reserved_bytes=size,
+        device_bytes=size,
+        device_low_bytes=size,
+        device_high_bytes=size + GIB // 8,
+    )
+    return Run(peak=peak, seconds_per_step=seconds)
+
+
+def a_plan(**changes: object) -> Plan:
+    plan = Plan(
+        target="train.py",
+        device="a card",
+        capacity_bytes=24 * GIB,
+        budget_bytes=10 * GIB,
+        headroom_bytes=GIB // 8,
+        fits=True,
+        run=run(9.5, 0.12),
+        baseline=run(15, 0.1),
+        promised_bytes=int(9.4 * GIB),
+        choices=tuple(choice(f"Net.h.{i}") for i in range(4)),
+        bound=Bound(seconds_per_step=0.119, is_proven=True),
+        alternatives=(
+            Alternative(
+                name="nothing", device_bytes=15 * GIB, seconds_per_step=0.1, fits=False, exact=True, why="too much"
+            ),
+        ),
+        frontier=(
+            ParetoPoint(device_bytes=9 * GIB, seconds_per_step=0.13),
+            ParetoPoint(device_bytes=11 * GIB, seconds_per_step=0.11),
+        ),
+        advice=("half the batch",),
+        model={"roots": [{"class": "Net", "num_parameters": 3, "inputs": {"0": [2, 3]}}]},
+        host_bytes=0,
+        disk_bytes=0,
+        versions={"torch": "2.13.0"},
+        assumptions=(Assumption(where="train.py:3", what="something"),),
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = a_plan()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_object_that_is_printed_has_what_was_agreed() -> None:
+    printed = json.loads(json.dumps(a_plan().to_json()))
+    agreed = "schema fits peak host_bytes disk_bytes seconds_per_step baseline choices bound alternatives assumptions"
+    assert set(agreed.split()) <= set(printed)
+    assert {"technique", "where", "saves_bytes", "adds_seconds", "exact"} <= set(printed["choices"][0])
+    assert printed["baseline"]["peak"]["device_bytes"] == 15 * GIB
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1}', '{"schema": 1, "peak": 3}'])
+def test_what_is_no_plan_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_places_that_differ_by_a_number_are_one_line() -> None:
+    blocks = [choice(f"Net.h.{i}.mlp") for i in (0, 1, 2, 5)]
+    (group,) = groups(blocks)
+    assert (group.where, group.num_places, group.saves_bytes) == ("Net.h.[0-2,5].mlp", 4, 4 * GIB)
+    assert [g.where for g in groups([choice("Net.h.1"), choice("Net.h.2", keep=[1])])] == ["Net.h.1", "Net.h.2"]
+    assert groups([choice("Net.a.0.b.1"), choice("Net.a.1.b.2")])[0].where == "Net.a.*.b.* (2 places)"
+
+
+def test_the_answer_is_said_in_words() -> None:
+    assert verdict(a_plan()).startswith("fits with 4 choices: 9.50 GiB of 10.00 GiB")
+    assert "nothing to do" in verdict(a_plan(choices=()))
+    assert verdict(a_plan(fits=False, budget_bytes=8 * GIB)).startswith("does not fit: 1.62 GiB too much")
+    said = "\n".join(sentences(a_plan()))
+    assert "+20.0%" in said
+    assert "a GiB more would save about 10.0 ms a step" in said

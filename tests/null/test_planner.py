@@ -1,0 +1,180 @@
+"""The planner as a specification: what a problem keeps of a run, and that no choice is better than the one that is found."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightfit.planner.option import Change, Option
+from tightfit.planner.problem import Problem, build
+from tightfit.planner.solution import Solution, validate
+from tightfit.planner.solve import Tricks, least, solve
+
+MIB = 1 << 20
+NUM_EVENTS = 24
+
+
+def option(
+    where: str,
+    *changes: tuple[int, int, int],
+    seconds: float = 1.0,
+    slots: tuple[str, ...] = (),
+    alike: str = "",
+) -> Option:
+    """An option whose changes are (begin, end, MiB)."""
+    return Option(
+        technique="t",
+        where=where,
+        alike=alike,
+        changes=tuple(Change(begin=b, end=e, num_bytes=n * MIB) for b, e, n in changes),
+        seconds=seconds,
+        exact=True,
+        slots=frozenset(slots),
+    )
+
+
+def levels(*mebibytes: int) -> np.ndarray:
+    return np.array(mebibytes, dtype=np.int64) * MIB
+
+
+def test_a_problem_keeps_the_highest_moment_of_each_stretch() -> None:
+    problem = build(levels(1, 5, 3, 9, 7, 2), [option("a", (2, 5, -4))])
+    assert problem.peak_bytes(()) == 9 * MIB
+    assert problem.peak_bytes([0]) == 5 * MIB
+    assert sorted(problem.events.tolist()) == [1, 3]
+
+
+def test_moments_that_can_never_be_the_peak_are_left_out() -> None:
+    problem = build(levels(10, 1, 10, 2, 10), [option("a", (0, 1, -2)), option("b", (2, 3, -2))])
+    assert 1 * MIB not in problem.base_bytes
+    assert problem.peak_bytes([0, 1]) == 10 * MIB
+
+
+def test_options_of_one_slot_exclude_each_other_and_a_smaller_group_says_nothing_new() -> None:
+    options = [option("a", slots=("x", "y")), option("b", slots=("x", "y")), option("c", slots=("x",)), option("d")]
+    assert build(levels(1), options).conflicts == ((0, 1, 2),)
+
+
+def test_nothing_to_choose_from_is_the_plain_run() -> None:
+    problem = build(levels(3, 4), [])
+    assert solve(problem, 4 * MIB).fits
+    assert not solve(problem, 3 * MIB).fits
+    assert solve(problem, 3 * MIB).peak_bytes == 4 * MIB
+
+
+def test_what_costs_nothing_less_is_taken_even_if_the_run_fits() -> None:
+    problem = build(levels(3), [option("faster", (0, 1, 1), seconds=-1.0), option("slower", (0, 1, -1), seconds=1.0)])
+    assert solve(problem, 10 * MIB).chosen == (0,)
+    assert solve(problem, 3 * MIB).chosen == ()
+
+
+def test_if_nothing_fits_the_least_is_answered() -> None:
+    problem = build(levels(8), [option("a", (0, 1, -2)), option("b", (0, 1, -3), seconds=5.0)])
+    found = solve(problem, 2 * MIB)
+    assert (found.fits, found.chosen, found.peak_bytes) == (False, (0, 1), 3 * MIB)
+    assert least(problem).chosen == (0, 1)
+
+
+def _choices(problem: Problem) -> list[tuple[int, ...]]:
+    """Every choice that takes at most one option of each conflict."""
+    indices = range(len(problem.options))
+    subsets = itertools.chain.from_iterable(itertools.combinations(indices, k) for k in range(len(problem.options) + 1))
+    return [c for c in subsets if all(len(set(c) & set(group)) <= 1 for group in problem.conflicts)]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    base = draw(st.lists(st.integers(0, 40), min_size=NUM_EVENTS, max_size=NUM_EVENTS))
+    options = []
+    for index in range(draw(st.integers(0, 7))):
+        changes = []
+        for _ in range(draw(st.integers(0, 3))):
+            begin = draw(st.integers(0, NUM_EVENTS - 1))
+            changes.append((begin, draw(st.integers(begin, NUM_EVENTS)), draw(st.integers(-20, 4))))
+        slots = tuple(draw(st.sets(st.sampled_from("xyz"), max_size=2)))
+        options.append(option(str(index), *changes, seconds=draw(st.integers(-1, 8)) / 8, slots=slots))
+    return build(levels(*base), options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), budget=st.integers(0, 45))
+def test_no_choice_is_faster_and_none_of_the_same_speed_holds_less(problem: Problem, budget: int) -> None:
+    found = solve(problem, budget * MIB)
+    assert validate(problem, found, budget * MIB) == []
+    assert found.is_proven
+    ranked = [(round(float(problem.seconds[list(c)].sum()), 6), problem.peak_bytes(c)) for c in _choices(problem)]
+    fitting = [r for r in ranked if r[1] <= budget * MIB]
+    if fitting:
+        assert (round(found.seconds, 6), found.peak_bytes) == min(fitting)
+        assert found.bound_seconds == pytest.approx(found.seconds, abs=1e-6)
+    else:
+        assert not found.fits
+        assert found.peak_bytes == min(peak for _, peak in ranked)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems(), budgets=st.lists(st.integers(0, 45), min_size=2, max_size=4))
+def test_a_smaller_budget_never_yields_a_larger_peak_or_a_faster_step(problem: Problem, budgets: list[int]) -> None:
+    found = [solve(problem, budget * MIB) for budget in sorted(budgets, reverse=True)]
+    fitting = [solution for solution in found if solution.fits]
+    for larger, smaller in itertools.pairwise(fitting):
+        assert smaller.peak_bytes <= larger.peak_bytes
+        assert smaller.seconds >= larger.seconds - 1e-9
+
+
+def chain(num_blocks: int, offers: list[tuple[int, float]], scale: list[int] | None = None) -> Problem:
+    """A chain of blocks, forwards and backwards; each may save some MiB from the end of its forward to the beginning of its backward."""
+    sizes = scale or [100] * num_blocks
+    events = [sum(sizes[: i + 1]) for i in range(num_blocks)]
+    base = levels(*(e * 2 for e in events), *(e * 2 for e in reversed(events)))
+    options = [
+        option(
+            f"b.{i}",
+            (i + 1, 2 * num_blocks - 1 - i, -saved * sizes[i] // 100),
+            seconds=seconds * sizes[i] / 100,
+            slots=(f"b.{i}",),
+            alike="block" if scale is None else "",
+        )
+        for i in range(num_blocks)
+        for saved, seconds in offers
+    ]
+    return build(base, options)
+
+
+OFFERS = [(180, 3.0), (150, 1.9), (110, 1.0), (75, 0.55), (52, 0.35), (36, 0.2), (20, 0.1)]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_ordering_blocks_that_are_alike_changes_no_answer(share: float) -> None:
+    problem = chain(9, OFFERS[:4])
+    budget = int(problem.peak_bytes(()) * share)
+    ordered, listed = solve(problem, budget), solve(problem, budget, tricks=Tricks(order_alike=False))
+    assert ordered.is_proven and listed.is_proven
+    assert (ordered.seconds, ordered.peak_bytes) == pytest.approx((listed.seconds, listed.peak_bytes))
+
+
+def test_a_hundred_blocks_that_are_alike_are_solved_to_the_end() -> None:
+    problem = chain(96, OFFERS)
+    found = solve(problem, problem.peak_bytes(()) // 2)
+    assert found.is_proven and found.fits
+    assert validate(problem, found, problem.peak_bytes(()) // 2) == []
+
+
+def test_a_validator_sees_every_lie() -> None:
+    problem = build(levels(8), [option("a", (0, 1, -2), slots=("x",)), option("b", (0, 1, -3), slots=("x",))])
+    honest = Solution(chosen=(0,), fits=True, seconds=1.0, peak_bytes=6 * MIB, bound_seconds=1.0, is_proven=True)
+    assert validate(problem, honest, 6 * MIB) == []
+    lies = {
+        "more than one option": {"chosen": (0, 1), "seconds": 2.0, "peak_bytes": 3 * MIB},
+        "the peak is": {"peak_bytes": 5 * MIB},
+        "is said to": {"fits": False},
+        "the options add": {"seconds": 0.5, "bound_seconds": 0.5},
+        "distinct indices": {"chosen": (0, 0)},
+        "the bound is above": {"bound_seconds": 2.0},
+    }
+    import dataclasses
+
+    for words, lie in lies.items():
+        assert any(words in fault for fault in validate(problem, dataclasses.replace(honest, **lie), 6 * MIB)), words
