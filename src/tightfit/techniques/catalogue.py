@@ -23,6 +23,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
     "tightfit.techniques.chunked_loss:ChunkedLoss",
+    "tightfit.techniques.attention:Attention",
 )
 
 
