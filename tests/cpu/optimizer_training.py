@@ -23,6 +23,9 @@ from tightfit.techniques.technique import AbstractTechnique
 
 DEVICE = "RTX 4090"
 
+# The tensors are small: more threads than one cost more than they bring.
+torch.set_num_threads(1)
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
@@ -177,7 +180,7 @@ def workload(
 def traced(**parameters: Any) -> Tape:
     """The tape of `workload` with these parameters."""
     given = [f"{name}={value}" for name, value in parameters.items()]
-    return capture(f"{__file__}:workload", device=DEVICE, parameters=given)
+    return capture(f"{__file__}:workload", device=DEVICE, parameters=given, steps=2)
 
 
 def peak_bytes(tape: Tape, changed: Sequence[Option] = ()) -> int:

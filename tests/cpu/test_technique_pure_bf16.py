@@ -89,6 +89,24 @@ def test_undone_everything_is_as_it_was_and_a_copy_works():
     assert run.model.state_dict().keys() == Tied().state_dict().keys()
 
 
+def test_states_that_were_made_in_bfloat16_are_widened():
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        if not session._undo:  # within the first step, as a trainer that steps with a closure begins
+            PureBf16().apply(session, [choice("pure_bf16", "precision", rounding="stochastic")])
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    session = Session(model=model, optimizers=[optimizer])
+    losses = [optimizer.step(closure).item() for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
+
+
 def test_a_closure_is_called_before_the_update():
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -76,7 +76,7 @@ class LowPrecisionUpdate:
         value = self.whole(parameter)
         value.grad = parameter.grad.float() if parameter.grad is not None else None
         if parameter in states:
-            states[value] = states.pop(parameter)
+            states[value] = {name: _wide(state) for name, state in states.pop(parameter).items()}
         try:
             with only(self._optimizer, group, value):
                 self._step()
@@ -100,6 +100,11 @@ class LowPrecisionUpdate:
             self._generators[device] = torch.Generator(device)
             self._generators[device].manual_seed(0)
         return self._generators[device]
+
+
+def _wide(state: Any) -> Any:
+    """A state in float32, also one that an optimizer made for a parameter in bfloat16."""
+    return state.float() if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16 else state
 
 
 class WideStates:

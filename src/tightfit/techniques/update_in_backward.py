@@ -44,7 +44,7 @@ class UpdateInBackward(AbstractTechnique):
         if _obstacle(run) or not run.stretches:
             return []
         clips = bool(run.looks_at_gradients)
-        removed = (*_changes(run), *(_waiting_for_norm(run) if clips else ()))
+        longer = _waiting_for_norm(run) if clips else ()
         kernels = ["same", *(["fused"] if run.family != "other" and run.implementation != "fused" else [])]
         again = _backward_seconds(run) if clips else 0.0
         return [
@@ -52,7 +52,7 @@ class UpdateInBackward(AbstractTechnique):
                 technique=self.name,
                 where="optimizer",
                 settings={"kernel": kernel, "clips": clips},
-                changes=removed,
+                changes=(*_changes(run, kernel), *longer),
                 seconds=_update_seconds(run, kernel) - run.seconds + again,
                 exact=self.exact,
                 slots=frozenset({"optimizer"}),
@@ -114,7 +114,7 @@ def _backward_seconds(run: OptimizerTape) -> float:
     return sum(run.seconds_of(begin, end) for begin, end in stretches) / run.num_steps
 
 
-def _changes(run: OptimizerTape) -> tuple[Change, ...]:
+def _changes(run: OptimizerTape, kernel: str) -> tuple[Change, ...]:
     """Gradients die once the next but one is there, states are born with them, and the optimizer's step holds nothing."""
     found: list[Change] = []
     seen: set[int] = set()
@@ -127,7 +127,7 @@ def _changes(run: OptimizerTape) -> tuple[Change, ...]:
         found += changes(levels(used[fresh], run.died[gradients][fresh], run.block_bytes[gradients][fresh]), -1.0)
         held = run.held(stretch)
         found += changes(held, -1.0)
-        if held:
+        if held and kernel == "same":
             largest = int(run.block_bytes[gradients].max(initial=0))
             found.append(Change(begin=int(run.born[gradients[0]]), end=stretch.begin_event, num_bytes=largest))
         if index == 0:
