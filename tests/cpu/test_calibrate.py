@@ -14,6 +14,7 @@ from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.calibration_file import to_toml
 from tightfit.devices.catalogue import find
+from tightfit.runtime.calibrate.card import thread_counts
 from tightfit.runtime.calibrate.simulated import figures_of
 
 COUNT_ON_THE_VIRTUAL_GPU = """
@@ -34,6 +35,18 @@ with session.gpu:
         rows.append([work.name, work.kind, work.flops, work.num_bytes, names, columns["flops"], moved])
         del run
 print(json.dumps(rows))
+"""
+
+MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD = """
+import json, sys
+from pathlib import Path
+from tightfit.capture.session import Session
+session = Session("H200", sys.maxsize, by_yield=True)
+with session.gpu:
+    from tightfit.runtime.calibrate import card, child, simulated
+    card.sizes_of_this_machine = lambda: simulated.SIZES
+    instruments = card.CardInstruments(child._card)
+    print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)))
 """
 
 
@@ -132,6 +145,23 @@ def test_the_file_says_that_it_is_simulated_and_estimates_refuse_it(calibrated: 
 def test_the_content_survives_the_file(calibrated: tuple[Path, dict[str, Any]]) -> None:
     content = tomllib.loads(calibrated[0].read_text())
     assert tomllib.loads(to_toml(content)) == content
+
+
+def test_the_instruments_of_a_card_run_every_measurement_too(tmp_path: Path) -> None:
+    """Events and clocks are read as on a card; on the virtual GPU an event takes a millisecond, so the figures mean nothing."""
+    command = [sys.executable, "-c", MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    content = json.loads(done.stdout)
+    found = Calibration.from_content(content, where="what was measured")
+    assert not found.is_virtual
+    assert {"context", "workspaces", "efficiency", "seconds", "link", "overlap", "allocation", "host"} <= content.keys()
+    assert done.stderr.count("measuring ") == 8
+
+
+def test_threads_are_counted_in_powers_of_two_up_to_all_cores() -> None:
+    assert thread_counts(1) == (1,)
+    assert thread_counts(12) == (1, 2, 4, 8, 12)
+    assert thread_counts(192) == (1, 2, 4, 8, 16, 32, 64)
 
 
 def test_a_machine_without_a_card_is_told_in_one_line() -> None:

@@ -1,8 +1,10 @@
 """The benchmark on a card, without one: its rows follow their rule, every line of it runs on the virtual GPU, and its sums are right."""
 
 import json
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,49 @@ def test_a_machine_without_a_card_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("no card to measure: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_most_that_the_driver_saw_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from benchmarks.gpu import measure
+
+    seen = iter([100, 300, 200])
+
+    class Driver:
+        def __init__(self, nvml: object, pid: int) -> None:
+            assert (nvml, pid) == ("library", os.getpid())
+
+        def num_bytes(self, uuid: str) -> int:
+            assert uuid == "abc"
+            return next(seen, 50)
+
+    monkeypatch.setattr(measure.Nvml, "open", lambda: "library")
+    monkeypatch.setattr(measure, "ProcessMemory", Driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="abc"))
+    with measure.ProcessPeak() as peak:
+        for _ in range(3):
+            peak.sample()
+    assert peak.num_bytes == 300
+
+
+def test_the_child_answers_with_one_line_where_the_run_breaks() -> None:
+    from benchmarks.gpu import measure
+
+    class Pipe:
+        sent: Any = None
+
+        def send(self, found: Any) -> None:
+            self.sent = found
+
+        def close(self) -> None:
+            pass
+
+    pipe = Pipe()
+    measure.answer(lambda: 1 / 0, pipe, {})
+    assert pipe.sent == {"fault": "ZeroDivisionError: division by zero"}
+    measure.answer(lambda size: {"bytes": size}, pipe, {"size": 3})
+    assert pipe.sent == {"ok": {"bytes": 3}}
 
 
 def a_result(name: str, *, measured: int, estimated: int, fails: bool = False, failed: bool = False) -> dict[str, Any]:
