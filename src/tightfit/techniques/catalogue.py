@@ -15,6 +15,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
+    "tightfit.techniques.tiled_tokens:TiledTokens",
     "tightfit.techniques.sequential_checkpointing:SequentialCheckpointing",
     "tightfit.techniques.autocast:Autocast",
     "tightfit.techniques.pure_bf16:PureBf16",
@@ -23,6 +24,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
     "tightfit.techniques.chunked_loss:ChunkedLoss",
+    "tightfit.techniques.micro_batches:MicroBatches",
     "tightfit.techniques.attention:Attention",
 )
 

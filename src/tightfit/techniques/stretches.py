@@ -117,18 +117,12 @@ def _row(anatomy: Anatomy, path: str, numbers: list[int]) -> Row | None:
 
 
 def joined(anatomy: Anatomy, path: str, visits: list[Visit]) -> Visit:
-    """Visits that follow each other, as one. Its output is the first large storage of the last operator that left one waiting: a pooling
-    stores its indices, which are larger, after its result."""
+    """Visits that follow each other, as one, with its output told from what else is left (`output_of`)."""
     begin, end = visits[0].begin, visits[-1].end
-    born = anatomy.tape.storages.operator
-    waiting = np.flatnonzero((born >= begin) & (born < end) & anatomy.waits)
-    output = -1
-    if len(waiting):
-        sizes = anatomy.block_bytes[waiting]
-        large = waiting[sizes >= _SMALLEST_OUTPUT * sizes.max()]
-        output = int(large[born[large] == born[large[-1]]][0])
-        waiting = waiting[waiting != output]
     back_begin, back_end = min(v.back_begin for v in visits), max(v.back_end for v in visits)
+    born = anatomy.tape.storages.operator
+    output = output_of(anatomy, begin, end)
+    waiting = np.flatnonzero((born >= begin) & (born < end) & anatomy.waits)
     return Visit(
         path=path,
         begin=begin,
@@ -139,9 +133,21 @@ def joined(anatomy: Anatomy, path: str, visits: list[Visit]) -> Visit:
         end_event=int(anatomy.event_of(end)),
         back_event=int(anatomy.event_of(back_begin)),
         back_end_event=int(anatomy.event_of(back_end)),
-        waiting=waiting,
+        waiting=waiting[waiting != output],
         output=output,
     )
+
+
+def output_of(anatomy: Anatomy, begin: int, end: int) -> int:
+    """What the operators from `begin` to before `end` give to the next one: of what they leave alive, the first large storage of the last operator
+    that left one (a pooling stores its indices, which are larger, after its result). -1 if they leave nothing."""
+    born = anatomy.tape.storages.operator
+    alive = np.flatnonzero((born >= begin) & (born < end) & (anatomy.died >= anatomy.event_of(end)))
+    if not len(alive):
+        return -1
+    sizes = anatomy.block_bytes[alive]
+    large = alive[sizes >= _SMALLEST_OUTPUT * sizes.max()]
+    return int(large[born[large] == born[large].max()][0])
 
 
 def waiting_bytes(anatomy: Anatomy) -> float:

@@ -1,0 +1,122 @@
+"""A function of tensors and parameters, computed tile by tile in both passes: what it makes on the way exists for one tile at a time.
+
+The forward pass keeps its inputs alone. The backward pass runs each tile again with gradients, writes (or, where tiles overlap, adds) the
+gradient of the inputs in place, and sums those of the parameters: in float32, where they are in half precision.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """From `begin` to before `end` of the input, `out_begin` to before `out_end` of the output, along the tiled dimension."""
+
+    begin: int
+    end: int
+    out_begin: int
+    out_end: int
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This tile of the input, contiguous: modules may view it in another shape."""
+        return tensor.narrow(dim, self.begin, self.end - self.begin).contiguous()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output."""
+
+    run: Callable[[Tile, torch.Tensor], torch.Tensor]
+    tiles: Sequence[Tile]
+    dim: int
+    parameters: Sequence[torch.nn.Parameter]
+    overlap: bool = False
+
+
+def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
+    """The output of all tiles for the input `value`, with one node in the graph."""
+    trained = [p for p in tiling.parameters if p.requires_grad]
+    return _Tiled.apply(tiling, _autocast(value.device.type), value, *trained)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiling: Tiling, autocast: dict[str, Any], value: torch.Tensor, *trained: Any) -> torch.Tensor:
+        ctx.tiling, ctx.autocast = tiling, autocast
+        ctx.save_for_backward(value, *trained)
+        length = max(tile.out_end for tile in tiling.tiles)
+        output = None
+        with torch.autocast(**autocast):
+            for tile in tiling.tiles:
+                part = tiling.run(tile, tile.of(value, tiling.dim))
+                if output is None:
+                    shape = list(part.shape)
+                    shape[tiling.dim] = length
+                    output = part.new_empty(shape)
+                output.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin).copy_(part)
+        assert output is not None
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        (gradient,) = grad_outputs
+        tiling = ctx.tiling
+        value, *trained = ctx.saved_tensors
+        whole = None
+        if ctx.needs_input_grad[2]:
+            whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
+        sums: list[torch.Tensor | None] = [None] * len(trained)
+        for tile in tiling.tiles:
+            part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                result = tiling.run(tile, part)
+            wanted = [part, *trained] if whole is not None else trained
+            along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
+            found: list[torch.Tensor | None] = list(torch.autograd.grad(result, wanted, along, allow_unused=True))
+            del result
+            if whole is not None:
+                _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
+            _add(sums, found)
+        return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None:
+    if adds:
+        if found is not None:
+            place.add_(found)
+    elif found is None:
+        place.zero_()
+    else:
+        place.copy_(found)
+
+
+def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
+    """Adds to the sums in place, and lets go of what was added one by one."""
+    for number in range(len(sums)):
+        one, found[number] = found[number], None
+        total = sums[number]
+        if one is None:
+            continue
+        if total is not None:
+            total.add_(one)
+        else:
+            sums[number] = one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
+
+
+def _cast(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if total is None else total.to(parameter.dtype)
+
+
+def _autocast(device_type: str) -> dict[str, Any]:
+    """The autocast that is on now. Its cache is off: what it casts without gradients would be found by what needs them."""
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,
+    }

@@ -1,0 +1,120 @@
+"""Tiled tokens: a module that computes each token by itself is run on some tokens at a time, and again in its backward pass.
+
+The memory-centric tiling of Rajbhandari et al., "ZeRO-Infinity" (arXiv:2104.07857), section 5.1.3, along tokens instead of weights, as in Jacobs et
+al., "Arctic Long Sequence Training" (arXiv:2506.13996), for any module: what it makes on the way exists for one tile alone, even while its own
+backward pass runs, which checkpointing cannot have.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.innermost import module_of
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
+from tightfit.techniques.tiled_tokens_options import tiled_tokens_options
+from tightfit.techniques.token_proof import MixesTokens, check_token_wise
+
+# What is known to look at more than one token, to say so before anything runs.
+_MIXES = (
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RNNBase,
+    torch.nn.MultiheadAttention,
+)
+
+
+@final
+class TiledTokens(AbstractTechnique):
+    """Trades a second forward pass of a token-wise module, in small kernels, for all that it keeps and nearly all that it holds on the way."""
+
+    name = "tiled_tokens"
+    exact = True
+    exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """Per module some numbers of tiles, with and without a recomputed module around it."""
+        yield from tiled_tokens_options(self.name, tape, device)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
+        modules = [session.module(choice.where) for choice in chosen]
+        for choice, module in zip(chosen, modules, strict=True):
+            for name, part in module.named_modules():
+                if isinstance(part, _MIXES):
+                    raise ApplyError(
+                        f"{choice.where} contains {name or 'itself'}, a {type(part).__name__}, which mixes tokens; leave it out"
+                    )
+        for choice, module in zip(chosen, modules, strict=True):
+            session.wrap_forward(module, _Tiles(choice.where, choice.settings["num_tiles"]))
+
+
+class _Tiles:
+    """The code around the forward of one module."""
+
+    def __init__(self, where: str, num_tiles: int) -> None:
+        self._where = where
+        self._num_tiles = num_tiles
+        self._proved: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
+        return self
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else None
+        if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return forward(*args, **kwargs)
+        if any(isinstance(other, torch.Tensor) for other in (*args[1:], *kwargs.values())):
+            raise ApplyError(
+                f"{self._where} is called with more than one tensor, and tiled_tokens handles one; leave it out"
+            )
+        dim = _dimension(value, self._num_tiles)
+        if dim is None:
+            return forward(*args, **kwargs)
+        tiles = _cut(value.shape[dim], self._num_tiles)
+        module = module_of(forward)
+
+        def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
+            return forward(part, *args[1:], **kwargs)
+
+        tiling = Tiling(run=run, tiles=tiles, dim=dim, parameters=list(module.parameters()))
+        if self._proved.get(module) is not module.training:
+            self._prove(module, tiling, value)
+        return run_tiled(tiling, value)
+
+    def _prove(self, module: torch.nn.Module, tiling: Tiling, value: torch.Tensor) -> None:
+        tile = tiling.tiles[0]
+        part = tile.of(value.detach(), tiling.dim)
+        try:
+            check_token_wise(lambda part: tiling.run(tile, part), part, tiling.parameters, module.buffers())
+        except MixesTokens as error:
+            raise ApplyError(f"{self._where} cannot be run in tiles: {error}; leave it out") from None
+        self._proved[module] = module.training
+
+
+def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
+    """The first dimension that can be cut into as many tiles, or else the longest; None if there is none to cut with two tokens in a tile."""
+    leading = value.shape[:-1]
+    if math.prod(leading) < 2 * num_tiles:
+        return None
+    return next(
+        (dim for dim, size in enumerate(leading) if size >= 2 * num_tiles),
+        max(range(len(leading)), key=lambda d: leading[d]),
+    )
+
+
+def _cut(length: int, num_tiles: int) -> list[Tile]:
+    """`num_tiles` tiles of nearly the same length, or as many as there are places."""
+    num_tiles = min(num_tiles, length)
+    borders = [length * number // num_tiles for number in range(num_tiles + 1)]
+    return [Tile(begin=b, end=e, out_begin=b, out_end=e) for b, e in itertools.pairwise(borders)]

@@ -1,0 +1,254 @@
+"""Token-wise modules in tiles: the same training up to the order of sums, what they promise, and what is refused."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promised_peak, traced, train
+from torch import nn
+from torch.nn import functional
+
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.runtime.apply import apply_choices
+from tightfit.tape import Tape
+from tightfit.techniques.checkpointing import Checkpointing
+from tightfit.techniques.tiled_tokens import TiledTokens
+from tightfit.techniques.token_proof import MixesTokens, check_token_wise
+
+NAME = "tiled_tokens"
+# Sums over tokens are added up tile by tile.
+ORDER = {"rtol": 1e-5, "atol": 1e-6}
+torch.set_num_threads(1)
+
+
+class Gated(nn.Module):
+    """A gated feed-forward layer with a norm of its own, written by hand."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(tokens)
+        return self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.mlp = nn.LayerNorm(width), nn.Linear(width, 3 * width), Gated(width, inner)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.qkv(self.norm(tokens)).unsqueeze(1).chunk(3, dim=-1)
+        tokens = tokens + functional.scaled_dot_product_attention(queries, keys, values).squeeze(1)
+        return tokens + self.mlp(tokens)
+
+
+class Stack(nn.Module):
+    """Blocks in a list."""
+
+    def __init__(self, width: int = 8, inner: int = 32, num_layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, inner) for _ in range(num_layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return tokens
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    return model(torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+def workload(length: int = 4096) -> Iterator[torch.Tensor]:
+    """`Stack` on the virtual card, with long sequences and wide feed-forward layers."""
+    model = Stack(width=256, inner=2048, num_layers=3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        loss = model(torch.randn(1, length, 256, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+@pytest.mark.parametrize("num_tiles", [2, 4, 7])
+def test_training_is_the_same_up_to_the_order_of_sums(num_tiles):
+    choices = [choice(NAME, f"Stack.layers.{i}.mlp", num_tiles=num_tiles) for i in (0, 1)]
+    assert_same(train(Stack, loss_of), train(Stack, loss_of, choices), **ORDER)
+
+
+def test_it_works_inside_a_block_that_is_recomputed():
+    choices = [choice(NAME, "Stack.layers.0.mlp", num_tiles=4), choice("checkpointing", "Stack.layers.0")]
+    assert_same(train(Stack, loss_of), train(Stack, loss_of, choices), **ORDER)
+
+
+def test_frozen_parameters_and_inputs_without_gradients_are_left_without():
+    def frozen() -> nn.Module:
+        model = Stack(num_layers=1)
+        model.layers[0].mlp.gate.requires_grad_(False)
+        return model
+
+    plain, other = train(frozen, loss_of), train(frozen, loss_of, [choice(NAME, "Stack.layers.0.mlp", num_tiles=4)])
+    assert_same(plain, other, **ORDER)
+    assert "layers.0.mlp.gate.weight" not in other.gradients[0]
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_in_half_precision_weight_gradients_are_summed_in_float32(is_half):
+    kind = torch.bfloat16 if is_half else torch.float32
+    torch.manual_seed(0)
+    model = Gated(8, 32)
+    tokens = torch.randn(1, 512, 8)
+    model(tokens).sum().backward()
+    exact = model.gate.weight.grad.clone()
+    model.zero_grad()
+    rough = copy.deepcopy(model).to(kind)
+    with apply_choices([choice(NAME, "Gated", num_tiles=64)], rough, []):
+        rough(tokens.to(kind)).sum().backward()
+    assert rough.gate.weight.grad.dtype == kind
+    error = (rough.gate.weight.grad.float() - exact).norm() / exact.norm()
+    assert error < (2e-2 if is_half else 1e-6)
+
+
+def test_autocast_is_that_of_the_forward_pass():
+    def with_autocast(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = model(torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(step)))
+        assert result.dtype == torch.float32
+        return result.square().mean()
+
+    plain = train(Stack, with_autocast)
+    other = train(Stack, with_autocast, [choice(NAME, "Stack.layers.1.mlp", num_tiles=4)])
+    # Gradients of weights are rounded to bfloat16 once per tile.
+    assert_same(plain, other, rtol=0.05, atol=2e-3)
+
+
+def test_a_copy_of_the_model_trains_its_own_parameters_and_undo_leaves_nothing():
+    model = Stack(num_layers=1)
+    with apply_choices([choice(NAME, "Stack.layers.0.mlp", num_tiles=4)], model, []):
+        twin = copy.deepcopy(model)
+        loss_of(twin, 0).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert "forward" not in vars(model.layers[0].mlp)
+
+
+def _proved(module: nn.Module, *shape: int) -> None:
+    check_token_wise(module, torch.randn(*shape), list(module.parameters()), list(module.buffers()))
+
+
+class _Function(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.function(tokens * self.scale)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.gelu(x, approximate="tanh"),
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda x: functional.rms_norm(x, (8,)),
+        lambda x: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1),
+        lambda x: x.reshape(-1, 4, 2).transpose(1, 2).softmax(-1).reshape(x.shape),
+        lambda x: x + torch.arange(8.0),
+        lambda x: torch.where(x > 0, x, x.clamp(min=-1.0)),
+        lambda x: functional.linear(x, torch.eye(8)),
+    ],
+)
+def test_what_keeps_tokens_apart_is_proved(function):
+    _proved(_Function(function), 2, 5, 8)
+    _proved(_Function(function), 7, 8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(),
+        lambda x: x - x.mean(dim=1, keepdim=True),
+        lambda x: x.softmax(dim=1),
+        lambda x: x.flip(1),
+        lambda x: x.cumsum(1),
+        lambda x: x.roll(1, dims=1),
+        lambda x: x + torch.randn(5, 8),
+        lambda x: x + torch.arange(5.0)[:, None],
+        lambda x: x @ (x.transpose(1, 2) @ x),
+        lambda x: x.transpose(0, 1).reshape(2, 5, 8),
+        lambda x: functional.layer_norm(x, (5, 8)),
+        lambda x: functional.dropout(x, 0.5),
+        lambda x: x[:, :3],
+        lambda x: (x, x),
+        lambda x: x.select(0, 0).select(0, 0).select(0, 0).item() * x,
+        lambda x: functional.scaled_dot_product_attention(x, x, x),
+    ],
+)
+def test_what_may_mix_tokens_is_refused(function):
+    with pytest.raises(MixesTokens):
+        _proved(_Function(function), 2, 5, 8)
+
+
+def test_gradients_that_go_elsewhere_are_refused():
+    other = torch.ones(8, requires_grad=True)
+    with pytest.raises(MixesTokens, match="what is not its own"):
+        _proved(_Function(lambda x: x * other), 2, 5, 8)
+
+
+def test_running_statistics_are_refused():
+    with pytest.raises(MixesTokens):
+        _proved(nn.BatchNorm1d(8), 6, 8)
+
+
+def test_refusals_are_one_clear_line():
+    model = nn.Sequential(nn.Conv1d(4, 4, 1))
+    with pytest.raises(ApplyError, match="contains 0, a Conv1d, which mixes tokens; leave it out"):
+        apply_choices([choice(NAME, "Sequential", num_tiles=2)], model, [])
+    dropout = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    with (
+        apply_choices([choice(NAME, "Sequential", num_tiles=2)], dropout, []),
+        pytest.raises(ApplyError, match=r"Sequential cannot be run in tiles: .* random"),
+    ):
+        dropout(torch.randn(1, 16, 8))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tape:
+    return traced(__file__, "workload")
+
+
+def test_the_traced_saving_is_the_promised_one(plain):
+    options = [
+        o
+        for o in TiledTokens().options(plain, find(DEVICE))
+        if o.settings == {"num_tiles": 4} and o.where.endswith("mlp")
+    ]
+    assert len(options) == 3
+    before, after = levels(plain).max(), levels(traced(__file__, "workload", options)).max()
+    assert before - after > 0.5 * before
+    assert before - promised_peak(plain, options) == pytest.approx(before - after, rel=TiledTokens.tolerance)
+
+
+def test_tiles_save_what_checkpointing_alone_cannot(plain):
+    blocks = [o for o in Checkpointing().options(plain, find(DEVICE)) if o.where[:-1].endswith("layers.")]
+    tiles = [
+        o
+        for o in TiledTokens().options(plain, find(DEVICE))
+        if o.settings == {"num_tiles": 16, "recomputed": True} and o.where.endswith("mlp")
+    ]
+    assert not any(a.slots & b.slots for a in blocks for b in tiles)
+    alone = levels(traced(__file__, "workload", blocks)).max()
+    both = levels(traced(__file__, "workload", [*blocks, *tiles])).max()
+    assert both < 0.6 * alone
+    before = levels(plain).max()
+    assert before - promised_peak(plain, [*blocks, *tiles]) == pytest.approx(before - both, rel=TiledTokens.tolerance)
