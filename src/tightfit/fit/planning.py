@@ -24,9 +24,9 @@ from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 from tightfit.techniques.catalogue import techniques
 
-MAX_CORRECTIONS = 4
+MAX_CORRECTIONS = 6
 # Room of less than this share of the budget is not worth another trace.
-_WORTH_ANOTHER_TRY = 0.03
+_WORTH_ANOTHER_TRY = 0.02
 SOLVER_SECONDS = 10.0
 
 
@@ -62,6 +62,40 @@ class Found:
     solution: Solution | None
     forbidden: tuple[Option, ...]
     refused: tuple[tuple[str, str], ...]
+
+
+class Limits:
+    """What the solver is given as its limit, until the trace of its answer just fits `budget_bytes`.
+
+    By how much a trace holds more than was promised depends on the choices, so one correction may overshoot: the next limit always lies between
+    the largest whose answer has fitted and the smallest whose answer has not.
+    """
+
+    def __init__(self, *, budget_bytes: int, limit: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.limit = limit
+        self._fitted: int | None = None
+        self._exceeded: int | None = None
+
+    def narrow(self, *, promised: int, traced: int) -> bool:
+        """Takes in the trace of the answer to the present limit; whether another limit is worth a try."""
+        room = self.budget_bytes - traced
+        if room >= 0:
+            self._fitted = self.limit
+        else:
+            self._exceeded = self.limit
+        if 0 <= room <= _WORTH_ANOTHER_TRY * self.budget_bytes:
+            return False
+        following = promised + room
+        if self._fitted is not None and self._exceeded is not None:
+            if self._exceeded - self._fitted < _WORTH_ANOTHER_TRY * self.budget_bytes / 4:
+                return False
+            if not self._fitted < following < self._exceeded:
+                following = (self._fitted + self._exceeded) // 2
+        elif (following <= self.limit) == (room >= 0):
+            following = self.limit + room
+        self.limit = following
+        return True
 
 
 class Search:
@@ -153,26 +187,24 @@ class Search:
             return None
         settings = [o for o in self._options(trial.tape) if o.alloc_conf]
         variant = self._variant(trial)
-        limit = self.budget_bytes - variant.gap_bytes
+        limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
         best: tuple[Trial, Variant, Solution] | None = None
-        seen: set[tuple[int, ...]] = set()
-        for _ in range(MAX_CORRECTIONS):
-            solution = self._solve(variant.problem, limit)
-            if solution.chosen in seen:
-                break
-            seen.add(solution.chosen)
-            made = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+        made_of: dict[tuple[int, ...], Trial] = {}
+        while len(made_of) < MAX_CORRECTIONS:
+            solution = self._solve(variant.problem, limits.limit)
+            made = made_of.get(solution.chosen)
             if made is None:
-                variant, seen = self._variant(trial), set()
-                continue
-            made = self._with_best_settings(made, settings)
-            best = self._better(best, (made, variant, solution))
-            excess = made.high_bytes - self.budget_bytes
-            if excess > 0 and not solution.fits:
+                made = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+                if made is None:
+                    variant, made_of = self._variant(trial), {}
+                    continue
+                made = made_of[solution.chosen] = self._with_best_settings(made, settings)
+                best = self._better(best, (made, variant, solution))
+            fits = self._fits(made)
+            if (fits and not solution.chosen) or not (fits or solution.fits):
                 break
-            if -_WORTH_ANOTHER_TRY * self.budget_bytes < excess <= 0 or (excess <= 0 and not solution.chosen):
+            if not limits.narrow(promised=solution.peak_bytes, traced=made.high_bytes):
                 break
-            limit -= excess
         return best
 
     def _solve(self, problem: Problem, limit: int) -> Solution:

@@ -1,5 +1,6 @@
 """Plans as the library hands them out, and as text: the answer, what is chosen and what each choice is worth, what else was close."""
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +20,9 @@ _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-fam
 _NUM_ASSUMPTIONS = 4
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(plain.Plan):
     """The fastest combination of techniques that fits; prints itself in full with rich and in a notebook."""
-
-    __slots__ = ()
 
     def explain(self) -> str:
         """Why this plan, in a few sentences."""
