@@ -24,7 +24,9 @@ from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 from tightfit.techniques.catalogue import techniques
 
+# Traces and limits of one search: a limit whose answer was traced before costs no trace.
 MAX_CORRECTIONS = 6
+MAX_LIMITS = 16
 # Room of less than this share of the budget is not worth another trace.
 _WORTH_ANOTHER_TRY = 0.02
 SOLVER_SECONDS = 10.0
@@ -190,7 +192,9 @@ class Search:
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
         best: tuple[Trial, Variant, Solution] | None = None
         made_of: dict[tuple[int, ...], Trial] = {}
-        while len(made_of) < MAX_CORRECTIONS:
+        for _ in range(MAX_LIMITS):
+            if len(made_of) == MAX_CORRECTIONS:
+                break
             solution = self._solve(variant.problem, limits.limit)
             made = made_of.get(solution.chosen)
             if made is None:
@@ -208,14 +212,16 @@ class Search:
         return best
 
     def _solve(self, problem: Problem, limit: int) -> Solution:
+        """The fastest choice within `limit`, or, said not to fit, the fastest of those that hold least."""
         solution = solve(problem, limit, time_limit_seconds=SOLVER_SECONDS)
-        if not solution.fits:
-            solution = least(problem, time_limit_seconds=SOLVER_SECONDS)
-            faults = validate(problem, solution, solution.peak_bytes)
-        else:
+        if solution.fits:
             faults = validate(problem, solution, limit)
+            assert not faults, faults
+            return solution
+        smallest = least(problem, time_limit_seconds=SOLVER_SECONDS)
+        faults = validate(problem, smallest, smallest.peak_bytes)
         assert not faults, faults
-        return solution
+        return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
 
     def _try(self, options: Sequence[Option]) -> Trial | None:
         """The trial with `options`; None, with the technique that is to blame refused from now on, if the workload does not run with them."""
