@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-MAX_INTEGER_BYTES = 1 << 16
+MAX_INTEGER_BYTES = 1 << 20  # the padding mask of 128k tokens
 MAX_FLOAT_BYTES = 1 << 10
 
 _UNRUNNABLE = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)

@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from tightfit.capture import graphs, legacy, one_card, saving, shapes
+from tightfit.capture import graphs, legacy, libraries, one_card, saving, shapes
 from tightfit.capture.kernels import flex
 from tightfit.capture.replacing import replace
 from tightfit.capture.streams import VirtualStream
@@ -39,6 +39,7 @@ def install(gpu: VirtualGpu) -> None:
     graphs.install()
     one_card.install()
     shapes.install()
+    libraries.install()
     # The fused kernel of `nn.TransformerEncoderLayer` in evaluation works on nested tensors, which have no fake ones.
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_only_lift_cpu_tensors(True)

@@ -1,0 +1,65 @@
+"""What other libraries ask to find out whether tensors are fake, and are answered as on a card. None is imported for it.
+
+A library that a workload imports is met at its import: when the module that asks has run, its question gets our answer. Where a release has no
+such question there is nothing to answer. `tests/cpu/test_libraries.py` names what is relied on.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def _no(_tensor: object) -> bool:
+    return False
+
+
+# transformers 5 builds a causal mask for fake tensors, since it cannot read them, where it leaves it to the attention kernel on a card.
+ANSWERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "transformers.utils.import_utils": {"is_fake_tensor": _no},
+}
+
+
+def install() -> None:
+    """Answers in the modules that are loaded, and in the others when they are."""
+    for name in ANSWERS:
+        if name in sys.modules:
+            _answer(sys.modules[name])
+    sys.meta_path.insert(0, _Finder())
+
+
+def _answer(module: types.ModuleType) -> None:
+    for name, answer in ANSWERS[module.__name__].items():
+        if hasattr(module, name):
+            setattr(module, name, answer)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Leaves the finding to the others, and has the module answered for when it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in ANSWERS:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            _answer_after(spec.loader)
+        return spec
+
+
+def _answer_after(loader: importlib.abc.Loader) -> None:
+    run = loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        run(module)
+        _answer(module)
+
+    setattr(loader, "exec_module", exec_module)  # noqa: B010 - of this one loader, which is of this one module

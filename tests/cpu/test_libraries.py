@@ -1,0 +1,90 @@
+"""Libraries that ask whether a tensor is a fake one are answered as on a card, and only if the workload imports them."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from tightfit.capture import libraries
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.trace import trace
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+DECODER = '''
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def decoder():
+    """A decoder whose batch is not padded, on a machine where only the kernel that takes no mask is allowed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=99
+    )
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    tokens = torch.ones(2, 16, dtype=torch.int64, device="cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        while True:
+            loss = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+            loss.backward()
+            yield
+
+
+def padded():
+    """A large batch of it, but the first token of one row is padding, so that the mask is needed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=99
+    )
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    tokens = torch.ones(32, 512, dtype=torch.int64)
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    while True:
+        model(input_ids=tokens.cuda(), attention_mask=mask.cuda(), labels=tokens.cuda()).loss.backward()
+        yield
+
+
+def plain():
+    model = torch.nn.Linear(4, 4).cuda()
+    while True:
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        yield
+'''
+
+
+def traced(function: str, folder: Path):
+    (folder / "workload.py").write_text(DECODER)
+    target = GeneratorFunction(location=str(folder / "workload.py"), function=function, parameters={})
+    return trace(target, label=function, device="A100 80GB", num_steps=1).tape
+
+
+def operators(tape) -> set[str]:
+    return {tape.strings[name] for name in tape.operators.name}
+
+
+def test_transformers_asks_what_is_answered():
+    from transformers.masking_utils import is_tracing
+    from transformers.utils import import_utils
+
+    assert set(libraries.ANSWERS) == {import_utils.__name__}
+    assert set(libraries.ANSWERS[import_utils.__name__]) == {"is_fake_tensor"}
+    assert "is_fake_tensor(tensor)" in inspect.getsource(is_tracing)
+    assert is_tracing.__globals__ is vars(import_utils)
+
+
+def test_a_decoder_without_padding_has_no_causal_mask(tmp_path):
+    assert "aten._scaled_dot_product_flash_attention" in operators(traced("decoder", tmp_path))
+
+
+def test_a_decoder_with_padding_has_one(tmp_path):
+    names = operators(traced("padded", tmp_path))
+    assert "aten._scaled_dot_product_flash_attention" not in names
+    assert "aten._scaled_dot_product_efficient_attention" in names
+
+
+def test_what_is_not_imported_is_left_alone(tmp_path):
+    assert "transformers" not in traced("plain", tmp_path).versions
