@@ -65,10 +65,16 @@ class StepWatch:
             self._watch_leaves(args[0])
             self._settle_forward()
             recorder.phase = Phase.BACKWARD
+            # A module may run parts of its forward backwards before it returns; what runs then is not its own but that of the parts.
+            modules = self.gpu.attribution.modules
+            around = modules[:]
+            modules.clear()
             try:
                 return run_backward(*args, **kwargs)
             finally:
-                recorder.phase = Phase.OPTIMIZER if outer == Phase.OPTIMIZER else Phase.OTHER
+                modules[:] = around
+                goes_on = outer == Phase.OPTIMIZER or (outer == Phase.FORWARD and bool(around))
+                recorder.phase = outer if goes_on else Phase.OTHER
                 self._first_operator = recorder.num_operators
                 self.gpu.attribution.forget_graph()
                 self._mark_gradients()
