@@ -16,6 +16,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
     "tightfit.techniques.tiled_tokens:TiledTokens",
+    "tightfit.techniques.tiled_convolutions:TiledConvolutions",
     "tightfit.techniques.sequential_checkpointing:SequentialCheckpointing",
     "tightfit.techniques.autocast:Autocast",
     "tightfit.techniques.pure_bf16:PureBf16",

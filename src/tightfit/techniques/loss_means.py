@@ -1,0 +1,165 @@
+"""Watches a forward for what decides whether a batch can be split: which loss it ends in and what that averages over, batch norm, randomness.
+
+A mean over a batch is the mean of its parts' means, each weighted by how many terms it has. How many is read off the call of the loss function
+itself, so that nothing is assumed about labels: targets that are ignored, class weights and `reduction="sum"` count as that call has them.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tightfit.errors import ApplyError
+
+# Means over classes that have an index to ignore, and means over all elements.
+_OF_CLASSES = {functional.cross_entropy, functional.nll_loss}
+_OF_ELEMENTS = {
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+}
+# What may stand between the loss function and the loss that a model returns: a scale that all parts share, a cast.
+_SCALES = frozenset({"DivBackward0", "MulBackward0", "ToCopyBackward0"})
+_DRAWS = frozenset(
+    {
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
+        *("multinomial", "normal", "normal_", "uniform_", "exponential_", "native_dropout", "gumbel_softmax"),
+    }
+)
+_DROPOUTS = frozenset(
+    {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One call of a loss function: its result, the number of terms that it is the mean of (None: it is a sum), and how many there could be."""
+
+    loss: torch.Tensor
+    num_terms: torch.Tensor | int | None
+    most_terms: int
+    is_contrastive: bool
+
+
+class Watch(TorchFunctionMode):
+    """Keeps the losses that are computed while it is active.
+
+    Raises:
+        ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
+    """
+
+    def __init__(self, num_examples: int, *, allows_randomness: bool) -> None:
+        super().__init__()
+        self.terms: list[Term] = []
+        self._num_examples = num_examples
+        self._allows_randomness = allows_randomness
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("batch_norm", "instance_norm") and uses_batch_statistics(func, args, kwargs):
+            raise ApplyError(
+                "a batch norm in training takes its statistics from the whole batch, which parts of it do not have; leave micro_batches out"
+            )
+        if not self._allows_randomness and draws_random_numbers(func, args, kwargs):
+            raise ApplyError(
+                f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
+            )
+        result = func(*args, **kwargs)
+        if func in _OF_CLASSES or func in _OF_ELEMENTS:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any) -> None:
+        call = _bound(func, args, kwargs)
+        has_old_arguments = call.get("size_average") is not None or call.get("reduce") is not None
+        if has_old_arguments or call["reduction"] not in ("mean", "sum"):
+            return
+        scores, target = call["input"], call["target"]
+        is_contrastive = (
+            func in _OF_CLASSES and scores.dim() == 2 and tuple(scores.shape) == (self._num_examples,) * 2
+        ) and self._num_examples > 1
+        num_terms: torch.Tensor | int | None = None
+        if call["reduction"] == "mean" and func in _OF_ELEMENTS:
+            num_terms = torch.broadcast_shapes(scores.shape, target.shape).numel()
+        elif call["reduction"] == "mean":
+            num_terms = _num_targets(scores, target, call["weight"], call["ignore_index"])
+        self.terms.append(
+            Term(
+                loss=loss,
+                num_terms=num_terms,
+                most_terms=max(1, target.numel()),
+                is_contrastive=is_contrastive,
+            )
+        )
+
+    def index_of(self, loss: torch.Tensor) -> int:
+        """Which of the terms `loss` is, up to a scale.
+
+        Raises:
+            ApplyError: it is none, or one that compares the examples of a batch with each other.
+        """
+        node = loss.grad_fn
+        known = {term.loss.grad_fn: index for index, term in enumerate(self.terms)}
+        while node is not None and node not in known:
+            inner = [following for following, _ in node.next_functions if following is not None]
+            node = inner[0] if node.name() in _SCALES and len(inner) == 1 else None
+        if node is None:
+            raise ApplyError(
+                "the loss that the model returns is not one mean or sum over the batch (of cross_entropy, mse_loss and the like), so parts "
+                "of the batch could give another one; leave micro_batches out"
+            )
+        if self.terms[known[node]].is_contrastive:
+            raise ApplyError(
+                "the loss has as many classes as the batch has examples: it compares them with each other, and parts of the batch would "
+                "give another one; leave micro_batches out"
+            )
+        return known[node]
+
+
+def _num_targets(
+    scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor | int:
+    """What `cross_entropy` divides by where it takes the mean."""
+    if target.is_floating_point():
+        return scores.numel() // scores.shape[min(1, scores.dim() - 1)]
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return (weight[target.clamp(0, len(weight) - 1)] * counts).sum()
+
+
+def uses_batch_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `batch_norm` or `instance_norm` depends on what else is in the batch, or leaves that behind in running statistics."""
+    if func is functional.batch_norm:
+        return bool(_bound(func, args, kwargs)["training"])
+    if func is functional.instance_norm:
+        call = _bound(func, args, kwargs)
+        return bool(call["use_input_stats"]) and call["running_mean"] is not None
+    return False
+
+
+def draws_random_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch takes numbers from a generator."""
+    name = getattr(func, "__name__", "")
+    if name == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if name in _DROPOUTS:
+        rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        return bool(rate) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
+    return name in _DRAWS
+
+
+def _bound(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    call = inspect.signature(func).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments

@@ -1,0 +1,221 @@
+"""Micro-batches: the gradient of the whole batch from its parts, or a reason why not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.cpu import micro_batch_models as models
+from tests.cpu.micro_batch_models import numbers_of, tokens_of
+from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, levels, traced, train
+
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.micro_batches import MicroBatches
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+BATCH = 5  # no number of parts divides it
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    """So that a wrong weight is told from rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def parts(num_parts: int, *, draws_anew: bool = False):
+    return [choice("micro_batches", "batch", num_parts=num_parts, draws_anew=draws_anew)]
+
+
+def train_tokens(num_parts: int, **settings: object) -> Trained:
+    chosen = parts(num_parts) if num_parts > 1 else ()
+    return train(lambda: models.Tokens(**settings), lambda model, step: model(*tokens_of(step, BATCH))[1], chosen)
+
+
+def train_numbers(kind: type[torch.nn.Module], num_parts: int, **settings: object) -> Trained:
+    chosen = parts(num_parts) if num_parts > 1 else ()
+    return train(lambda: kind(**settings), lambda model, step: model(*numbers_of(step, BATCH)), chosen)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4, 8])
+@pytest.mark.parametrize("settings", [{}, {"weighted": True}, {"smoothing": 0.1}, {"weighted": True, "smoothing": 0.1}])
+def test_a_mean_over_the_targets_that_count(num_parts: int, settings: dict[str, object]) -> None:
+    assert_same(train_tokens(1, **settings), train_tokens(num_parts, **settings), **CLOSE)
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+@pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"reduction": "sum", "scale": 7.0}, {"scale": 3.0}])
+def test_means_and_sums_over_numbers(num_parts: int, settings: dict[str, object]) -> None:
+    assert_same(
+        train_numbers(models.Regression, 1, **settings),
+        train_numbers(models.Regression, num_parts, **settings),
+        **CLOSE,
+    )
+
+
+def _llama(loss_kwargs: dict[str, object], chosen=()) -> Trained:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=31, use_cache=True
+    )
+
+    def loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+        tokens, targets = tokens_of(step, BATCH)
+        labels = tokens.masked_fill(targets == -1, -100)
+        return model(input_ids=tokens, labels=labels, attention_mask=torch.ones_like(tokens), **loss_kwargs).loss / 2
+
+    return train(lambda: LlamaForCausalLM(config), loss, chosen)
+
+
+@pytest.mark.parametrize("loss_kwargs", [{}, {"num_items_in_batch": torch.tensor(17)}])
+def test_a_decoder_of_hugging_face_with_labels_that_are_ignored(loss_kwargs: dict[str, object]) -> None:
+    # Its logits are float32 whatever the weights are.
+    assert_same(_llama(loss_kwargs), _llama(loss_kwargs, parts(2)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (models.Normalised, "batch norm in training"),
+        (models.Dropped, "dropout draws random numbers"),
+        (models.Contrastive, "as many classes as the batch has examples"),
+        (models.Centred, "depends on what else is in the batch"),
+        (models.Balanced, "not one mean or sum"),
+        (models.Counting, "changes the buffer count"),
+    ],
+)
+def test_what_parts_cannot_stand_for_is_refused_with_the_reason(kind: type[torch.nn.Module], reason: str) -> None:
+    with pytest.raises(ApplyError, match=reason):
+        train_numbers(kind, 2)
+
+
+def test_dropout_is_taken_where_it_is_allowed() -> None:
+    other = train(models.Dropped, lambda m, step: m(*numbers_of(step, BATCH)), parts(2, draws_anew=True))
+    plain = train_numbers(models.Dropped, 1)
+    assert other.losses != plain.losses
+    assert other.losses == pytest.approx(plain.losses, rel=0.3)
+
+
+def test_a_frozen_batch_norm_is_none() -> None:
+    def frozen() -> torch.nn.Module:
+        model = models.Normalised()
+        model.norm.eval()
+        return model
+
+    def loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+        return model(*numbers_of(step, BATCH))
+
+    assert_same(train(frozen, loss), train(frozen, loss, parts(2)), **CLOSE)
+
+
+def _applied(model: torch.nn.Module, num_parts: int = 2):
+    return apply_choices(parts(num_parts), model, [torch.optim.SGD(model.parameters())])
+
+
+def test_gradients_that_are_there_already_are_added_to_once() -> None:
+    plain, split = models.Regression(), models.Regression()
+    split.load_state_dict(plain.state_dict())
+    with _applied(split):
+        for model in (plain, split):
+            for step in range(3):
+                (model(*numbers_of(step, BATCH)) * 4).backward()
+    for expected, found in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, **CLOSE)
+
+
+def test_two_losses_of_one_model_in_one_backward_pass() -> None:
+    plain, split = models.Regression(), models.Regression()
+    split.load_state_dict(plain.state_dict())
+    with _applied(split):
+        for model in (plain, split):
+            (model(*numbers_of(0, BATCH)) + 3 * model(*numbers_of(1, 4))).backward()
+    for expected, found in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, **CLOSE)
+
+
+def test_small_outputs_are_put_together_and_have_no_gradients_of_their_own() -> None:
+    model = models.Tokens()
+    tokens, targets = tokens_of(0, BATCH)
+    expected = model(tokens, targets)[0]
+    with _applied(model):
+        logits, loss = model(tokens, targets)
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        with pytest.raises(ApplyError, match="a loss of its own"):
+            (loss + logits.square().mean()).backward()
+
+
+def test_large_outputs_are_left_out_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.techniques.split_forward.SMALL_OUTPUT_BYTES", 64)
+    model = models.Tokens()
+    with _applied(model):
+        logits, loss = model(*tokens_of(0, BATCH))
+        loss.backward()
+        for use in (lambda: logits.shape, lambda: logits[0], lambda: torch.argmax(logits, dim=-1)):
+            with pytest.raises(ApplyError, match="the output 0 of the model"):
+                use()
+
+
+def test_without_gradients_the_batch_stays_whole() -> None:
+    model = models.Tokens()
+    with _applied(model) as session, torch.no_grad():
+        logits, loss = model(tokens_of(0, BATCH)[0])
+        assert logits.shape == (BATCH, 7, 11)
+        assert loss is None
+        assert not session.statistics
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    values, target = numbers_of(0, 1)
+    model = models.Regression()
+    with _applied(model), pytest.raises(ApplyError, match="one example"):
+        model(values, target)
+    values, target = numbers_of(0, 4)
+    with _applied(model), pytest.raises(ApplyError, match="wants a gradient of its own"):
+        model(values.requires_grad_(), target)
+    hook = model.body.layers[0][0].weight.register_hook(lambda gradient: gradient)
+    with _applied(model), pytest.raises(ApplyError, match="hook on its gradient"):
+        model(values.detach(), target)
+    hook.remove()
+    with _applied(model), torch.autocast("cpu", torch.float16), pytest.raises(ApplyError, match="GradScaler"):
+        model(values.detach(), target)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_autocast_around_the_model() -> None:
+    torch.set_default_dtype(torch.float32)
+
+    def loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*tokens_of(step, BATCH))[1]
+
+    assert_same(train(models.Tokens, loss), train(models.Tokens, loss, parts(2)), rtol=5e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("workload", ["large", "causal"])
+def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
+    plain = traced(models.__file__, workload)
+    options = list(MicroBatches().options(plain, find(DEVICE)))
+    assert [option.settings["num_parts"] for option in options] == [2, 4, 8]
+    before = int(levels(plain).max())
+    for option in options[1:2]:
+        found = int(levels(traced(models.__file__, workload, [option])).max())
+        promised = int((levels(plain) + _by_event(option, len(plain.events))).max())
+        assert found < before
+        assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
+
+
+def _by_event(option, num_events: int):
+    total = torch.zeros(num_events, dtype=torch.int64)
+    for change in option.changes:
+        total[change.begin : change.end] += change.num_bytes
+    return total.numpy()
+
+
+def test_a_contrastive_loss_is_refused_on_the_virtual_card() -> None:
+    plain = traced(models.__file__, "contrastive")
+    option = next(iter(MicroBatches().options(plain, find(DEVICE))))
+    with pytest.raises(ApplyError, match="as many classes"):
+        traced(models.__file__, "contrastive", [option])
