@@ -63,8 +63,21 @@ def _gru_cell_backward(
         return (*gates, torch.empty_like(gradient), *biases)
 
 
+# aten/src/ATen/native/cuda/Fused{Sgd,Adam,AdamW,Adagrad}Kernel.cu write to the lists they are given and return nothing. torch has a rule for Adam
+# and AdamW alone, and none where the learning rate is a tensor.
+_FUSED_OPTIMIZERS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+
+
+def _updates_in_place(_fake_mode: FakeTensorMode, _operator: Any, *_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
 def install() -> None:
     """Registers the rules for fake tensors of this process."""
+    for name in _FUSED_OPTIMIZERS:
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            register_op_impl(getattr(packet, overload))(_updates_in_place)
     register_op_impl(aten._grouped_mm.default)(_grouped_mm)
     register_op_impl(aten._thnn_fused_gru_cell.default)(_gru_cell)
     register_op_impl(aten._thnn_fused_gru_cell_backward.default)(_gru_cell_backward)

@@ -145,6 +145,18 @@ def a_gradient_scaler_skips_no_step():
         scaler.load_state_dict(scaler.state_dict())
 
 
+def fused_optimizers_of_any_size_take_a_scaler_and_a_rate_on_the_card():
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        for rate in (0.1, torch.tensor(0.1, device="cuda")):
+            model = nn.Linear(24_000, 24_000, bias=False, device="cuda")
+            optimizer = kind(model.parameters(), lr=rate, fused=True)
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(model(torch.ones(1, 24_000, device="cuda")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            del model, optimizer
+
+
 def _old_scaler():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
