@@ -81,10 +81,10 @@ def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | No
 
 def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
     from tightfit.fit.plan import run_virtually
-    from tightfit.runtime.run import what_was_done
+    from tightfit.runtime.run import figures, put_on
 
-    estimate, roots = run_virtually(plan, script, arguments)
-    for line in what_was_done(plan, " and ".join(roots)):
+    estimate, models = run_virtually(plan, script, arguments)
+    for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan)]:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]
     print(

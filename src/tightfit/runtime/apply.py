@@ -1,14 +1,16 @@
 """Puts a plan on a live model and its optimizers, all of it or nothing, on the virtual GPU and on a real one alike."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice, Plan
+from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
+from tightfit.techniques.forwards import WrappedForward
 from tightfit.techniques.session import Session
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -17,22 +19,24 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Session:
     """The session of `model` and its optimizers with `plan` on it; `session.undo()` takes it off again.
 
+    `model` is what the program calls; what torch.compile returned stands for the model inside. For a plan of several models, each is given
+    with its own optimizers.
+
     Raises:
         ApplyError: the plan was made for another model, or cannot be put on this one. Nothing has been changed then. It is also raised by the
-            first step, if its inputs are larger than those that the plan was made for.
+            first forward with gradients, if its inputs are larger than those that the plan was made for.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    planned = {root["class"]: root for root in plan.model.get("roots", ())}
-    name = type(model).__name__
-    if planned and name not in planned:
-        raise ApplyError(f"the plan is for {' and '.join(planned)}, and this model is a {name}; make a plan for it")
-    if planned and planned[name]["num_parameters"] != num_parameters(model):
-        raise ApplyError(
-            f"the plan is for a {name} of {planned[name]['num_parameters']:,} parameters, and this one has {num_parameters(model):,}; make a plan for it"
-        )
-    session = apply_choices(choices_for(plan.choices, name, is_only=len(planned) <= 1), model, optimizers)
-    if planned:
-        check_inputs(session, planned[name]["inputs"])
+    model = innermost(model)
+    optimizers = [_own(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
+    if has_plan(model):
+        raise ApplyError(f"there is a plan on this {type(model).__name__} already; undo its session first")
+    held = {id(p) for p in model.parameters()}
+    for each in optimizers:
+        if not any(id(p) in held for group in each.param_groups for p in group["params"]):
+            raise ApplyError(f"the {type(each).__name__} holds no parameter of this {type(model).__name__}")
+    planned = planned_for(plan.model.get("roots", ()), model)
+    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers)
+    watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2))
     return session
 
 
@@ -58,9 +62,48 @@ def apply_choices(
     return session
 
 
-def choices_for(choices: Iterable[Choice], root: str, *, is_only: bool) -> list[Choice]:
-    """The choices that concern the model whose class is `root`: those inside it, and those that name no module, if it is the only one."""
-    return [c for c in choices if _root(c.where) == root or (is_only and not is_module(c.where))]
+def choices_for(choices: Iterable[Choice], model: torch.nn.Module, *, is_first: bool) -> list[Choice]:
+    """The choices that concern `model`: those inside it, and those that name no module, if it is the first with its optimizers."""
+    name = type(model).__name__
+    return [c for c in choices if root_of(c.where) == name or (is_first and not is_module(c.where))]
+
+
+def planned_for(roots: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> Inputs | None:
+    """The inputs that a plan with these roots was made for; None if the plan knows of no model.
+
+    Raises:
+        ApplyError: the plan is for other models.
+    """
+    if not roots:
+        return None
+    name, count = type(model).__name__, num_parameters(model)
+    alike = [root for root in roots if root["class"] == name]
+    if not alike:
+        planned = " and ".join(dict.fromkeys(root["class"] for root in roots))
+        raise ApplyError(f"the plan is for a {planned}, and this model is a {name}; make a plan for it")
+    for root in alike:
+        if root["num_parameters"] == count:
+            return Inputs.of_root(root)
+    raise ApplyError(
+        f"the plan is for a {name} of {alike[0]['num_parameters']:,} parameters, and this one has {count:,}; make a plan for it"
+    )
+
+
+def watch_inputs(session: Session, planned: Inputs | None, tell: Tell) -> InputCheck:
+    """Has the model of `session` compare its inputs with those of the plan, and keep the session."""
+    check = InputCheck(session, planned, tell)
+    session.wrap_forward(session.model, check)
+    return check
+
+
+def has_plan(model: torch.nn.Module) -> bool:
+    """Whether a session is on the model."""
+    forward = vars(model).get("forward")
+    while isinstance(forward, WrappedForward):
+        if isinstance(forward.around, InputCheck):
+            return True
+        forward = forward.previous
+    return False
 
 
 def is_module(where: str) -> bool:
@@ -68,7 +111,8 @@ def is_module(where: str) -> bool:
     return not where.islower() or "." in where
 
 
-def _root(where: str) -> str:
+def root_of(where: str) -> str:
+    """The class of the model that a place lies in."""
     return where.partition(".")[0]
 
 
@@ -77,32 +121,15 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def input_shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The shapes of the tensors among the arguments of a call, by position or name."""
-    named = [*enumerate(args), *kwargs.items()]
-    return {str(name): list(value.shape) for name, value in named if isinstance(value, torch.Tensor)}
+def innermost(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that torch.compile was given, for what it returned."""
+    while isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), torch.nn.Module):
+        model = inner
+    return model
 
 
-def check_inputs(session: Session, planned: Mapping[str, Sequence[int]]) -> None:
-    """Has the first forward with gradients refuse inputs that are larger than those of the plan."""
-
-    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _refuse_larger(planned, input_shapes(args, kwargs))
-        return forward(*args, **kwargs)
-
-    session.wrap_forward(session.model, around)
-
-
-def _refuse_larger(planned: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
-    elements = functools.partial(functools.reduce, lambda product, size: product * size)
-    for name, shape in found.items():
-        known = planned.get(name)
-        if known is not None and elements(shape, 1) > elements(known, 1):
-            raise ApplyError(
-                f"input {name} is {_shape(shape)}, larger than the {_shape(known)} that the plan was made for; make a plan for this batch"
-            )
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a scalar"
+def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of torch inside of what Accelerate or Lightning put around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer

@@ -1,11 +1,14 @@
 """Puts a plan on a program that knows nothing of it: waits until its model and optimizers are there, and applies just before the first forward.
 
-Two entry points of torch are watched, `Optimizer.__init__` and `Module.__call__`. The outermost module that is called with gradients and has
-parameters to train is a root; a program may have several (a generator and a discriminator), and each gets the choices that name its class.
-The same code runs in a capture on the virtual GPU (`prepare`) and in a real run (`tightfit run`).
+Two entry points of torch are watched, `Optimizer.__init__` and, while there is something to wait for, `Module.__call__`. The outermost module
+that is called with gradients and has parameters to train is a root; a program may have several (a generator and a discriminator), and each gets
+the choices that name its class. Choices that name no module concern optimizers, and go to the first root that each optimizer is seen with. An
+optimizer that comes later, or in place of another, has its root's session made anew before the next forward. Models that the program drops are
+not kept. The same code runs in a capture on the virtual GPU (`prepare`) and in a real run (`tightfit run`).
 """
 
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,24 +17,45 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
-from tightfit.runtime.apply import apply_choices, check_inputs, choices_for, input_shapes, is_module, num_parameters
+from tightfit.runtime.apply import (
+    apply_choices,
+    choices_for,
+    innermost,
+    is_module,
+    num_parameters,
+    planned_for,
+    root_of,
+    watch_inputs,
+)
+from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
 from tightfit.techniques.session import Session
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Root:
-    """A model of the program: its class, the elements of its parameters, the shapes of the inputs of its first step."""
+    """A model of the program: its class, the elements of its parameters, its inputs, and what its session has to say."""
 
     name: str
     num_parameters: int
-    inputs: Mapping[str, Sequence[int]]
-    session: Session
+    inputs: Inputs
+    notes: list[str]
+    statistics: Mapping[str, int]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Live:
+    """What was put on a model that the program still has. Its session is kept by the model's own forward, and not here."""
+
+    root: Root
+    choices: list[Choice]
+    planned: Inputs | None
+    check: weakref.ref[InputCheck]
 
 
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
-    `on_apply` is called with each session, before the forward that it was made for.
+    `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
     """
 
     def __init__(
@@ -39,87 +63,208 @@ class Attachment:
         choices: Sequence[Choice],
         planned: Sequence[Mapping[str, Any]] = (),
         on_apply: Callable[[Session], None] | None = None,
+        tell: Tell = lambda _: None,
     ) -> None:
         self._choices = choices
-        self._planned = {root["class"]: root for root in planned}
+        self._planned = planned
         self._on_apply = on_apply
-        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._tell = tell
+        self._applied: set[tuple[str, str]] = set()
+        self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._called_without_gradients: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._live: weakref.WeakKeyDictionary[torch.nn.Module, _Live] = weakref.WeakKeyDictionary()
+        # Each optimizer with the model whose session has it; None until there is one.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._depth = 0
+        self._unwatch: Callable[[], None] | None = None
         self.roots: list[Root] = []
 
     def install(self) -> Callable[[], None]:
         """Begins to watch; returns what ends it."""
-        construct, call = torch.optim.Optimizer.__init__, torch.nn.Module.__call__
+        construct = torch.optim.Optimizer.__init__
 
         def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
-            if not any(known is optimizer for known in self._optimizers):
-                self._optimizers.append(optimizer)
+            self._optimizers.setdefault(optimizer, None)
+            if self.roots:
+                # A model with a session is part of a cycle of references: one that the program has dropped is freed here.
+                gc.collect()
+            self._watch()
+
+        torch.optim.Optimizer.__init__ = constructed  # type: ignore[method-assign]
+        self._watch()
+
+        def end() -> None:
+            torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
+            if self._unwatch is not None:
+                self._unwatch()
+
+        return end
+
+    def _watch(self) -> None:
+        if self._unwatch is not None:
+            return
+        call = torch.nn.Module.__call__
 
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._depth or not torch.is_grad_enabled():
-                return call(module, *args, **kwargs)
-            if module not in self._seen:
-                self._meet(module, args, kwargs)
+            # What a recomputation calls in the backward pass is a part of a model, whatever calls it.
+            if not self._depth and torch._C._current_graph_task_id() == -1:
+                self._outermost(module, args, kwargs)
             self._depth += 1
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
 
-        torch.optim.Optimizer.__init__ = constructed  # type: ignore[method-assign]
+        def unwatch() -> None:
+            # Somebody else may have put something around it meanwhile; then this stays inside.
+            if torch.nn.Module.__call__ is called:
+                torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+                self._unwatch = None
+
         torch.nn.Module.__call__ = called  # type: ignore[method-assign]
+        self._unwatch = unwatch
 
-        def end() -> None:
-            torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
-            torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-
-        return end
-
-    def _meet(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # A part of a model is no root of its own when a recomputation calls it in the backward pass.
-        for part in module.modules():
-            self._seen.add(part)
-        trained = {id(p) for p in module.parameters() if p.requires_grad}
-        if not trained:
+    def _outermost(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        module = innermost(module)
+        if not torch.is_grad_enabled():
+            self._called_without_gradients.add(module)
             return
+        live = self._live.get(module)
+        if live is not None:
+            self._make_anew_for_optimizers(module, live)
+        elif module in self._parts or not any(p.requires_grad for p in module.parameters()):
+            return
+        else:
+            for part in [m for m in module.modules() if m is not module and self._is_root_to_a_capture(m)]:
+                self._meet(part, is_first=False)
+            live = self._meet(module, is_first=True)
+        live.root.inputs.note(input_shapes(args, kwargs))
+        if self._planned and self._unwatch is not None and not self._waits():
+            self._unwatch()
+
+    def _is_root_to_a_capture(self, part: torch.nn.Module) -> bool:
+        """Whether places within `part` begin with its own class: a path is named by the first outermost call, also one without gradients."""
+        names = {root_of(c.where) for c in self._choices if is_module(c.where)}
+        return part in self._called_without_gradients and type(part).__name__ in names
+
+    def _waits(self) -> bool:
+        """Whether a model of the plan has not come yet, or an optimizer has no model yet."""
+        met = {(root.name, root.num_parameters) for root in self.roots}
+        coming = {(root["class"], root["num_parameters"]) for root in self._planned} - met
+        return bool(coming) or None in self._optimizers.values()
+
+    def _meet(self, module: torch.nn.Module, *, is_first: bool) -> _Live:
         name = type(module).__name__
-        planned = self._planned.get(name)
-        if planned is not None and planned["num_parameters"] != num_parameters(module):
-            raise ApplyError(
-                f"the plan is for a {name} of {planned['num_parameters']:,} parameters, and this one has {num_parameters(module):,}; make a plan for it"
-            )
-        own = [o for o in self._optimizers if any(id(p) in trained for g in o.param_groups for p in g["params"])]
-        choices = choices_for(self._choices, name, is_only=not self.roots)
+        met = any(root.name == known["class"] for root in self.roots for known in self._planned)
+        if self._planned and met and name not in {known["class"] for known in self._planned}:
+            self._tell(f"the plan knows of no {name}, which runs as it is")
+            planned = None
+        else:
+            planned = planned_for(self._planned, module)
+        own = self._free_optimizers(module)
+        # A model that shares its optimizers with another leaves what concerns them to that one's session.
+        is_first = is_first and (bool(own) or not self.roots)
+        choices = self._those_inside(module, choices_for(self._choices, module, is_first=is_first))
         session = apply_choices(choices, module, own)
-        if planned is not None:
-            check_inputs(session, planned["inputs"])
-        self.roots.append(
-            Root(name=name, num_parameters=num_parameters(module), inputs=input_shapes(args, kwargs), session=session)
+        check = self._keep(session, choices, planned)
+        root = Root(
+            name=name,
+            num_parameters=num_parameters(module),
+            inputs=Inputs(),
+            notes=session.notes,
+            statistics=session.statistics,
         )
-        if self._on_apply is not None:
+        live = self._live[module] = _Live(root=root, choices=choices, planned=planned, check=weakref.ref(check))
+        self._parts.update(module.modules())
+        self.roots.append(root)
+        self._applied |= {(c.technique, c.where) for c in choices}
+        if self._on_apply is not None and (planned is not None or not self._planned):
             self._on_apply(session)
+        return live
+
+    def _keep(self, session: Session, choices: Sequence[Choice], planned: Inputs | None) -> InputCheck:
+        for optimizer in session.optimizers:
+            self._optimizers[optimizer] = weakref.ref(session.model)
+        if choices or planned is not None:
+            return watch_inputs(session, planned, self._tell)
+        return InputCheck(session, planned, self._tell)
+
+    def _free_optimizers(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        """The optimizers that hold parameters of `module` and are in no other model's session."""
+        held = {id(p) for p in module.parameters()}
+        return [
+            optimizer
+            for optimizer, owner in self._optimizers.items()
+            if (owner is None or owner() in (None, module))
+            and any(id(p) in held for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def _those_inside(self, module: torch.nn.Module, choices: list[Choice]) -> list[Choice]:
+        """Of the choices, those whose place `module` has, if the program has several models of its class; else all."""
+        name = type(module).__name__
+        known = [root["class"] for root in self._planned]
+        if self._planned and known.count(name) < 2:
+            return choices
+        paths = {path for path, _ in module.named_modules()}
+        return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
+
+    def _make_anew_for_optimizers(self, module: torch.nn.Module, live: _Live) -> None:
+        """Takes the session off and puts it on again, if an optimizer has come that it does not know."""
+        check = live.check()
+        if not any(self._optimizers[o] is None for o in self._free_optimizers(module)):
+            return
+        if check is not None:
+            check.session.undo()
+        # An optimizer that the program has dropped is gone with the session that knew it.
+        del check
+        gc.collect()
+        session = apply_choices(self._with_optimizers(live), module, self._free_optimizers(module))
+        check = self._keep(session, live.choices, live.planned)
+        live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
+        self._applied |= {(c.technique, c.where) for c in live.choices}
+
+    def _with_optimizers(self, live: _Live) -> list[Choice]:
+        """The choices of a root that now has optimizers of its own."""
+        global_ones = [c for c in self._choices if not is_module(c.where) and c not in live.choices]
+        live.choices = [*live.choices, *global_ones]
+        return live.choices
 
     def report(self) -> dict[str, Any]:
         """The roots that were met, and what the sessions have to say.
 
         Raises:
-            ApplyError: the plan names a model that was never called.
+            ApplyError: the plan names a model that was never called, or a place that no model has.
         """
+        self._check_that_all_were_applied()
+        merged: dict[tuple[str, int], Inputs] = {}
+        for root in self.roots:
+            inputs = merged.setdefault((root.name, root.num_parameters), Inputs())
+            inputs.note(root.inputs.largest)
+            inputs.varying.update(root.inputs.varying)
+        return {
+            "roots": [{"class": name, "num_parameters": n, **i.to_json()} for (name, n), i in merged.items()],
+            "notes": [note for root in self.roots for note in root.notes],
+            "statistics": {key: n for root in self.roots for key, n in root.statistics.items()},
+        }
+
+    def _check_that_all_were_applied(self) -> None:
         names = {root.name for root in self.roots}
-        missing = {c.where.partition(".")[0] for c in self._choices if is_module(c.where)} - names
+        called = ", ".join(sorted(names)) or "no model"
+        left = [
+            c for c in self._choices if "alloc_conf" not in c.settings and (c.technique, c.where) not in self._applied
+        ]
+        missing = {root_of(c.where) for c in left if is_module(c.where)} - names
         if missing:
             raise ApplyError(
-                f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {', '.join(sorted(names)) or 'no model'}); make a plan for it"
+                f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {called}); make a plan for it"
             )
-        return {
-            "roots": [
-                {"class": r.name, "num_parameters": r.num_parameters, "inputs": dict(r.inputs)} for r in self.roots
-            ],
-            "notes": [note for root in self.roots for note in root.session.notes],
-            "statistics": {key: n for root in self.roots for key, n in root.session.statistics.items()},
-        }
+        if left:
+            raise ApplyError(
+                f"{left[0].technique}: there was nothing to put it on at {left[0].where} (the program called {called} with gradients); make a plan for it"
+            )
 
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

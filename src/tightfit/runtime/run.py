@@ -20,10 +20,11 @@ ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
-    """Runs `script` to its end with `plan` on it. `say` is told, in three lines, what was done, when it is done.
+    """Runs `script` to its end with `plan` on it. `say` is told what was done when it is done: three lines, and one more for each further model.
 
     Raises:
-        ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun.
+        ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun. Or the
+            script came to its end, and something of the plan had found no place.
     """
     for choice in plan.choices:
         if "alloc_conf" in choice.settings:
@@ -31,29 +32,41 @@ def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
             os.environ[ALLOC_CONF] = ",".join(part for part in (own, choice.settings["alloc_conf"]) if part)
     from tightfit.runtime.attach import Attachment
 
-    def applied(session: "Session") -> None:
-        for line in what_was_done(plan, type(session.model).__name__):
-            say(line)
+    said: set[str] = set()
 
-    attachment = Attachment(plan.choices, plan.model.get("roots", ()), on_apply=applied)
+    def applied(session: "Session") -> None:
+        model = type(session.model).__name__
+        for line in [*put_on(plan, [model]), *([] if said else figures(plan)), *session.notes]:
+            if line not in said:
+                say(line)
+                said.add(line)
+
+    attachment = Attachment(plan.choices, plan.model.get("roots", ()), on_apply=applied, tell=say)
     end = attachment.install()
     try:
         run_script(script)
         attachment.report()
     finally:
         end()
+    if not said:
+        say(f"{script.path} called no model with gradients: there was nothing to put a plan on")
 
 
-def what_was_done(plan: Plan, model: str) -> list[str]:
-    """Three lines: what was put on which model, what it should hold, what it should cost."""
-    chosen = (
-        ", ".join(f"{group.technique} of {group.where}" for group in groups(plan.choices))
-        or "nothing, it fits as it is"
-    )
+def put_on(plan: Plan, models: list[str]) -> list[str]:
+    """A line for each model that says what was put on it."""
+    lines = []
+    for model in models:
+        inside = [c for c in plan.choices if c.where.partition(".")[0] == model or c.where.islower()]
+        chosen = ", ".join(f"{group.technique} of {group.where}" for group in groups(inside))
+        lines.append(f"on {model}: {chosen or ('nothing' if plan.choices else 'nothing, it fits as it is')}")
+    return lines
+
+
+def figures(plan: Plan) -> list[str]:
+    """Two lines: what the planned run should hold, and what it should take."""
     peak, plain = plan.run.peak, plan.baseline
     slower = plan.run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     return [
-        f"on {model}: {chosen}",
         f"peak {format_bytes(peak.device_bytes)} (at most {format_bytes(peak.device_high_bytes)}) instead of {format_bytes(plain.peak.device_bytes)} on {plan.device}",
         f"a step {format_seconds(plan.run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%}), by a roofline",
     ]
