@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry
+
+from tightfit.capture.flops import formula
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def facts(operator: OpOverload) -> OperatorFacts:
         creates=any(alias is None for alias in returns),
         is_composite=operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
-        flops=flop_registry.get(operator._overloadpacket),
+        flops=formula(operator),
     )
 
 

@@ -1,0 +1,47 @@
+"""Floating-point operations of an operator: torch's own formulas, but for attention with a causal mask.
+
+Those formulas count every score. The fused kernels leave out the tiles of scores that lie wholly above the diagonal and compute the others whole
+(Dao 2023, "FlashAttention-2", section 3.1; the kernels for memory-efficient and cuDNN attention do the same): of n x n tiles n (n + 1) / 2 are left.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+TILE = 128
+"""Queries and keys of one tile: flash_fwd_launch_template.h takes 128 queries and 32 to 128 keys, by width and card."""
+
+_CAUSAL = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{way}").default
+    for kernel in ("flash", "efficient", "cudnn")
+    for way in ("", "_backward")
+}
+
+
+def formula(operator: OpOverload) -> Callable[..., int] | None:
+    """The function that counts the operations of a call of `operator`, from its arguments and `out_val`; None where nothing is counted."""
+    count = flop_registry.get(operator._overloadpacket)
+    if count is None or operator not in _CAUSAL:
+        return count
+    names = [argument.name for argument in operator._schema.arguments]
+    query, causal = names.index("query"), names.index("is_causal")
+
+    def counted(*args: object, **kwargs: object) -> int:
+        whole = count(*args, **kwargs)
+        is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+        if not is_causal:
+            return whole
+        queries, keys = args[query : query + 2]
+        assert isinstance(queries, torch.Tensor)
+        assert isinstance(keys, torch.Tensor)
+        return round(whole * computed_share(queries.shape[-2], keys.shape[-2]))
+
+    return counted
+
+
+def computed_share(num_queries: int, num_keys: int) -> float:
+    """The share of the tiles of scores that a kernel computes under a causal mask whose diagonal begins at the first query and key."""
+    rows, columns = -(-num_queries // TILE), -(-num_keys // TILE)
+    return sum(min(row, columns) for row in range(1, rows + 1)) / (rows * columns)

@@ -1,0 +1,52 @@
+"""A causal kernel leaves out the scores above the diagonal, forward and backward, whichever kernel it is."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from tightfit.capture.flops import computed_share, formula
+
+aten = torch.ops.aten
+KERNELS = ("flash", "efficient", "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "share"),
+    [
+        pytest.param(100, 100, 1.0, id="one tile, computed whole"),
+        pytest.param(256, 256, 3 / 4, id="two by two"),
+        pytest.param(1024, 1024, 36 / 64, id="the context of GPT-2"),
+        pytest.param(65536, 65536, 0.5, id="half in the limit"),
+        pytest.param(128, 1024, 1 / 8, id="one row of tiles"),
+        pytest.param(1024, 128, 1.0, id="one column of tiles"),
+    ],
+)
+def test_the_tiles_above_the_diagonal_are_left_out(num_queries, num_keys, share):
+    assert computed_share(num_queries, num_keys) == pytest.approx(share, rel=2e-3)
+
+
+def arguments(operator, **given):
+    """Meta tensors for the first tensors of an operator, and the values given by name for the rest."""
+    tensor = torch.empty(2, 4, 1024, 64, device="meta")
+    names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
+    wanted = {"query": tensor, "key": tensor, "value": tensor, "grad_out": tensor, "grad_out_": tensor, "out": tensor}
+    return [(wanted | given).get(name) for name in names]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("way", ["", "_backward"])
+def test_every_fused_kernel_is_counted_so(kernel, way):
+    operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention{way}").default
+    count, whole = formula(operator), flop_registry[operator._overloadpacket]
+    output = torch.empty(2, 4, 1024, 64, device="meta")
+    plain, causal = (arguments(operator, is_causal=is_causal) for is_causal in (False, True))
+    full = whole(*plain, out_val=output)
+    products = 5 if way else 2
+    assert full == products * 2 * 2 * 4 * 1024 * 1024 * 64
+    assert count(*plain, out_val=output) == full
+    assert count(*causal, out_val=output) == full * 36 // 64
+
+
+def test_what_has_no_mask_is_counted_as_torch_does():
+    assert formula(aten.mm.default) is flop_registry[aten.mm]
+    assert formula(aten.add.Tensor) is None
