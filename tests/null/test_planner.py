@@ -53,8 +53,24 @@ def test_moments_that_can_never_be_the_peak_are_left_out() -> None:
 
 
 def test_options_of_one_slot_exclude_each_other_and_a_smaller_group_says_nothing_new() -> None:
-    options = [option("a", slots=("x", "y")), option("b", slots=("x", "y")), option("c", slots=("x",)), option("d")]
+    saving = (0, 1, -1)
+    options = [
+        option("a", saving, slots=("x", "y")),
+        option("b", saving, slots=("x", "y")),
+        option("c", saving, slots=("x",)),
+        option("d", saving),
+    ]
     assert build(levels(1), options).conflicts == ((0, 1, 2),)
+
+
+def test_an_option_that_another_one_at_its_place_beats_is_left_out() -> None:
+    options = [
+        option("a", (0, 2, -4), seconds=2.0, slots=("a",)),
+        option("a", (0, 1, -4), seconds=3.0, slots=("a",)),
+        option("a", (0, 2, -5), seconds=3.0, slots=("a",)),
+        option("worthless", seconds=0.5),
+    ]
+    assert build(levels(9, 9), options).options == (options[0], options[2])
 
 
 def test_nothing_to_choose_from_is_the_plain_run() -> None:
@@ -147,12 +163,13 @@ OFFERS = [(180, 3.0), (150, 1.9), (110, 1.0), (75, 0.55), (52, 0.35), (36, 0.2),
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_ordering_blocks_that_are_alike_changes_no_answer(share: float) -> None:
+@pytest.mark.parametrize("trick", ["order_alike", "add_rows_when_broken"])
+def test_tricks_change_no_answer(share: float, trick: str) -> None:
     problem = chain(9, OFFERS[:4])
     budget = int(problem.peak_bytes(()) * share)
-    ordered, listed = solve(problem, budget), solve(problem, budget, tricks=Tricks(order_alike=False))
-    assert ordered.is_proven and listed.is_proven
-    assert (ordered.seconds, ordered.peak_bytes) == pytest.approx((listed.seconds, listed.peak_bytes))
+    quick, plain = solve(problem, budget), solve(problem, budget, tricks=Tricks(**{trick: False}))
+    assert quick.is_proven and plain.is_proven
+    assert (quick.seconds, quick.peak_bytes) == pytest.approx((plain.seconds, plain.peak_bytes))
 
 
 def test_a_hundred_blocks_that_are_alike_are_solved_to_the_end() -> None:

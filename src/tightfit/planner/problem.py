@@ -6,6 +6,7 @@ choice leaves somewhere else. What remains, a few hundred moments, loses nothing
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy.typing as npt
 from tightfit.planner.option import Option
 
 Bytes = npt.NDArray[np.int64]
+
+# An option that saves less than one part in so many of the peak is noise in a plan.
+LEAST_WORTH = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,8 @@ def build(levels: Bytes, options: Sequence[Option]) -> Problem:
     changes = np.zeros((len(options), int(matters.sum())), dtype=np.int64)
     for row, step in zip(changes, steps, strict=True):
         row[:] = np.cumsum(step)[matters]
+    useful = _useful(options, changes, int(levels.max(initial=0)))
+    options, changes = [options[i] for i in useful], changes[useful]
     kept = _highest_of_equals(highest[matters], changes)
     ends = np.append(starts[1:], num_events)
     stretches = np.flatnonzero(matters)[kept]
@@ -88,6 +94,26 @@ def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.b
         least += np.minimum(change, 0)
         most += np.maximum(change, 0)
     return most >= least.max(initial=0)
+
+
+def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[int]:
+    """The options that could be part of an answer: those that are worth something, and that no other one at their place beats in all respects."""
+    saved = -changes.min(axis=1, initial=0)
+    worth = [i for i, o in enumerate(options) if o.seconds < 0 or saved[i] * LEAST_WORTH >= peak_bytes]
+    places: dict[tuple[str, frozenset[str]], list[int]] = {}
+    for index in worth:
+        places.setdefault((options[index].where, options[index].slots), []).append(index)
+    beaten = set()
+    for members in places.values():
+        for one, other in itertools.permutations(members if options[members[0]].slots else (), 2):
+            is_equal = options[one].seconds == options[other].seconds and (changes[one] == changes[other]).all()
+            if (
+                options[one].seconds <= options[other].seconds
+                and (changes[one] <= changes[other]).all()
+                and not (is_equal and one > other)
+            ):
+                beaten.add(other)
+    return [index for index in worth if index not in beaten]
 
 
 def _highest_of_equals(highest: Bytes, changes: Bytes) -> npt.NDArray[np.int64]:

@@ -28,6 +28,9 @@ _SECONDS_TO_TIDY = 0.3
 # Rows are exact for choices that are whole, and a solver's are whole to a tolerance: an answer that turns out too large is asked for again with
 # this much less room.
 _SLACKS_MIB = (0.0, 1e-3, 1.0)
+_TOLERANCE_MIB = 1e-4
+_NUM_FIRST_MOMENTS = 16
+_NUM_MORE_MOMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +39,11 @@ class Tricks:
 
     `order_alike`: places that differ by their position alone are counted, not listed: an earlier one never saves less than a later one, whose
     activations live for a shorter time. Without it a solver proves the same thing for every permutation of the blocks of a deep model.
-    `drop_small_rows`: moments that fit whatever is chosen get no row.
+    `add_rows_when_broken`: a moment gets a row when an answer has broken its limit, and most never do. Without it every moment has one.
     """
 
     order_alike: bool = True
-    drop_small_rows: bool = True
+    add_rows_when_broken: bool = True
 
 
 def solve(
@@ -59,17 +62,15 @@ def solve(
     deadline = time.monotonic() + time_limit_seconds
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
     for slack_mib in _SLACKS_MIB:
-        fast = _Program(problem, rows)
-        fast.limit(budget_bytes / _MIB - slack_mib, only_those_that_matter=tricks.drop_small_rows)
-        found = fast.run(problem.seconds, deadline)
+        fast = _Program(problem, rows, tricks)
+        found = fast.run(problem.seconds, deadline, most_mib=budget_bytes / _MIB - slack_mib)
         if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
             break
-    if found is None:
-        least = _least(problem, rows, deadline)
+    if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
+        least = _least(problem, rows, tricks, deadline + time_limit_seconds)
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
-    smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))])
-    smallest.measure_peak(budget_bytes)
-    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY))
+    smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))], tricks)
+    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY), most_mib=budget_bytes / _MIB)
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
 
@@ -79,7 +80,7 @@ def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
     if not problem.options:
         return _solution(problem, (), problem.peak_bytes(()), bound_seconds=0.0, is_proven=True)
     rows = [*_conflict_rows(problem), *_order_rows(problem)]
-    found = _least(problem, rows, time.monotonic() + time_limit_seconds)
+    found = _least(problem, rows, Tricks(), time.monotonic() + time_limit_seconds)
     peak = problem.peak_bytes(found.chosen)
     fastest = solve(problem, peak, time_limit_seconds=time_limit_seconds)
     return fastest if fastest.fits else _solution(problem, found.chosen, peak, bound_seconds=0.0, is_proven=False)
@@ -102,55 +103,72 @@ class _Found:
 
 
 class _Program:
-    """Rows and columns for HiGHS. The last column, if there is one more than options, is the peak in MiB."""
+    """Rows and columns for HiGHS. Without costs there is one column more, the peak in MiB, and that is minimised."""
 
-    def __init__(self, problem: Problem, rows: Sequence[_Row]) -> None:
+    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks) -> None:
         self.problem = problem
         self.rows = list(rows)
-        self.has_peak = False
+        order = np.argsort(-problem.base_bytes, kind="stable")
+        self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if tricks.add_rows_when_broken else order.tolist()
 
-    def limit(self, budget_mib: float, *, only_those_that_matter: bool) -> None:
-        """A row for each moment: it holds at most the budget."""
-        problem = self.problem
-        most = (problem.base_bytes + np.maximum(problem.changes, 0).sum(axis=0)) / _MIB
-        for at in range(len(problem.base_bytes)):
-            if most[at] > budget_mib or not only_those_that_matter:
-                room = budget_mib - int(problem.base_bytes[at]) / _MIB
-                self.rows.append(_Row(-_FREE, room, _weights(problem.changes[:, at])))
-
-    def measure_peak(self, most_bytes: int | None) -> None:
-        """A column for the peak, and for each moment a row: it holds at most that."""
-        self.has_peak = True
-        peak = len(self.problem.options)
-        for at in range(len(self.problem.base_bytes)):
-            weights = _weights(self.problem.changes[:, at]) | {peak: -1.0}
-            self.rows.append(_Row(-_FREE, -int(self.problem.base_bytes[at]) / _MIB, weights))
-        if most_bytes is not None:
-            self.rows.append(_Row(-_FREE, most_bytes / _MIB, {peak: 1.0}))
-
-    def run(self, costs: npt.NDArray[np.float64] | None, deadline: float) -> _Found | None:
+    def run(
+        self, costs: npt.NDArray[np.float64] | None, deadline: float, *, most_mib: float | None = None
+    ) -> _Found | None:
         """The cheapest choice by `costs`, or by the peak without; None where there is none, or none was found in time."""
+        while True:
+            found, peak_mib = self._run(costs, deadline, most_mib)
+            if found is None:
+                return None
+            levels = self.problem.levels(found.chosen) / _MIB
+            ceiling = peak_mib if costs is None else most_mib
+            assert ceiling is not None
+            levels[self._moments] = -np.inf
+            broken = np.argsort(-levels, kind="stable")[:_NUM_MORE_MOMENTS]
+            broken = broken[levels[broken] > ceiling + _TOLERANCE_MIB]
+            if not len(broken):
+                return found
+            if time.monotonic() > deadline:
+                return None
+            self._moments += broken.tolist()
+
+    def _limits(self, costs: npt.NDArray[np.float64] | None, most_mib: float | None) -> list[_Row]:
+        """A row for each moment that counts: it holds at most `most_mib`, or at most the peak."""
+        problem, peak = self.problem, len(self.problem.options)
+        rows = []
+        for at in self._moments:
+            weights, base_mib = _weights(problem.changes[:, at]), int(problem.base_bytes[at]) / _MIB
+            if costs is None:
+                rows.append(_Row(-_FREE, -base_mib, weights | {peak: -1.0}))
+            elif most_mib is not None:
+                rows.append(_Row(-_FREE, most_mib - base_mib, weights))
+        if costs is None and most_mib is not None:
+            rows.append(_Row(-_FREE, most_mib, {peak: 1.0}))
+        return rows
+
+    def _run(
+        self, costs: npt.NDArray[np.float64] | None, deadline: float, most_mib: float | None
+    ) -> tuple[_Found | None, float]:
         try:
             import highspy
         except ModuleNotFoundError as error:
             raise MissingExtra(
                 "planning needs the solver HiGHS, which is not installed here: pip install highspy"
             ) from error
-        num_options = len(self.problem.options)
-        num_columns = num_options + self.has_peak
+        rows = [*self.rows, *self._limits(costs, most_mib)]
+        num_options, has_peak = len(self.problem.options), costs is None
         program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = num_columns, len(self.rows)
+        program.num_col_, program.num_row_ = num_options + has_peak, len(rows)
         program.col_cost_ = np.append(np.zeros(num_options), 1.0) if costs is None else costs * 1e3
-        program.col_lower_ = np.zeros(num_columns)
-        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * self.has_peak)
-        program.row_lower_ = np.array([row.low for row in self.rows])
-        program.row_upper_ = np.array([row.high for row in self.rows])
+        program.col_lower_ = np.zeros(num_options + has_peak)
+        program.col_upper_ = np.append(np.ones(num_options), [_FREE] * has_peak)
+        program.row_lower_ = np.array([row.low for row in rows])
+        program.row_upper_ = np.array([row.high for row in rows])
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.cumsum([0, *(len(row.weights) for row in self.rows)])
-        program.a_matrix_.index_ = np.array([i for row in self.rows for i in row.weights], dtype=np.int32)
-        program.a_matrix_.value_ = np.array([w for row in self.rows for w in row.weights.values()], dtype=np.float64)
+        program.a_matrix_.start_ = np.cumsum([0, *(len(row.weights) for row in rows)])
+        program.a_matrix_.index_ = np.array([i for row in rows for i in row.weights], dtype=np.int32)
+        program.a_matrix_.value_ = np.array([w for row in rows for w in row.weights.values()], dtype=np.float64)
         integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        program.integrality_ = [integer] * num_options + [real] * self.has_peak
+        program.integrality_ = [integer] * num_options + [real] * has_peak
         solver = highspy.Highs()
         solver.silent()
         for name, value in (("threads", 1), ("mip_rel_gap", _GAP), ("mip_abs_gap", 1e-6), ("random_seed", 0)):
@@ -158,22 +176,20 @@ class _Program:
         solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
         solver.passModel(program)
         solver.run()
-        status, info = solver.getModelStatus(), solver.getInfo()
+        info = solver.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return None
-        values = solver.getSolution().col_value[:num_options]
-        chosen = tuple(index for index, value in enumerate(values) if value > 0.5)
-        return _Found(
-            chosen=chosen,
+            return None, 0.0
+        values = solver.getSolution().col_value
+        found = _Found(
+            chosen=tuple(index for index, value in enumerate(values[:num_options]) if value > 0.5),
             bound=float(info.mip_dual_bound) * 1e-3,
-            is_proven=status == highspy.HighsModelStatus.kOptimal,
+            is_proven=solver.getModelStatus() == highspy.HighsModelStatus.kOptimal,
         )
+        return found, values[-1] if has_peak else 0.0
 
 
-def _least(problem: Problem, rows: Sequence[_Row], deadline: float) -> _Found:
-    program = _Program(problem, rows)
-    program.measure_peak(None)
-    found = program.run(None, deadline)
+def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
+    found = _Program(problem, rows, tricks).run(None, deadline)
     return found or _Found(chosen=(), bound=0.0, is_proven=False)
 
 
