@@ -86,4 +86,5 @@ def levels(tape: Tape) -> Any:
 
 def promised_peak(tape: Tape, options: Sequence[Option]) -> int:
     """The peak that options promise on the plain run `tape`."""
-    return problems.build(levels(tape), options).peak_bytes(range(len(options)))
+    problem = problems.build(levels(tape), options)
+    return problem.peak_bytes(range(len(problem.options)))

@@ -4,7 +4,7 @@ Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174),
 activations in one Sequential. Segments are halves, halves of halves and so on, each cut where the boundary is smallest (after a pooling, say).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,13 +19,11 @@ from tightfit.techniques.blocks import Block, recompute_option
 from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.sequential_ranges import Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
-from tightfit.techniques.stretches import Row, Stretch, rows, waiting_bytes, with_settings
+from tightfit.techniques.stretches import Stretch, rows, segments, waiting_bytes, with_settings
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 # Of all that waits; a segment that saves less is noise in a plan, and there are many.
 _SMALLEST_SHARE = 0.01
-# A cut leaves each side at least this share of what waits, if there is one that does.
-_SMALLER_SIDE = 0.25
 
 
 @final
@@ -41,7 +39,7 @@ class SequentialCheckpointing(AbstractTechnique):
         anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
         least = _SMALLEST_SHARE * waiting_bytes(anatomy)
         for row in rows(anatomy):
-            for stretch in _segments(row, 0, len(row)):
+            for stretch in segments(row, 0, len(row)):
                 if anatomy.bytes_of(stretch.visits[-1].waiting) >= least:
                     yield _option(self.name, anatomy, stretch, seconds)
 
@@ -57,23 +55,6 @@ def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) ->
     alike = stretch.alike(anatomy)
     block = Block(path=stretch.path, alike=alike, visits=stretch.visits, slots=stretch.slots)
     return with_settings(recompute_option(technique, anatomy, block, seconds), stretch, alike)
-
-
-def _segments(row: Row, begin: int, end: int) -> Iterator[Stretch]:
-    """This segment and, cut in two and again, all inside it; a segment never begins with what writes over its input."""
-    if begin == 0 and row.begins_in_place(0):
-        begin = 1
-    if end - begin < 2:
-        return
-    yield row.stretch(begin, end)
-    cuts = [c for c in range(begin + 1, end) if not row.begins_in_place(c)]
-    if not cuts:
-        return
-    smaller = {c: min(row.waiting_bytes(begin, c), row.waiting_bytes(c, end)) for c in cuts}
-    balanced = [c for c in cuts if smaller[c] >= _SMALLER_SIDE * row.waiting_bytes(begin, end)]
-    at = min(balanced, key=row.boundary_bytes) if balanced else max(cuts, key=lambda c: smaller[c])
-    yield from _segments(row, begin, at)
-    yield from _segments(row, at, end)
 
 
 def _recomputed(children: Sequence[torch.nn.Module]) -> Runner:

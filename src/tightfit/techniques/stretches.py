@@ -10,22 +10,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.planner.option import Option
+from tightfit.planner.option import Change, Option
 from tightfit.simulate.anatomy import Anatomy, Visit
 
 # Batch and layer norm store means beside their result; an output is larger than that.
 _SMALLEST_OUTPUT = 0.05
+# A cut leaves each side at least this share of what waits, if there is one that does.
+_SMALLER_SIDE = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The children `begin` to before `end` of the module at `path`; a visit for each time they ran, and the slots of all inside."""
+    """The children `begin` to before `end` of the module at `path`; a visit for each time they ran, and the slots of all inside.
+
+    `inputs` are what is kept to begin there again that the plain run does not keep: an activation, say, needs its output alone.
+    """
 
     path: str
     begin: int
     end: int
     visits: tuple[Visit, ...]
     slots: frozenset[str]
+    inputs: tuple[Change, ...]
 
     @property
     def settings(self) -> dict[str, int]:
@@ -60,7 +66,17 @@ class Row:
             end=self.numbers[end] if end < len(self) else self.numbers[-1] + 1,
             visits=visits,
             slots=frozenset(f"activations@{module}" for module in inside),
+            inputs=tuple(
+                c for call, visit in zip(self._calls, visits, strict=True) for c in self._kept(call[:begin], visit)
+            ),
         )
+
+    def _kept(self, before: list[Visit], visit: Visit) -> Iterator[Change]:
+        """The input of `visit`, from where it dies in the plain run to the end of the backward pass of `visit`."""
+        output = output_of(self.anatomy, before[0].begin, before[-1].end) if before else -1
+        if output >= 0 and self.anatomy.died[output] < visit.back_end_event:
+            begin, size = int(self.anatomy.died[output]), int(self.anatomy.block_bytes[output])
+            yield Change(begin=begin, end=visit.back_end_event, num_bytes=size)
 
     def operator_names(self, position: int) -> tuple[str, ...]:
         """The forward operators of one child."""
@@ -72,9 +88,9 @@ class Row:
         return self.anatomy.bytes_of(joined(self.anatomy, self.path, self._calls[-1][begin:end]).waiting)
 
     def boundary_bytes(self, position: int) -> int:
-        """The output of all before the child at `position`: what is kept to begin there again."""
+        """The output of all before the child at `position`: what is kept to begin there again; twice that if it is kept for nothing else."""
         output = joined(self.anatomy, self.path, self._calls[-1][:position]).output
-        return int(self.anatomy.block_bytes[output]) if output >= 0 else 0
+        return int(self.anatomy.block_bytes[output]) * (1 if self.anatomy.waits[output] else 2) if output >= 0 else 0
 
     def begins_in_place(self, position: int) -> bool:
         """Whether the first operator of this child writes over its input, which is gone then."""
@@ -114,6 +130,23 @@ def _row(anatomy: Anatomy, path: str, numbers: list[int]) -> Row | None:
     if len(names) < 2 or len(set(names)) < len(names) or begins != sorted(begins):
         return None
     return Row(anatomy, path, names, calls)
+
+
+def segments(row: Row, begin: int, end: int) -> Iterator[Stretch]:
+    """This segment and, cut in two and again, all inside it; a segment never begins with what writes over its input."""
+    if begin == 0 and row.begins_in_place(0):
+        begin = 1
+    if end - begin < 2:
+        return
+    yield row.stretch(begin, end)
+    cuts = [c for c in range(begin + 1, end) if not row.begins_in_place(c)]
+    if not cuts:
+        return
+    smaller = {c: min(row.waiting_bytes(begin, c), row.waiting_bytes(c, end)) for c in cuts}
+    balanced = [c for c in cuts if smaller[c] >= _SMALLER_SIDE * row.waiting_bytes(begin, end)]
+    at = min(balanced, key=row.boundary_bytes) if balanced else max(cuts, key=lambda c: smaller[c])
+    yield from segments(row, begin, at)
+    yield from segments(row, at, end)
 
 
 def joined(anatomy: Anatomy, path: str, visits: list[Visit]) -> Visit:
@@ -159,5 +192,8 @@ def with_settings(option: Option, stretch: Stretch, alike: str, **settings: int)
     """`option`, for this stretch and with these settings besides."""
     named = ",".join(f"{name}={value}" for name, value in settings.items())
     return dataclasses.replace(
-        option, settings={**stretch.settings, **settings}, alike=f"{option.technique}:{alike}:{named}"
+        option,
+        settings={**stretch.settings, **settings},
+        alike=f"{option.technique}:{alike}:{named}",
+        changes=(*option.changes, *stretch.inputs),
     )

@@ -29,7 +29,8 @@ class Inside:
     """What one visit makes on the way: `storages`, with the most of them alive at once in its forward and in its backward pass.
 
     `around` is the visit of the module that may be recomputed around it, the same as `visit` where there is none.
-    `weight_gradients` are storages too; `sum_bytes` is what their sums take, `cast_bytes` what copies of the weights take that autocast makes.
+    `weight_gradients` are storages too, as are the gradients that are `handed_on`, and what was there before the backward pass, dies in it, and is
+    `held` to its end by tiles. `sum_bytes` is what their sums take, `cast_bytes` what copies of the weights take that autocast makes.
     """
 
     visit: Visit
@@ -37,8 +38,11 @@ class Inside:
     storages: Column
     forward_bytes: int
     backward_bytes: int
+    output: int
     output_bytes: int
     weight_gradients: Column
+    handed_on: Column
+    held: Column
     sum_bytes: int
     cast_bytes: int
 
@@ -62,6 +66,10 @@ def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | No
     # What the last operator of the backward pass leaves behind dies with the next one.
     storages = np.r_[made[made != output], back[died[back] < visit.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
+    handed_on = back[(died[back] >= visit.back_end_event) & ~np.isin(back, gradients)]
+    was_there = (births < visit.back_event) & (died > visit.back_event) & (died < visit.back_end_event)
+    held = np.flatnonzero(was_there)
+    held = held[~np.isin(held, np.r_[storages, output])]
     sizes = anatomy.block_bytes[storages]
     storages = storages[sizes >= _SMALLEST_STORAGE * sizes.max(initial=0)]
     gradient_bytes = anatomy.bytes_of(gradients)
@@ -74,8 +82,11 @@ def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | No
         storages=storages,
         forward_bytes=_most_alive(anatomy, births, storages, visit.begin_event, visit.end_event),
         backward_bytes=_most_alive(anatomy, births, storages, visit.back_event, visit.back_end_event),
+        output=output,
         output_bytes=int(anatomy.block_bytes[output]) if output >= 0 else 0,
         weight_gradients=gradients,
+        handed_on=handed_on,
+        held=held,
         sum_bytes=gradient_bytes * (2 if is_half and not casts else 1),
         cast_bytes=gradient_bytes // 2 if is_half and casts else 0,
     )
@@ -92,7 +103,7 @@ def _most_alive(anatomy: Anatomy, births: Column, storages: Column, begin: int, 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TileAccount:
-    """The account of `num_tiles` tiles, each of which is `share` of the whole (more than its part, where tiles overlap)."""
+    """The account of `num_tiles` tiles. Where they overlap, each is `share` of the whole, and all of them are `work` times as much to compute."""
 
     num_tiles: int
     anatomy: Anatomy
@@ -100,6 +111,7 @@ class TileAccount:
     device: Device
     seconds: Column
     share: float = 0.0
+    work: float = 1.0
 
     @property
     def _share(self) -> float:
@@ -116,15 +128,20 @@ class TileAccount:
             for begin, end in [(born, died)] if is_alone else windows:
                 if max(born, begin) < min(died, end):
                     yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
-        tile_output = round(self._share * one.output_bytes)
+        # Of a tile, its input, its output and the gradient of its input are there beside what it makes on the way.
+        beside = round(self._share * (one.output_bytes + 2 * anatomy.bytes_of(one.handed_on)))
         (begin, end), (back, back_end) = passes
         # The output is there from the first tile on.
         yield Change(begin=begin, end=end, num_bytes=self._tile(one, one.forward_bytes) + one.output_bytes)
         gradients = anatomy.bytes_of(one.weight_gradients)
         extra = one.sum_bytes - gradients + gradients * (self.num_tiles > 1)
-        tile = self._tile(one, one.backward_bytes) + 2 * tile_output + one.output_bytes
-        yield Change(begin=back, end=back_end, num_bytes=tile + extra)
-        for storage in one.weight_gradients.tolist():
+        yield Change(begin=back, end=back_end, num_bytes=self._tile(one, one.backward_bytes) + beside + extra)
+        if one.output >= 0 and back < anatomy.died[one.output] < back_end:
+            # What comes after has used it before, and the module itself keeps it no more.
+            yield Change(begin=back, end=int(anatomy.died[one.output]), num_bytes=-one.output_bytes)
+        for storage in one.held.tolist():
+            yield Change(begin=int(anatomy.died[storage]), end=back_end, num_bytes=int(anatomy.block_bytes[storage]))
+        for storage in (*one.weight_gradients.tolist(), *one.handed_on.tolist()):
             if back < self.births[storage]:
                 yield Change(begin=back, end=int(self.births[storage]), num_bytes=int(anatomy.block_bytes[storage]))
 
@@ -136,8 +153,9 @@ class TileAccount:
     def added_seconds(self, one: Inside) -> float:
         """What one visit takes longer."""
         visit, efficiency = one.visit, efficiency_of(self.device)
-        again = float(self.seconds[visit.begin : visit.end].sum()) * self._share * self.num_tiles
-        more = float(self.seconds[visit.back_begin : visit.back_end].sum() + again) * (self._share * self.num_tiles - 1)
+        once = float(self.seconds[visit.begin : visit.end].sum())
+        again = once * self.work
+        more = (once + float(self.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
         kernels = is_kernel(self.anatomy.tape)
         num_kernels = int(2 * kernels[visit.begin : visit.end].sum() + kernels[visit.back_begin : visit.back_end].sum())
         # An output and a gradient of the input are copied into place for each tile.
