@@ -5,7 +5,7 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -29,6 +29,7 @@ def plan(
     steps: int = 3,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
+    search: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     show_output: bool = False,
@@ -60,6 +61,9 @@ def plan(
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
         What was measured on that machine: a TOML file with its context and speeds.
+    search
+        The name of what sets the batch's size (batch_size): a parameter of the generator function, or an option of the script. The answer is then
+        the largest size that fits, as it is and with techniques, and the fastest.
     output
         Write the plan to this file (JSON), for tightfit run --plan.
     json
@@ -76,6 +80,23 @@ def plan(
     options = {
         name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
     }
+    if search is not None:
+        return _search(
+            search,
+            target,
+            device or _own_card(),
+            budget=budget,
+            allow=allow,
+            arguments=arguments,
+            parameters=parameter,
+            options=options,
+            steps=steps,
+            alloc_conf=alloc_conf,
+            calibration=calibration,
+            show_output=show_output,
+            output=output,
+            json=json,
+        )
     found = find_plan(
         target,
         device or _own_card(),
@@ -99,6 +120,22 @@ def plan(
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_plan(found, elapsed_seconds=elapsed_seconds)
+    return 0 if found.fits else 1
+
+
+def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+    from tightfit.fit.batch_size import batch_sizes
+    from tightfit.reports.batch_sizes import write_batch_sizes
+
+    started = time.monotonic()
+    if output is not None:
+        raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
+    found = batch_sizes(target, device, parameter=parameter, say=_say if sys.stderr.isatty() else None, **settings)
+    elapsed_seconds = time.monotonic() - started
+    if json:
+        sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
+    else:
+        write_batch_sizes(found, elapsed_seconds=elapsed_seconds)
     return 0 if found.fits else 1
 
 

@@ -1,0 +1,214 @@
+"""The largest batch that fits a card, without techniques and with a plan, and the one that is fastest per sample.
+
+What a run holds is nearly affine in its batch, so a line through two traces points at the answer; more traces close in on it from both sides.
+Every figure is a trace's. The number of traces is bounded, so the answer has two ends: a size that fits, and one that was found not to.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
+from tightfit.capture.trace import DEFAULT_NUM_STEPS
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.catalogue import find
+from tightfit.errors import CaptureError, UsageError
+from tightfit.fit import allocator_settings
+from tightfit.fit.plan import allowed
+from tightfit.fit.planning import Found, Search
+from tightfit.fit.trials import Bench
+from tightfit.planner.batch_sizes import BatchSize, BatchSizes, close_in, fastest
+from tightfit.planner.option import Option
+from tightfit.units import parse
+
+FIRST_SIZE = 8
+"""Where nothing says what the batch is now."""
+
+MAX_TRACES = 8
+MAX_PLANS = 3
+# Neighbours that are closer than this are not told apart: the doubt about a peak is larger.
+_CLOSE_ENOUGH = 0.02
+_CLOSE_ENOUGH_PLANNED = 0.1
+
+
+def batch_sizes(
+    target: str,
+    device: str,
+    *,
+    parameter: str = "batch_size",
+    budget: str | int | None = None,
+    allow: Iterable[str] = (),
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_NUM_STEPS,
+    alloc_conf: str | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    show_output: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> BatchSizes:
+    """The largest and the fastest size of the batch of `target` on `device`, plain and with a plan.
+
+    `parameter` is what sets the size: a keyword argument of the generator function, one of the script's own options (`batch_size` stands for
+    `--batch_size N`), or `batch_size` of a Hugging Face config. The rest is as `tightfit.fit.plan.plan` has it.
+
+    Raises:
+        UsageError: no such target, device, technique or setting, or the batch of this target is not set that way.
+        CaptureError: the workload could not be traced with any size that was tried.
+    """
+    card, settings = find(device), allocator_settings(alloc_conf)
+    measured = None if calibration is None else Calibration.load(calibration)
+    card = card if measured is None else measured.applied_to(card)
+    budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
+    parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
+    first = size_now(parsed, parameter)
+    talk = say or (lambda _: None)
+
+    def bench(size: int) -> Bench:
+        return Bench(
+            target=with_size(parsed, parameter, size),
+            label=target,
+            device=device,
+            card=card,
+            settings=settings,
+            calibration=measured,
+            num_steps=steps,
+            show_output=show_output,
+            say=lambda what: talk(f"{parameter} {size}: {what}"),
+        )
+
+    plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
+    fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH)
+    planned = _Planned(plain, allowed(allow))
+    more, planned_too_large = close_in(
+        max(1, 2 * fits), planned.excess, known=fits, max_tries=MAX_PLANS, close_enough=_CLOSE_ENOUGH_PLANNED
+    )
+    tried = [*plain.rows.values(), *planned.rows.values()]
+    if not tried:
+        raise plain.fault or CaptureError(f"{target} could not be traced")
+    return BatchSizes(
+        target=target,
+        device=card.name,
+        parameter=parameter,
+        budget_bytes=plain.budget_bytes,
+        plain=plain.rows.get(fits),
+        plain_too_large=too_large,
+        planned=planned.rows.get(more),
+        planned_too_large=planned_too_large,
+        fastest=fastest(tried),
+        tried=tuple(sorted(tried, key=lambda row: (row.size, bool(row.techniques)))),
+    )
+
+
+class _Plain:
+    """Sizes without techniques."""
+
+    def __init__(self, bench: Callable[[int], Bench], budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.rows: dict[int, BatchSize] = {}
+        self.fault: CaptureError | None = None
+        self._bench = bench
+        self._benches: dict[int, Bench] = {}
+
+    def bench(self, size: int) -> Bench:
+        """The bench for this size, which keeps its trials."""
+        return self._benches.setdefault(size, self._bench(size))
+
+    def excess(self, size: int) -> int | None:
+        """As `close_in` has it."""
+        try:
+            trial = self.bench(size).trial(())
+        except CaptureError as error:
+            # A model may take no batch of this size; that is an end as well.
+            self.fault = error
+            return None
+        self.rows[size] = BatchSize(
+            size=size,
+            device_bytes=trial.estimate.peak.device_bytes,
+            device_high_bytes=trial.high_bytes,
+            fits=trial.high_bytes <= self.budget_bytes,
+            seconds_per_step=trial.seconds,
+            techniques=(),
+            exact=True,
+        )
+        return trial.high_bytes - self.budget_bytes
+
+
+class _Planned:
+    """Sizes with the best plan for each."""
+
+    def __init__(self, plain: _Plain, permitted: Any) -> None:
+        self.rows: dict[int, BatchSize] = {}
+        self._plain = plain
+        self._permitted = permitted
+
+    def excess(self, size: int) -> int | None:
+        """As `close_in` has it."""
+        try:
+            found: Found = Search(self._plain.bench(size), self._plain.budget_bytes, self._permitted).run()
+        except CaptureError:
+            return None
+        best = found.best
+        taken: tuple[Option, ...] = best.all_options()
+        self.rows[size] = BatchSize(
+            size=size,
+            device_bytes=best.estimate.peak.device_bytes,
+            device_high_bytes=best.high_bytes,
+            fits=found.fits,
+            seconds_per_step=best.seconds,
+            techniques=tuple(dict.fromkeys(option.technique for option in taken)),
+            exact=all(option.exact for option in taken),
+        )
+        return best.high_bytes - self._plain.budget_bytes
+
+
+def size_now(target: Target, parameter: str) -> int:
+    """The size that the target is given, or else the one to begin with.
+
+    Raises:
+        UsageError: it is no number, or a config is asked for something else than its batch.
+    """
+    if isinstance(target, HuggingFaceConfig):
+        if parameter.replace("-", "_") != "batch_size":
+            raise UsageError(f"--search {parameter}: for a Hugging Face config it is batch_size that is searched")
+        value = target.options.get("batch_size", 1)
+    elif isinstance(target, GeneratorFunction):
+        value = target.parameters.get(parameter, FIRST_SIZE)
+    else:
+        at = _position(target, parameter)
+        value = FIRST_SIZE if at is None else target.arguments[at].rpartition("=")[2]
+    try:
+        size = int(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"--search {parameter}: it is {value!r} now, which is no size of a batch") from None
+    if size < 1:
+        raise UsageError(f"--search {parameter}: it is {size} now; a batch has at least one example")
+    return size
+
+
+def with_size(target: Target, parameter: str, size: int) -> Target:
+    """The target with a batch of that size."""
+    if isinstance(target, HuggingFaceConfig):
+        return dataclasses.replace(target, options={**target.options, "batch_size": size})
+    if isinstance(target, GeneratorFunction):
+        return dataclasses.replace(target, parameters={**target.parameters, parameter: size})
+    at = _position(target, parameter)
+    arguments = list(target.arguments)
+    if at is None:
+        arguments += [f"--{parameter.lstrip('-')}", str(size)]
+    else:
+        name, equals, _ = arguments[at].rpartition("=")
+        arguments[at] = f"{name}{equals}{size}"
+    return dataclasses.replace(target, arguments=tuple(arguments))
+
+
+def _position(script: Script, parameter: str) -> int | None:
+    """Where among a script's arguments the value of the option stands: `--name VALUE` or `--name=VALUE`."""
+    name = f"--{parameter.lstrip('-')}"
+    for at, argument in enumerate(script.arguments):
+        if argument.startswith(f"{name}="):
+            return at
+        if argument == name and at + 1 < len(script.arguments):
+            return at + 1
+    return None

@@ -1,0 +1,121 @@
+"""The answer to "how large can the batch be" as plain data, and how to come to it in few tries."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+SCHEMA = 1
+_LARGEST_STEP = 8
+_BEST_PER_SAMPLE = 1.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """One size that was traced: what a run with it holds on the card, whether that fits, what it takes, and with which techniques."""
+
+    size: int
+    device_bytes: int
+    device_high_bytes: int
+    fits: bool
+    seconds_per_step: float
+    techniques: tuple[str, ...]
+    exact: bool
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Seconds of a step, by the size of the batch."""
+        return self.seconds_per_step / self.size
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the seconds per sample."""
+        return dataclasses.asdict(self) | {"seconds_per_sample": self.seconds_per_sample}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """The largest size that fits without techniques (`plain`) and with a plan (`planned`, None where no larger one was found), each with the
+    smallest size that was found not to fit, and the one of all that is `fastest` per sample."""
+
+    target: str
+    device: str
+    parameter: str
+    budget_bytes: int
+    plain: BatchSize | None
+    plain_too_large: int | None
+    planned: BatchSize | None
+    planned_too_large: int | None
+    fastest: BatchSize | None
+    tried: tuple[BatchSize, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any size does."""
+        return self.fastest is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `tightfit plan --search NAME --json` prints, without `elapsed_seconds`."""
+        rows = {
+            name: None if row is None else row.to_json()
+            for name, row in (("plain", self.plain), ("planned", self.planned), ("fastest", self.fastest))
+        }
+        return {
+            "schema": SCHEMA,
+            "target": self.target,
+            "device": self.device,
+            "parameter": self.parameter,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            **rows,
+            "plain_too_large": self.plain_too_large,
+            "planned_too_large": self.planned_too_large,
+            "tried": [row.to_json() for row in self.tried],
+        }
+
+
+def close_in(
+    first: int, excess: Callable[[int], int | None], *, known: int = 0, max_tries: int, close_enough: float
+) -> tuple[int, int | None]:
+    """The largest size that was found to fit (`known` if none larger was), and the smallest that was found not to (None: none was).
+
+    `excess(size)` is how many bytes a run is over its budget, not above zero where it fits, and None where it does not run at all. It is taken
+    as a line through the two ends; where that is not to be had, sizes are doubled or halved.
+    """
+    low, high = known, None
+    values: dict[int, int] = {}
+    size = first
+    for _ in range(max_tries):
+        value = excess(size)
+        if value is not None:
+            values[size] = value
+        if value is not None and value <= 0:
+            low = max(low, size)
+        else:
+            high = size if high is None else min(high, size)
+        if high is not None and high - low <= max(1, close_enough * high):
+            break
+        size = _next(values, low, high, max(1, int(close_enough * low)))
+        if size in values:
+            break
+    return low, high
+
+
+def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> int:
+    """Where the line through the two tried sizes nearest to the budget crosses it, kept between the ends; `step` up while only one is known."""
+    nearest = sorted(values, key=lambda size: abs(values[size]))[:2]
+    if len(nearest) == 2 and values[nearest[0]] != values[nearest[1]]:
+        slope = (values[nearest[1]] - values[nearest[0]]) / (nearest[1] - nearest[0])
+        guess = int(nearest[0] - values[nearest[0]] / slope) if slope > 0 else 2 * low
+    else:
+        guess = 2 * low if high is None else (low + high) // 2
+    if high is None:
+        return min(max(guess, low + step), _LARGEST_STEP * max(1, low))
+    return min(max(guess, low + 1), high - 1)
+
+
+def fastest(rows: Iterable[BatchSize]) -> BatchSize | None:
+    """Of those that fit the one with the least seconds per sample; of those within a hundredth of it the smallest."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    least = min(row.seconds_per_sample for row in fitting)
+    return min((r for r in fitting if r.seconds_per_sample <= _BEST_PER_SAMPLE * least), key=lambda r: r.size)

@@ -1,0 +1,66 @@
+"""The largest batch of a workload: what sets it in each kind of target, and a search from beginning to end."""
+
+import json
+
+import pytest
+from tests.cpu import micro_batch_models as models
+
+from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script
+from tightfit.cli.main import app
+from tightfit.errors import UsageError
+from tightfit.fit import batch_size
+from tightfit.fit.batch_size import FIRST_SIZE, size_now, with_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "changed"),
+    [
+        (("--epochs", "1", "--batch-size", "16"), 16, ("--epochs", "1", "--batch-size", "64")),
+        (("--batch-size=4", "--fast"), 4, ("--batch-size=64", "--fast")),
+        (("--fast",), FIRST_SIZE, ("--fast", "--batch-size", "64")),
+    ],
+)
+def test_an_option_of_a_script(arguments: tuple[str, ...], size: int, changed: tuple[str, ...]) -> None:
+    script = Script(path="train.py", arguments=arguments)
+    assert size_now(script, "batch-size") == size_now(script, "--batch-size") == size
+    assert with_size(script, "batch-size", 64) == Script(path="train.py", arguments=changed)
+
+
+def test_a_parameter_of_a_function_and_a_config() -> None:
+    function = GeneratorFunction(location="train.py", function="workload", parameters={"batch": 3, "width": 5})
+    assert size_now(function, "batch") == 3
+    assert with_size(function, "batch", 7).parameters == {"batch": 7, "width": 5}
+    config = HuggingFaceConfig(source="gpt2", options={"sequence_length": 128})
+    assert size_now(config, "batch_size") == 1
+    assert with_size(config, "batch_size", 7).options == {"sequence_length": 128, "batch_size": 7}
+    with pytest.raises(UsageError, match="it is batch_size that is searched"):
+        size_now(config, "sequence_length")
+    with pytest.raises(UsageError, match="no size of a batch"):
+        size_now(GeneratorFunction(location="train.py", function="workload", parameters={"batch": "many"}), "batch")
+    with pytest.raises(UsageError, match="at least one example"):
+        size_now(GeneratorFunction(location="train.py", function="workload", parameters={"batch": 0}), "batch")
+
+
+def test_a_search_finds_a_size_that_fits_and_one_that_does_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_size, "MAX_TRACES", 3)
+    monkeypatch.setattr(batch_size, "MAX_PLANS", 0)
+    target = f"{models.__file__}:large"
+    words = ["--budget", "2GiB", "-p", "batch=128", "--search", "batch", "--steps", "1", "--json"]
+    assert app(["plan", target, "--device", "RTX 4090", *words], result_action="return_value") == 0
+    found = json.loads(capsys.readouterr().out)
+    plain = found["plain"]
+    assert plain["device_high_bytes"] <= 2 << 30
+    assert plain["size"] < found["plain_too_large"] <= 1.2 * plain["size"]
+    assert found["fastest"]["seconds_per_sample"] <= 1.01 * plain["seconds_per_sample"]
+    assert found["planned"] is None
+    assert len(found["tried"]) == 3
+
+
+def test_a_search_writes_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="plan again with the one you choose"):
+        app(
+            ["plan", f"{models.__file__}:large", "--device", "RTX 4090", "--search", "batch", "-o", "plan.json"],
+            result_action="return_value",
+        )

@@ -1,0 +1,94 @@
+"""Closing in on the largest batch that fits, in few tries."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightfit.planner.batch_sizes import BatchSize, BatchSizes, close_in, fastest
+
+MANY = 30
+
+
+def row(size: int, seconds: float, *, fits: bool = True) -> BatchSize:
+    return BatchSize(
+        size=size,
+        device_bytes=size,
+        device_high_bytes=size,
+        fits=fits,
+        seconds_per_step=seconds,
+        techniques=(),
+        exact=True,
+    )
+
+
+@given(
+    fixed=st.integers(-(1 << 36), 1 << 34), each=st.integers(1, 1 << 30), first=st.integers(1, 4096), known=st.just(0)
+)
+def test_on_a_line_the_answer_is_within_one(fixed: int, each: int, first: int, known: int) -> None:
+    largest = max(0, -fixed // each)
+    low, high = close_in(first, lambda size: fixed + each * size, known=known, max_tries=MANY, close_enough=0.0)
+    assert low <= largest
+    assert high is not None
+    assert low == largest
+    assert high == largest + 1
+
+
+@given(each=st.integers(1, 1 << 26), first=st.integers(1, 64), jump=st.integers(0, 1 << 28))
+def test_steps_in_the_line_do_not_lead_it_astray(each: int, first: int, jump: int) -> None:
+    def excess(size: int) -> int:
+        return each * size + jump * (size // 7) - (1 << 34)
+
+    low, high = close_in(first, excess, max_tries=MANY, close_enough=0.01)
+    assert low == 0 or excess(low) <= 0
+    assert high is None or excess(high) > 0
+    assert high is None or high > low
+
+
+def test_few_tries_are_enough_for_a_line() -> None:
+    tried: list[int] = []
+
+    def excess(size: int) -> int:
+        tried.append(size)
+        return 100 * size - 52_345
+
+    assert close_in(8, excess, max_tries=8, close_enough=0.02)[0] == 523
+    assert len(tried) <= 5
+
+
+def test_a_size_that_does_not_run_is_an_end() -> None:
+    low, high = close_in(4, lambda size: None if size > 20 else -1, max_tries=MANY, close_enough=0.0)
+    assert (low, high) == (20, 21)
+
+
+def test_nothing_fits() -> None:
+    assert close_in(8, lambda size: size, max_tries=MANY, close_enough=0.0) == (0, 1)
+
+
+def test_the_fastest_is_the_smallest_of_those_that_are_as_fast() -> None:
+    rows = [row(1, 1.0), row(8, 4.0), row(16, 7.97), row(32, 9.0, fits=False)]
+    found = fastest(rows)
+    assert found is not None
+    assert found.size == 8
+    assert fastest([row(1, 1.0, fits=False)]) is None
+
+
+def test_the_json_has_what_the_answer_has() -> None:
+    small, large = row(2, 1.0), row(4, 1.5)
+    found = BatchSizes(
+        target="train.py",
+        device="RTX 4090",
+        parameter="batch_size",
+        budget_bytes=1 << 30,
+        plain=small,
+        plain_too_large=3,
+        planned=large,
+        planned_too_large=None,
+        fastest=large,
+        tried=(small, large),
+    ).to_json()
+    assert set(found) == {
+        *("schema", "target", "device", "parameter", "budget_bytes", "fits", "plain", "plain_too_large"),
+        *("planned", "planned_too_large", "fastest", "tried"),
+    }
+    assert found["fits"] is True
+    assert found["fastest"]["seconds_per_sample"] == 1.5 / 4
+    assert [one["size"] for one in found["tried"]] == [2, 4]
