@@ -173,7 +173,7 @@ class Search:
     def _variant(self, trial: Trial) -> Variant:
         taken = {option.technique for option in trial.options}
         options = self._options(trial.tape)
-        fine = [o for o in options if not o.is_coarse and not o.alloc_conf and o.technique not in taken]
+        fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
         tape = with_workspaces_of(self.bench.card, trial.tape, self.bench.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         return Variant(
@@ -187,7 +187,7 @@ class Search:
         trial = self._try(coarse) if coarse else base
         if trial is None:
             return None
-        settings = [o for o in self._options(trial.tape) if o.alloc_conf]
+        settings = {o.technique for o in self._options(trial.tape) if o.is_of_the_allocator}
         variant = self._variant(trial)
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
         best: tuple[Trial, Variant, Solution] | None = None
@@ -248,12 +248,19 @@ class Search:
         if not any(name in self.refused for name in names):
             self.refused[names[-1]] = str(error)
 
-    def _with_best_settings(self, trial: Trial, settings: Iterable[Option]) -> Trial:
-        """The trial with the user's settings, if it fits with them; else with those of the allocator that let it hold least."""
+    def _with_best_settings(self, trial: Trial, settings: Iterable[str]) -> Trial:
+        """The trial with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest
+        that fits, or what holds least."""
         if self._fits(trial):
             return trial
-        others = [self.bench.with_settings(trial, option) for option in settings]
-        return min([trial, *others], key=lambda t: t.high_bytes)
+        others = [
+            self.bench.with_settings(trial, option)
+            for name in sorted(settings)
+            for option in techniques()[name].options(trial.tape, self.bench.card)
+        ]
+        return min(
+            [trial, *others], key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes)
+        )
 
     def _better(
         self, one: tuple[Trial, Variant, Solution] | None, other: tuple[Trial, Variant, Solution]

@@ -14,6 +14,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
+from tightfit.simulate.emptied import with_emptied_cache
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
@@ -117,9 +118,11 @@ class Bench:
         return list(self._made.values())
 
     def with_settings(self, trial: Trial, option: Option) -> Trial:
-        """The same trial, replayed with the allocator's settings of `option`."""
-        settings = AllocatorSettings.parse(option.alloc_conf)
-        return dataclasses.replace(trial, settings_option=option, estimate=self._estimate(trial.tape, settings))
+        """The same trial, replayed with what `option` does to the allocator, and as much slower as the option says."""
+        settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self._settings
+        found = self._estimate(with_emptied_cache(trial.tape, option.empties_at), settings)
+        found = dataclasses.replace(found, seconds_per_step=found.seconds_per_step + option.seconds)
+        return dataclasses.replace(trial, settings_option=option, estimate=found)
 
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)

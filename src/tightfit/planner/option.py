@@ -28,7 +28,8 @@ class Option:
 
     Of the options that share a member of `slots` at most one is chosen: a module that is checkpointed, say, takes the slots of all that lies
     inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it. `alloc_conf` are
-    settings of the allocator: what they are worth is found by replaying a traced run with them.
+    settings of the allocator, `empties_at` events before which its cache is emptied: what these are worth is found by replaying a traced run
+    with them.
     """
 
     technique: str
@@ -41,8 +42,14 @@ class Option:
     slots: frozenset[str] = frozenset()
     is_coarse: bool = False
     alloc_conf: str = ""
+    empties_at: tuple[int, ...] = ()
     host_bytes: int = 0
     disk_bytes: int = 0
+
+    @property
+    def is_of_the_allocator(self) -> bool:
+        """Whether it changes no operator, but only how the allocator works."""
+        return bool(self.alloc_conf or self.empties_at)
 
     @property
     def key(self) -> str:

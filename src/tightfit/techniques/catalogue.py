@@ -12,6 +12,7 @@ from tightfit.techniques.technique import AbstractTechnique
 
 _OURS: tuple[str, ...] = (
     "tightfit.techniques.allocator_settings:AllocatorSettings",
+    "tightfit.techniques.empty_cache:EmptyCache",
     "tightfit.techniques.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
