@@ -4,6 +4,7 @@ In a generator a step ends at each `yield`. In a script it ends when an optimize
 one that steps least often has. A script that has no optimizer ends its steps with each backward pass.
 """
 
+import functools
 import gc
 import itertools
 import weakref
@@ -40,7 +41,8 @@ class StepWatch:
         self._on_end = on_end
         self._optimizers: list[torch.optim.Optimizer] = []
         self._num_optimizer_steps: Counter[int] = Counter()
-        self._phases_around_steps: list[Phase] = []  # an optimizer may step inside a backward pass
+        # An optimizer may step inside a backward pass, or inside the step of another one, or of its subclass.
+        self._steps_around: list[tuple[torch.optim.Optimizer, Phase]] = []
         self._num_backwards = 0
         self._roots: dict[int, torch.nn.Module] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -78,7 +80,7 @@ class StepWatch:
                 self._first_operator = recorder.num_operators
                 self.gpu.attribution.forget_graph()
                 self._mark_gradients()
-                if outer != Phase.OPTIMIZER:
+                if not self._steps_around:
                     self._after_backward()
 
         replace(torch.autograd, _engine_run_backward=watched)
@@ -91,21 +93,42 @@ class StepWatch:
             if not any(known is optimizer for known in self._optimizers):
                 self._optimizers.append(optimizer)
 
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._begin_step()
             self._mark_gradients()
-            self._phases_around_steps.append(self.gpu.recorder.phase)
+            self._steps_around.append((optimizer, self.gpu.recorder.phase))
             self.gpu.recorder.phase = Phase.OPTIMIZER
+            # Of the arguments of a step, which begin with the optimizer, only a closure can be called.
+            followed = {name: self._follow_closure(value) for name, value in kwargs.items()}
+            return (*args[:1], *map(self._follow_closure, args[1:])), followed
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            outer = self._phases_around_steps.pop()
-            self.gpu.recorder.phase = Phase.BACKWARD if outer == Phase.BACKWARD else Phase.OTHER
+            _, outer = self._steps_around.pop()
+            self.gpu.recorder.phase = outer if outer in (Phase.BACKWARD, Phase.OPTIMIZER) else Phase.OTHER
             self._mark_state(optimizer)
-            self._after_optimizer_step(optimizer)
+            if all(optimizer is not around for around, _ in self._steps_around):
+                self._after_optimizer_step(optimizer)
 
         replace(torch.optim.Optimizer, __init__=constructed)
         register_optimizer_step_pre_hook(before)
         register_optimizer_step_post_hook(after)
+
+    def _follow_closure(self, value: Any) -> Any:
+        """What a closure runs inside the step of an optimizer is the user's own turn: its phases are those outside of a step."""
+        if not callable(value):
+            return value
+        recorder = self.gpu.recorder
+
+        @functools.wraps(value, updated=())
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            recorder.phase = Phase.OTHER
+            self._first_operator = recorder.num_operators
+            try:
+                return value(*args, **kwargs)
+            finally:
+                recorder.phase = Phase.OPTIMIZER
+
+        return followed
 
     def _watch_modules(self) -> None:
         call = torch.nn.Module.__call__
@@ -184,7 +207,9 @@ class StepWatch:
         waiting = [o for o in self._optimizers if not counts[id(o)]]
         if waiting and max(counts.values()) < MAX_STEPS_OF_ONE_OPTIMIZER:
             return
-        if counts[id(optimizer)] == min(counts.values()) > self.num_ended:
+        # An optimizer that is so far behind has done its part, such as that of a first stage.
+        least = min(count for count in counts.values() if count > max(counts.values()) - MAX_STEPS_OF_ONE_OPTIMIZER)
+        if counts[id(optimizer)] == least > self.num_ended:
             self.end_step()
 
     def _after_backward(self) -> None:
