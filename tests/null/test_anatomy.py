@@ -114,6 +114,29 @@ def test_what_waits_is_what_the_backward_pass_finds_but_for_the_output() -> None
         assert visit.waiting.tolist() == [seen[f"saved {step} 0"], seen[f"mean {step} 0"]]
 
 
+def test_the_input_is_the_last_large_storage_that_was_there_before() -> None:
+    tape, seen = two_steps()
+    anatomy = Anatomy(tape)
+    assert [v.input for v in anatomy.visits("Net.h.1")] == [seen["out 0 0"], seen["out 1 0"]]
+    assert [v.input for v in anatomy.visits("Net.h.0")] == [-1, -1]
+
+
+def test_an_output_that_nothing_waits_for_is_an_output_still() -> None:
+    scribe = Scribe()
+    (saved,) = scribe.operator("Net.a", Phase.FORWARD, 40)
+    (out,) = scribe.operator("Net.a", Phase.FORWARD, 10)
+    (copy,) = scribe.operator("Net.b", Phase.FORWARD, 20)
+    scribe.free(out)
+    scribe.operator("Net.b", Phase.BACKWARD)
+    scribe.free(copy)
+    scribe.operator("Net.a", Phase.BACKWARD)
+    scribe.free(saved)
+    anatomy = Anatomy(scribe.tape())
+    (first,), (second,) = anatomy.visits("Net.a"), anatomy.visits("Net.b")
+    assert (first.output, first.waiting.tolist()) == (out, [saved])
+    assert second.input == out and anatomy.died[out] < second.back_event
+
+
 def test_events_frame_the_visit() -> None:
     tape, seen = two_steps()
     anatomy = Anatomy(tape)

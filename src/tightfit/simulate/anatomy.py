@@ -2,8 +2,9 @@
 
 No model is looked at. A module is a path; what lies inside it are the paths that continue it. A *visit* is one call of a module in a forward
 pass with gradients: a contiguous run of its operators, with the stretch of the backward pass that belongs to it. What was born in a visit and
-still lives when the backward pass begins waits for it; one of these storages is the visit's own output, which lives on whatever is done to
-the inside of the module.
+still lives when the backward pass begins waits for it; one of these storages may be the visit's own output, which lives on whatever is done to
+the inside of the module. Which storages are inputs and outputs a tape does not say: they are taken to be the last large ones that were born
+before the visit and in it.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ import numpy as np
 from tightfit.simulate.blocks import MIN_BLOCK_BYTES
 from tightfit.tape import Column, EventKind, Phase, Source, Tape
 
-# Of what waits, an output is the last that is no mere statistic: batch and layer norm store means after their result.
-_SMALLEST_OUTPUT = 0.05
+# Inputs and outputs are no mere statistics: batch and layer norm store means after their result.
+_SMALLEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Visit:
     """One call of the module at `path`. Forward operators are `begin` to before `end`, backward ones `back_begin` to before `back_end`.
 
     `end_event` is the first event after the forward operators, `back_event` the first of the backward ones and `back_end_event` the first
-    after them. `waiting` are the storages that the visit leaves for the backward pass but for its `output` (-1 if nothing of it waits).
+    after them. `waiting` are the storages that the visit leaves for the backward pass, but for its `output`. `input` is the storage that it works
+    on, -1 where that is none of the same forward pass; who runs the module again must keep it.
     """
 
     path: str
@@ -37,6 +39,7 @@ class Visit:
     back_end_event: int
     waiting: Column
     output: int
+    input: int = -1
 
 
 class Anatomy:
@@ -59,6 +62,7 @@ class Anatomy:
         frees = events.kind == EventKind.FREE
         died[events.storage[frees]] = np.flatnonzero(frees)
         self.died = died
+        self._is_tensor = tape.storages.source == Source.TENSOR
         self._rounds()
 
     def _rounds(self) -> None:
@@ -75,12 +79,15 @@ class Anatomy:
         self._first_backward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
         at = np.flatnonzero(backward)
         np.minimum.at(self._first_backward, numbers[at], at)
+        self._first_forward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
+        at = np.flatnonzero(relevant & ~backward)
+        np.minimum.at(self._first_forward, numbers[at], at)
 
     @cached_property
     def waits(self) -> Column:
         """Which storages were born in a forward pass and are alive when the backward pass of their round begins."""
         born_of = self.tape.storages.operator
-        known = (born_of >= 0) & (self.tape.storages.source == Source.TENSOR)
+        known = (born_of >= 0) & self._is_tensor
         waits = np.zeros(len(born_of), dtype=bool)
         operators = born_of[known]
         forward = self._phase[operators] == Phase.FORWARD
@@ -136,13 +143,12 @@ class Anatomy:
 
     def _visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
         born = self.tape.storages.operator
-        waiting = np.flatnonzero((born >= begin) & (born < end) & self.waits)
-        output = -1
-        if len(waiting):
-            sizes = self.block_bytes[waiting]
-            large = np.flatnonzero(sizes >= _SMALLEST_OUTPUT * sizes.max())
-            output = int(waiting[large[-1]])
-            waiting = waiting[waiting != output]
+        inside = (born >= begin) & (born < end)
+        waiting = np.flatnonzero(inside & self.waits)
+        at_end = np.flatnonzero(inside & self._is_tensor & (self.died >= self.event_of(end)))
+        before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
+        at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
+        output = self._last_large(at_end)
         return Visit(
             path=path,
             begin=begin,
@@ -153,9 +159,19 @@ class Anatomy:
             end_event=int(self.event_of(end)),
             back_event=int(self.event_of(back_begin)),
             back_end_event=int(self.event_of(back_end)),
-            waiting=waiting,
+            waiting=waiting[waiting != output],
             output=output,
+            input=self._last_large(at_begin),
         )
+
+    def _last_large(self, storages: Column) -> int:
+        """The first large storage of the last operator that has one: a pooling stores its indices, which are larger, after its result."""
+        sizes = self.block_bytes[storages]
+        large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
+        if not len(large):
+            return -1
+        born = self.tape.storages.operator[large]
+        return int(large[born == born.max()][0])
 
     def bytes_of(self, storages: Column) -> int:
         """The bytes of these storages, as an allocator rounds them."""

@@ -50,14 +50,18 @@ def recompute_option(
     """Running `block` twice, but for what `kept` says of its waiting storages; `seconds` are those of each operator.
 
     A visit's waiting storages are gone from the end of its forward to the beginning of its backward, where they come back all at once; what
-    the forward had beyond them at its highest moment is there once more then.
+    the forward had beyond them at its highest moment is there once more then. The input is kept until then, if the plain run does not.
     """
     changes, added = [], 0.0
     for visit in block.visits:
         stays = np.zeros(len(visit.waiting), dtype=bool) if kept is None else kept(visit)
         gone = visit.waiting[~stays]
         changes.append(Change(begin=visit.end_event, end=visit.back_event, num_bytes=-anatomy.bytes_of(gone)))
+        changes += input_kept(anatomy, visit)
         again = np.ones(visit.end - visit.begin, dtype=bool)
+        if len(gone):
+            # The second run ends when it has made the last thing that is missing.
+            again[int(anatomy.tape.storages.operator[gone].max()) + 1 - visit.begin :] = False
         if kept is not None:
             again[anatomy.tape.storages.operator[visit.waiting[stays]] - visit.begin] = False
         added += float(seconds[visit.begin : visit.end][again].sum())
@@ -71,6 +75,14 @@ def recompute_option(
         exact=True,
         slots=block.slots,
     )
+
+
+def input_kept(anatomy: Anatomy, visit: Visit) -> list[Change]:
+    """What it holds to keep the input of a visit for its backward pass; nothing where the plain run keeps it anyway."""
+    died = int(anatomy.died[visit.input]) if visit.input >= 0 else visit.back_event
+    if died >= visit.back_event:
+        return []
+    return [Change(begin=died, end=visit.back_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
 
 
 def _num_steps(anatomy: Anatomy) -> int:
