@@ -27,6 +27,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.checkpointing:Checkpointing",
     "tightfit.techniques.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches:MicroBatches",
+    "tightfit.techniques.kept_alive:KeptAlive",
     "tightfit.techniques.attention:Attention",
 )
 
