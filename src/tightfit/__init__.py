@@ -16,21 +16,29 @@ if TYPE_CHECKING:
     from tightfit.devices.device import Device
     from tightfit.errors import TightfitError
     from tightfit.fit import estimate, replay
+    from tightfit.fit.plan import plan
+    from tightfit.reports.plans import Plan
     from tightfit.reports.results import Estimate
+    from tightfit.runtime.apply import apply
     from tightfit.snapshots.record import record
     from tightfit.snapshots.replay import Replay
     from tightfit.tape import Tape
+    from tightfit.techniques.session import Session
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Device",
     "Estimate",
+    "Plan",
     "Replay",
+    "Session",
     "Tape",
     "TightfitError",
+    "apply",
     "estimate",
     "find_device",
+    "plan",
     "record",
     "replay",
 ]
@@ -38,11 +46,15 @@ __all__ = [
 _HOMES = {
     "Device": ("tightfit.devices.device", "Device"),
     "Estimate": ("tightfit.reports.results", "Estimate"),
+    "Plan": ("tightfit.reports.plans", "Plan"),
     "Replay": ("tightfit.snapshots.replay", "Replay"),
+    "Session": ("tightfit.techniques.session", "Session"),
     "Tape": ("tightfit.tape", "Tape"),
     "TightfitError": ("tightfit.errors", "TightfitError"),
+    "apply": ("tightfit.runtime.apply", "apply"),
     "estimate": ("tightfit.fit", "estimate"),
     "find_device": ("tightfit.devices.catalogue", "find"),
+    "plan": ("tightfit.fit.plan", "plan"),
     "record": ("tightfit.snapshots.record", "record"),
     "replay": ("tightfit.fit", "replay"),
     "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),

@@ -7,10 +7,15 @@ import pytest
 
 import tightfit
 
-PUBLIC_NAMES = ["Device", "Estimate", "Replay", "Tape", "TightfitError", "estimate", "find_device", "record", "replay"]
+PUBLIC_NAMES = [
+    *("Device", "Estimate", "Plan", "Replay", "Session", "Tape", "TightfitError"),
+    *("apply", "estimate", "find_device", "plan", "record", "replay"),
+]
 
 PARAMETERS = {
     "estimate": "target device | arguments parameters options steps alloc_conf calibration show_output meanwhile",
+    "plan": "target device | budget host disk allow arguments parameters options steps alloc_conf calibration show_output say",
+    "apply": "plan model optimizer",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
     "find_device": "text",
@@ -35,7 +40,8 @@ def test_parameters(name: str) -> None:
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert " ".join([*positional, *(["|", *keyword_only] if keyword_only else [])]) == PARAMETERS[name]
-    assert len(positional) <= 2
+    # A plan is put on a model and its optimizer; all else takes at most two things by position.
+    assert len(positional) <= (3 if name == "apply" else 2)
 
 
 def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:

@@ -37,6 +37,11 @@ class WrappedForward:
         return self.previous
 
     @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """As `functools.wraps` has it, for Accelerate, which follows it to the function that is to be the module's `forward` again."""
+        return type(self.module).forward if self.previous is None else self.previous
+
+    @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.inner)
 
@@ -47,7 +52,8 @@ class WrappedForward:
         return WrappedForward(copy.deepcopy(self.module, memo), self.around, previous)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (types.MethodType, (type(self.module).forward, self.module))
+        # By name: the type of bound methods has no name that pickle finds.
+        return (getattr, (self.module, "forward"))
 
 
 def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
