@@ -27,8 +27,6 @@ NUM_COMBINATIONS = 20
 HABITS = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1)
 # Techniques that work by what a loop does not do; they refuse it in so many words (tested with each).
 USES_GRADIENTS_UP = {"update_in_backward"}
-# What changes no operator, or is advice alone.
-NOTHING_HERE = {"allocator_settings", "empty_cache", "kept_alive"}
 EXACT = [name for name, t in techniques().items() if t.exact]
 
 
