@@ -1,0 +1,72 @@
+"""The simple remedies that a plan has to beat, traced as plans are: nothing, every block run twice, 8-bit states, half the batch, all together.
+
+Half the batch is counted by the sample: two of its steps for one of the plain run.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.plans.bench import StoredBench, bench_of
+from benchmarks.plans.workloads import Workload
+from tightfit.errors import TightfitError
+from tightfit.planner.option import Option
+from tightfit.techniques.catalogue import techniques
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a simple remedy holds at most, and the seconds for the samples of a plain step; `why_not` instead where it does not run."""
+
+    name: str
+    device_bytes: int
+    high_bytes: int
+    seconds: float
+    why_not: str = ""
+
+
+def outermost_repeated(options: Sequence[Option]) -> list[Option]:
+    """Checkpointing of every block that repeats, as a framework's switch has it: modules with a number for a name, none inside another."""
+    blocks = [o for o in options if o.technique == "checkpointing" and o.where.rpartition(".")[2].isdigit()]
+    return [o for o in blocks if not any(o.slots < other.slots for other in blocks)]
+
+
+def _options(bench: StoredBench, names: Iterable[str]) -> list[Option]:
+    tape = bench.trial(()).tape
+    known = techniques()
+    return [o for name in names if name in known for o in known[name].options(tape, bench.card)]
+
+
+def _remedies(bench: StoredBench, allow: Sequence[str]) -> Iterator[tuple[str, list[Option]]]:
+    blocks = outermost_repeated(_options(bench, ("checkpointing",)))
+    states = [o for o in _options(bench, ("low_bit_states",)) if o.settings["bits"] == 8]
+    yield "nothing", []
+    if blocks:
+        yield "every block twice", blocks
+    if states and "low_bit_states" in allow:
+        yield "8-bit states", states
+        yield "every block twice, 8-bit states", [*blocks, *states]
+
+
+def baselines(workload: Workload, bench: StoredBench, folder: Path | None) -> Iterator[Baseline]:
+    """All of them, with the user's own settings of the allocator."""
+    yield from _measured(bench, workload.allow, "", 1)
+    if workload.batch_size > 1:
+        half = bench_of(workload, folder, workload.batch_size // 2)
+        yield from _measured(half, workload.allow, "half the batch", workload.batch_size / (workload.batch_size // 2))
+
+
+def _measured(bench: StoredBench, allow: Sequence[str], prefix: str, times: float) -> Iterator[Baseline]:
+    for name, options in _remedies(bench, allow):
+        words = ", ".join(word for word in (prefix, name) if word and (word != "nothing" or not prefix))
+        try:
+            trial = bench.trial(options)
+        except TightfitError as error:
+            yield Baseline(name=words, device_bytes=0, high_bytes=0, seconds=0.0, why_not=str(error))
+            continue
+        yield Baseline(
+            name=words,
+            device_bytes=trial.estimate.peak.device_bytes,
+            high_bytes=trial.high_bytes,
+            seconds=trial.seconds * times,
+        )

@@ -1,0 +1,89 @@
+"""A bench whose trials stay on disk, so that a run that was cut short goes on where it was.
+
+A tape is found again by the workload, the card and the choices, not by the code that made it: give another folder after a change.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.plans.workloads import Workload
+from tightfit.capture.targets import Target
+from tightfit.devices.catalogue import find
+from tightfit.fit.trials import Bench, Trial
+from tightfit.planner.option import Option
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.tape import Tape
+
+NUM_STEPS = 2
+
+
+class StoredBench(Bench):
+    """Trials of `target`, traced for two steps; kept in `folder`, if there is one. `num_traced` and `seconds_traced` count what was traced."""
+
+    def __init__(self, target: Target, label: str, device: str, folder: Path | None) -> None:
+        super().__init__(
+            target=target,
+            label=label,
+            device=device,
+            card=find(device),
+            settings=AllocatorSettings(),
+            calibration=None,
+            num_steps=NUM_STEPS,
+            show_output=False,
+            say=lambda _: None,
+        )
+        self._folder = folder
+        self._name = f"{label} {target} {device}"
+        self.num_traced = 0
+        self.seconds_traced = 0.0
+
+    def trial(self, options: Iterable[Option]) -> Trial:
+        """As `Bench.trial`, from disk if it is there."""
+        options = tuple(options)
+        key = frozenset(option.key for option in options)
+        if key in self._made:
+            return self._made[key]
+        place = self._place(key)
+        if place is not None and place.with_suffix(".json").exists():
+            said = json.loads(place.with_suffix(".json").read_text())
+            tape = Tape.load(place.with_suffix(".npz"))
+            self._made[key] = Trial(
+                options=options,
+                settings_option=None,
+                tape=tape,
+                estimate=self._estimate(tape, self._settings),
+                roots=tuple(said["roots"]),
+                notes=tuple(said["notes"]),
+            )
+            return self._made[key]
+        started = time.monotonic()
+        made = super().trial(options)
+        self.num_traced += 1
+        self.seconds_traced += time.monotonic() - started
+        print(
+            f"  traced {self.label} with {len(options)} choices in {time.monotonic() - started:.1f} s: "
+            f"{made.high_bytes / 2**30:.2f} GiB, {made.seconds * 1e3:.1f} ms",
+            file=sys.stderr,
+            flush=True,
+        )
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            made.tape.save(place.with_suffix(".npz"))
+            place.with_suffix(".json").write_text(json.dumps({"roots": made.roots, "notes": made.notes}))
+        return made
+
+    def _place(self, key: frozenset[str]) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / hashlib.sha1(repr((self._name, NUM_STEPS, sorted(key))).encode()).hexdigest()
+
+
+def bench_of(workload: Workload, folder: Path | None, batch_size: int | None = None) -> StoredBench:
+    """The bench of a workload of the grid, with its own batch or another."""
+    name = workload.name.removesuffix("-lossy")
+    label = name if batch_size is None else f"{name} at batch {batch_size}"
+    return StoredBench(workload.target(batch_size), label, workload.device, folder)
