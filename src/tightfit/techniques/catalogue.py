@@ -28,6 +28,8 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches:MicroBatches",
     "tightfit.techniques.kept_alive:KeptAlive",
+    "tightfit.techniques.freezing:Freezing",
+    "tightfit.techniques.adapters:Adapters",
     "tightfit.techniques.attention:Attention",
 )
 
