@@ -5,7 +5,8 @@ A change has no notion of a budget or of a peak; which moments matter is found f
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -16,6 +17,21 @@ class Change:
     begin: int
     end: int
     num_bytes: int
+
+
+def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
+    """The same changes as disjoint stretches, in order: each says what all of them together do there."""
+    steps: dict[int, int] = {}
+    for change in changes:
+        steps[change.begin] = steps.get(change.begin, 0) + change.num_bytes
+        steps[change.end] = steps.get(change.end, 0) - change.num_bytes
+    found, level = [], 0
+    borders = sorted(steps)
+    for begin, end in itertools.pairwise(borders):
+        level += steps[begin]
+        if level:
+            found.append(Change(begin=begin, end=end, num_bytes=level))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

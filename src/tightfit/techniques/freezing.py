@@ -14,7 +14,7 @@ import torch
 from tightfit.cost.roofline import operator_seconds
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.simulate.anatomy import Visit
 from tightfit.tape import Category, Phase, Tape
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
@@ -116,7 +116,7 @@ def _frozen_names(parts: TrainedParts, blocks: Blocks, number: int) -> frozenset
 def _changes(parts: TrainedParts, blocks: Blocks, number: int) -> tuple[Change, ...]:
     frozen = _frozen_names(parts, blocks, number)
     gradients = np.array([name in frozen for name in parts.modules_of(parts.gradients)], dtype=bool)
-    return (*parts.untrained(gradients), *_no_graph(parts, blocks, number, frozen))
+    return merged((*parts.untrained(gradients), *_no_graph(parts, blocks, number, frozen)))
 
 
 def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:

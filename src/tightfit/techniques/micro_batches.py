@@ -14,7 +14,7 @@ from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.session import Session
@@ -136,7 +136,7 @@ def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
     for begin, end in run.passes():
         new = gradients[(run.born[gradients] >= begin) & (run.born[gradients] < end)]
         early += changes(levels(np.full(len(new), begin), run.born[new], run.block_bytes[new]))
-    return (*gone, *early)
+    return merged((*gone, *early))
 
 
 def _seconds(run: OptimizerTape, num_parts: int) -> float:
