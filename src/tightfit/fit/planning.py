@@ -25,8 +25,11 @@ from tightfit.tape import Tape
 from tightfit.techniques.catalogue import techniques
 
 # Traces and limits of one search: a limit whose answer was traced before costs no trace.
-MAX_CORRECTIONS = 6
+MAX_CORRECTIONS = 5
+MAX_CORRECTIONS_OF_A_VARIANT = 2
 MAX_LIMITS = 16
+# A variant that could make a step faster by less than this share of it is not worth its traces.
+_WORTH_A_VARIANT = 0.01
 # Room of less than this share of the budget is not worth another trace.
 _WORTH_ANOTHER_TRY = 0.02
 SOLVER_SECONDS = 10.0
@@ -118,13 +121,21 @@ class Search:
         coarse = self._bundles(base)
         free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
         rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
-        results = [self._best_of(tuple(free), base)]
+        results = [self._best_of(tuple(free), base, MAX_CORRECTIONS)]
+        settled: set[str] = set()
         for bundle in sorted(rest, key=_seconds):
-            fitting = [r for r in results if r is not None and self._fits(r[0])]
-            if not fitting or _seconds(bundle) < min(r[0].seconds for r in fitting) - base.seconds:
-                results.append(self._best_of((*free, *bundle), base))
-        if len(rest) > 1 and not any(r is not None and self._fits(r[0]) for r in results):
-            results.append(self._best_of((*free, *(o for bundle in rest for o in bundle)), base))
+            # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
+            if bundle[0].technique not in settled and self._could_help(
+                bundle, [r[0] for r in results if r is not None], base
+            ):
+                results.append(self._best_of((*free, *bundle), base, MAX_CORRECTIONS_OF_A_VARIANT))
+                if results[-1] is not None and self._fits(results[-1][0]):
+                    settled.add(bundle[0].technique)
+        together = _compatible(sorted(rest, key=_saved, reverse=True))
+        if len(together) > 1 and not any(r is not None and self._fits(r[0]) for r in results):
+            everything = [option for bundle in together for option in bundle]
+            if self._could_help(everything, [r[0] for r in results if r is not None], base):
+                results.append(self._best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
         made = [r for r in results if r is not None]
         fitting = [r for r in made if self._fits(r[0])]
         if fitting:
@@ -134,6 +145,14 @@ class Search:
         else:
             return self._found(base, base, None, None)
         return self._found(base, trial, variant, solution)
+
+    def _could_help(self, bundle: Sequence[Option], made: Sequence[Trial], base: Trial) -> bool:
+        """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
+        fitting = [trial.seconds for trial in made if self._fits(trial)]
+        if fitting:
+            return _seconds(bundle) < min(fitting) - base.seconds - _WORTH_A_VARIANT * base.seconds
+        least_bytes = min((trial.high_bytes for trial in made), default=base.high_bytes)
+        return least_bytes - _saved(bundle) <= self.budget_bytes
 
     def _found(self, base: Trial, best: Trial, variant: Variant | None, solution: Solution | None) -> Found:
         return Found(
@@ -176,13 +195,13 @@ class Search:
         fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
         tape = with_workspaces_of(self.bench.card, trial.tape, self.bench.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
-        return Variant(
-            trial=trial,
-            problem=problems.build(levels, fine),
-            gap_bytes=trial.high_bytes - trial.estimate.peak.allocated_bytes,
-        )
+        # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
+        gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(trial, options)]
+        return Variant(trial=trial, problem=problems.build(levels, fine), gap_bytes=min(gaps))
 
-    def _best_of(self, coarse: tuple[Option, ...], base: Trial) -> tuple[Trial, Variant, Solution] | None:
+    def _best_of(
+        self, coarse: tuple[Option, ...], base: Trial, max_traces: int
+    ) -> tuple[Trial, Variant, Solution] | None:
         """The best trial with the coarse options on it: the fastest that fits, or else the one that holds least."""
         trial = self._try(coarse) if coarse else base
         if trial is None:
@@ -193,7 +212,7 @@ class Search:
         best: tuple[Trial, Variant, Solution] | None = None
         made_of: dict[tuple[int, ...], Trial] = {}
         for _ in range(MAX_LIMITS):
-            if len(made_of) == MAX_CORRECTIONS:
+            if len(made_of) == max_traces:
                 break
             solution = self._solve(variant.problem, limits.limit)
             made = made_of.get(solution.chosen)
@@ -253,14 +272,13 @@ class Search:
         that fits, or what holds least."""
         if self._fits(trial):
             return trial
-        others = [
-            self.bench.with_settings(trial, option)
-            for name in sorted(settings)
-            for option in techniques()[name].options(trial.tape, self.bench.card)
-        ]
-        return min(
-            [trial, *others], key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes)
-        )
+        options = [o for name in sorted(settings) for o in techniques()[name].options(trial.tape, self.bench.card)]
+        others = self._with_all_settings(trial, options)
+        return min(others, key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes))
+
+    def _with_all_settings(self, trial: Trial, options: Iterable[Option]) -> list[Trial]:
+        """The trial as it is, and with each of those `options` that are the allocator's."""
+        return [trial, *(self.bench.with_settings(trial, option) for option in options if option.is_of_the_allocator)]
 
     def _better(
         self, one: tuple[Trial, Variant, Solution] | None, other: tuple[Trial, Variant, Solution]
@@ -276,6 +294,23 @@ class Search:
 
 def _seconds(bundle: Iterable[Option]) -> float:
     return sum(option.seconds for option in bundle)
+
+
+def _saved(bundle: Iterable[Option]) -> int:
+    """At most what a bundle takes from any moment."""
+    return sum(max((-change.num_bytes for change in option.changes), default=0) for option in bundle)
+
+
+def _compatible(bundles: Iterable[Sequence[Option]]) -> list[Sequence[Option]]:
+    """The bundles in order, without those that share a slot with an earlier one."""
+    taken: set[str] = set()
+    chosen = []
+    for bundle in bundles:
+        slots = {slot for option in bundle for slot in option.slots}
+        if not taken & slots:
+            chosen.append(bundle)
+            taken |= slots
+    return chosen
 
 
 def _keys(options: Iterable[Option]) -> list[str]:
