@@ -37,6 +37,13 @@ OPTIONS = {
         "--task",
         "-p",
     ],
+    "plan": [
+        *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
+        *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
+        *("--lora-rank", "--optimizer", "--output", "--parameter", "--search", "--sequence-length", "--show-output"),
+        *("--steps", "--task", "-o", "-p"),
+    ],
+    "run": ["--allow", "--budget", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
     "devices": ["--json"],

@@ -159,14 +159,14 @@ class Attachment:
     def _meet(self, module: torch.nn.Module, *, is_first: bool) -> _Live:
         name = type(module).__name__
         met = any(root.name == known["class"] for root in self.roots for known in self._planned)
-        if self._planned and met and name not in {known["class"] for known in self._planned}:
-            self._tell(f"the plan knows of no {name}, which runs as it is")
-            planned = None
-        else:
-            planned = planned_for(self._planned, module)
         own = self._free_optimizers(module)
         # A model that shares its optimizers with another leaves what concerns them to that one's session.
         is_first = is_first and (bool(own) or not self.roots)
+        if self._planned and met and name not in {known["class"] for known in self._planned}:
+            self._tell(f"the plan knows of no {name}, which runs as it is")
+            planned, is_first = None, False
+        else:
+            planned = planned_for(self._planned, module)
         choices = self._those_inside(module, choices_for(self._choices, module, is_first=is_first))
         session = apply_choices(choices, module, own)
         check = self._keep(session, choices, planned)
@@ -228,7 +228,8 @@ class Attachment:
 
     def _with_optimizers(self, live: _Live) -> list[Choice]:
         """The choices of a root that now has optimizers of its own."""
-        global_ones = [c for c in self._choices if not is_module(c.where) and c not in live.choices]
+        is_known = live.planned is not None or not self._planned
+        global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
         live.choices = [*live.choices, *global_ones]
         return live.choices
 
