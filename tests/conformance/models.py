@@ -1,4 +1,4 @@
-"""Six small models of different kinds, each with its batch and its loss, for the virtual card and for the host alike.
+"""Seven small models of different kinds, each with its batch and its loss, for the virtual card and for the host alike.
 
 `MODELS[name](device)` gives the model and a function that makes the loss of step `i`. The data is made from a seed on the host, so that two runs
 see the same.
@@ -200,8 +200,49 @@ def plain_language(device: str) -> Made:
     return model, loss
 
 
+class _Mixer(nn.Module):
+    """A residual layer with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens + self.dropout(functional.gelu(self.linear(self.norm(tokens))))
+
+
+class Volumes(nn.Module):
+    """A chain of 3-D convolutions without norms, and a deep stack of layers on what it makes."""
+
+    def __init__(self, num_layers: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.chain = nn.Sequential(
+            nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1), nn.ReLU(), nn.MaxPool3d(2)
+        )
+        self.enter = nn.Linear(16, width)
+        self.stack = nn.ModuleList(_Mixer(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, volumes: torch.Tensor) -> torch.Tensor:
+        hidden = self.enter(self.chain(volumes).reshape(volumes.shape[0], -1, 16))
+        for layer in self.stack:
+            hidden = layer(hidden)
+        return self.head(hidden.mean(dim=1))
+
+
+def volumes(device: str) -> Made:
+    """`Volumes` on one small volume."""
+    model = Volumes().to(device)
+
+    def loss(step: int) -> torch.Tensor:
+        images = torch.randn(1, 1, 32, 32, 32, generator=_seeded(step)).to(device)
+        return functional.cross_entropy(model(images), torch.zeros(1, dtype=torch.int64).to(device))
+
+    return model, loss
+
+
 MODELS: dict[str, Callable[[str], Made]] = {
-    made.__name__: made for made in (gpt, llama, t5, convolutions, vision, plain_language)
+    made.__name__: made for made in (gpt, llama, t5, convolutions, vision, plain_language, volumes)
 }
 
 

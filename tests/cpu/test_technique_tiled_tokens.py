@@ -1,6 +1,7 @@
 """Token-wise modules in tiles: the same training up to the order of sums, what they promise, and what is refused."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -197,6 +198,19 @@ def test_what_keeps_tokens_apart_is_proved(function):
 def test_what_may_mix_tokens_is_refused(function):
     with pytest.raises(MixesTokens):
         _proved(_Function(function), 2, 5, 8)
+
+
+def test_a_proof_leaves_nothing_behind():
+    made = []
+
+    def watched(tokens: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(tokens))
+        result = tokens.tanh()  # keeps its own result for the backward pass
+        made.append(weakref.ref(result))
+        return result
+
+    _proved(_Function(watched), 2, 5, 8)
+    assert [reference() for reference in made] == [None, None]
 
 
 def test_gradients_that_go_elsewhere_are_refused():

@@ -25,6 +25,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.factored_states:FactoredStates",
     "tightfit.techniques.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.checkpointing:Checkpointing",
+    "tightfit.techniques.nested_checkpointing:NestedCheckpointing",
     "tightfit.techniques.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches:MicroBatches",
     "tightfit.techniques.kept_alive:KeptAlive",

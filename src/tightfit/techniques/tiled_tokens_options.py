@@ -26,6 +26,7 @@ SMALLEST_SHARE = 0.01
 NUMBERS_OF_TILES = (4, 16, 64)
 _LEAST_TILE_BYTES = 4 << 20  # less does not fill a card
 _MORE_THAN_OUTPUT = 1.5  # what a module holds on the way, next to its output
+_WAITING = 0.5  # what of it waits for the backward pass, next to its output: a norm keeps next to nothing
 _DEEP = 3.0  # the same, to be worth tiles inside a module that is recomputed anyway
 _PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation"})
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
@@ -61,6 +62,8 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
         ]
         largest = max(found, key=lambda one: one.backward_bytes)
         if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
+            continue
+        if anatomy.bytes_of(largest.visit.waiting) < _WAITING * largest.output_bytes:
             continue
         modules = anatomy.modules_inside(path)
         for num_tiles in NUMBERS_OF_TILES:

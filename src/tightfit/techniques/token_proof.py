@@ -59,8 +59,8 @@ def check_token_wise(
     watched = [part, *known, *buffers]
     versions = [tensor._version for tensor in watched]
     part = part.detach().requires_grad_()
-    # A checkpoint around this counts what is saved in its first run, and this is no part of it.
-    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    # A checkpoint around this counts what is saved in its first run, and this is no part of it. Detached, or a result would hold itself.
+    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
     with torch.enable_grad(), apart, _Watch(part) as watch:
         result = run(part)
     if not isinstance(result, torch.Tensor):
