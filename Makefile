@@ -15,6 +15,9 @@ demo: $(VENV)/.demo
 	@echo
 	@echo '$$ tightfit estimate $(VENV)/gpt2.npz --device "RTX 4060" --device "RTX 4080" --device "RTX 4090"'
 	@$(BIN)/tightfit estimate $(VENV)/gpt2.npz --device "RTX 4060" --device "RTX 4080" --device "RTX 4090" || test $$? -eq 1
+	@echo
+	@echo '$$ tightfit plan examples/train_gpt2.py --device "RTX 4060"'
+	@$(BIN)/tightfit plan examples/train_gpt2.py --device "RTX 4060"
 
 test: $(VENV)/.test lint types layers sizes units
 
