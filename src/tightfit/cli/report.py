@@ -1,4 +1,4 @@
-"""`tightfit report`: a recording, a saved run or a workload as one HTML page, as tracks for Perfetto, as JSON or as text."""
+"""`tightfit report`: a recording, a saved run or a workload as one HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
 
 import contextlib
 import io
@@ -46,7 +46,8 @@ def report(
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot), a run that estimate --save-tape wrote, or anything that estimate takes.
+        A recording (torch.cuda.memory._dump_snapshot), a run that estimate --save-tape wrote, a plan that plan -o wrote, or
+        anything that estimate takes.
     form
         html, a page that needs no network; perfetto, counter tracks for ui.perfetto.dev; json, the figures; text, as estimate or replay.
     output
@@ -66,6 +67,13 @@ def report(
         raise UsageError("--merge needs --format perfetto")
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    if _is_plan(target):
+        if form != "html" or arguments or parameter or device or alloc_conf is not None:
+            raise UsageError(
+                f"{target} is a plan: it becomes a page and takes no option but -o (tightfit plan --json has its figures)"
+            )
+        _write(output or _default_output(target, _ENDINGS[form]), _plan_page(target))
+        return 0
     is_recording = _is_recording(target)
     if is_recording and (arguments or parameter):
         raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
@@ -102,6 +110,24 @@ def _merged(target: str, profile: Path) -> str:
     if not overlaps:
         sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they of one run?\n")
     return text
+
+
+def _is_plan(target: str) -> bool:
+    """Whether it is a file that `tightfit plan -o` could have written; another JSON file is the config of a model."""
+    path = Path(target)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with contextlib.suppress(ValueError):
+        value = jsonlib.loads(path.read_bytes())
+        return isinstance(value, dict) and {"schema", "choices", "frontier"} <= set(value)
+    return False
+
+
+def _plan_page(target: str) -> str:
+    from tightfit.planner.plan import Plan
+    from tightfit.reports.plan_page import plan_page
+
+    return plan_page(Plan.load(target))
 
 
 def _is_recording(target: str) -> bool:

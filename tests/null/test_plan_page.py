@@ -1,0 +1,202 @@
+"""The page of a plan: all that the plan says stands in it, as text and never as markup, and it needs nothing else."""
+
+import html.parser
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.plans import GIB, a_plan, run
+
+from tightfit.cli.main import run as tightfit
+from tightfit.planner.plan import ParetoPoint, Plan
+from tightfit.reports.plan_curve import curve_points, seconds_per_gib, ticks
+from tightfit.reports.plan_page import plan_page
+
+ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
+ALONE = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Reader(html.parser.HTMLParser):
+    """What a page holds: its elements with their attributes, and the text of each place."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ALONE:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.words.append((self.open[-1] if self.open else "", data))
+
+    def of(self, tag: str, class_: str = "") -> list[dict[str, str | None]]:
+        return [
+            a for name, a in self.elements if name == tag and {class_} - {""} <= set((a.get("class") or "").split())
+        ]
+
+    @property
+    def text(self) -> str:
+        return " ".join(words for tag, words in self.words if tag != "style")
+
+
+@pytest.fixture(scope="module")
+def page() -> Reader:
+    return Reader(plan_page(a_plan()))
+
+
+class TestWhatItSays:
+    def test_the_answer_and_both_runs(self, page: Reader) -> None:
+        assert "Fits with 4 choices : 9.50 GiB of 10.00 GiB on a card" in page.text
+        assert "plain 15.00 GiB 14.88 GiB to 15.12 GiB 14.50 GiB 14.00 GiB 100.0 ms" in page.text
+        assert "planned 9.50 GiB 9.38 GiB to 9.62 GiB 9.00 GiB 8.50 GiB 120.0 ms" in page.text
+
+    def test_choices_that_differ_by_a_number_are_one_row(self, page: Reader) -> None:
+        assert "checkpointing Net.h.[0-3] 4 4.00 GiB 20.0 ms yes keep=[0]" in page.text
+
+    def test_what_else_was_considered_traced_or_not(self, page: Reader) -> None:
+        assert "nothing 15.00 GiB 100.0 ms no yes 5 GiB too much" in page.text
+        assert "by hand not traced no not traced" in page.text
+
+    def test_why_advice_and_assumptions_each_once(self, page: Reader) -> None:
+        assert "a step takes 120.0 ms instead of 100.0 ms (+20.0%)" in page.text
+        assert "Around here a GiB more would save about 10.0 ms a step." in page.text
+        assert "half the batch would hold about 8 GiB" in page.text
+        assert page.text.count("a value is taken as 1.0") == 1
+        assert "(train.py:3, train.py:9)" in page.text
+
+    def test_a_plan_that_does_not_fit_says_by_how_much(self) -> None:
+        page = Reader(plan_page(a_plan(fits=False, budget_bytes=8 * GIB)))
+        assert "Does not fit : 1.62 GiB too much for 8.00 GiB on a card" in page.text
+        assert "Least that was reached: 9.50 GiB (at most 9.62 GiB), 1.62 GiB over." in page.text
+        assert page.of("span", "bad")
+
+    def test_a_run_that_fits_as_it_is_has_no_choices_and_no_planned_run(self) -> None:
+        page = Reader(plan_page(a_plan(choices=(), frontier=(), run=run(9, 0.1), baseline=run(9, 0.1))))
+        assert "Fits as it is" in page.text
+        assert "planned 9" not in page.text
+        assert "there is no curve to show" in page.text
+        assert not page.of("svg")
+
+
+class TestTheCurve:
+    def test_its_points_are_marked_in_order_and_listed_with_what_a_gib_more_saves(self, page: Reader) -> None:
+        across = [float(point["cx"] or "") for point in page.of("circle", "point")]
+        down = [float(point["cy"] or "") for point in page.of("circle", "point")]
+        assert across == sorted(across)
+        assert down == sorted(down)
+        assert across[2] - across[1] == pytest.approx(across[1] - across[0], abs=0.2)
+        assert "9.00 GiB 130.0 ms 10.0 ms 11.00 GiB 110.0 ms 3.0 ms 13.00 GiB 104.0 ms" in page.text
+
+    def test_the_plan_the_plain_run_and_the_budget_are_marked_in_words(self, page: Reader) -> None:
+        labels = [words for tag, words in page.words if tag == "text"]
+        assert {"the plan: 9.50 GiB, 120.0 ms", "the plain run: 15.00 GiB, 100.0 ms", "budget 10.00 GiB"} <= set(labels)
+        assert {"memory on the card, GiB", "milliseconds per step"} <= set(labels)
+        assert {"9", "10", "15", "100", "130"} <= set(labels)
+        assert (len(page.of("path", "planned")), len(page.of("path", "plain"))) == (2, 2)
+
+    def test_it_is_a_picture_with_a_name_and_a_description(self, page: Reader) -> None:
+        (picture,) = page.of("svg")
+        assert picture["role"] == "img"
+        names = (picture["aria-labelledby"] or "").split()
+        assert [a.get("id") for tag, a in page.elements if tag in ("title", "desc") and a.get("id")] == names
+        assert "The curve goes from 9.00 GiB and 130.0 ms to 13.00 GiB and 104.0 ms, in 3 points." in page.text
+
+    def test_nothing_is_drawn_outside_of_it(self, page: Reader) -> None:
+        for point in page.of("circle", "point"):
+            assert 72 <= float(point["cx"] or "") <= 836
+            assert 30 <= float(point["cy"] or "") <= 328
+
+    def test_a_single_point_at_the_budget_is_a_curve_too(self) -> None:
+        only = (ParetoPoint(device_bytes=9 * GIB, seconds_per_step=0.1),)
+        same = run(9, 0.1)
+        page = Reader(plan_page(a_plan(frontier=only, run=same, baseline=same, budget_bytes=9 * GIB)))
+        assert len(page.of("circle", "point")) == 1
+
+    def test_what_a_gib_more_saves(self) -> None:
+        assert seconds_per_gib(curve_points(a_plan())) == pytest.approx([0.01, 0.003, None])
+        assert seconds_per_gib([]) == []
+
+    @given(low=st.floats(0, 1e4), span=st.floats(1e-3, 1e5))
+    def test_ticks_are_few_round_and_within(self, low: float, span: float) -> None:
+        found = [tick for tick, _ in ticks(low, low + span)]
+        assert 2 <= len(found) <= 9
+        assert found[0] >= low - 1e-6 * span
+        assert found[-1] <= low + span * (1 + 1e-6)
+        step = found[1] - found[0]
+        assert round(step / 10.0 ** math.floor(math.log10(step) + 1e-6), 3) in (1, 2, 5)
+        assert len({words for _, words in ticks(low, low + span)}) == len(found)
+
+
+class TestItIsSafeAndWhole:
+    def test_whatever_a_plan_says_is_text(self) -> None:
+        page, plain = Reader(plan_page(Plan.from_json(_everywhere(a_plan().to_json())))), Reader(plan_page(a_plan()))
+        assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
+        assert not page.of("script") + page.of("img")
+        assert page.text.count("<script>alert(1)</script>") > 10
+
+    def test_it_can_be_written_whatever_the_plan_says(self) -> None:
+        plan_page(a_plan(target=ATTACK)).encode()
+
+    def test_it_refers_to_nothing_and_may_load_and_run_nothing(self) -> None:
+        page = plan_page(a_plan())
+        assert not re.search(r"https?://|url\(|@import|javascript:", page)
+        reader = Reader(page)
+        assert not [a for _, a in reader.elements if {"src", "href", "style"} & set(a) or any(k[:2] == "on" for k in a)]
+        policy = next(a["content"] for a in reader.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
+        assert policy is not None
+        assert policy.startswith("default-src 'none'; style-src 'sha256-")
+        assert "script-src" not in policy
+
+
+def _everywhere(value: Any) -> Any:
+    """The same with the attack behind every text that is no name of a field."""
+    if isinstance(value, str):
+        return value + ATTACK
+    if isinstance(value, dict):
+        return {key: _everywhere(part) for key, part in value.items()}
+    return [_everywhere(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+class TestTheCommand:
+    @pytest.fixture(autouse=True)
+    def _here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        a_plan().save("plan.json")
+
+    def test_writes_the_page_and_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert tightfit(["report", "plan.json"]) == 0
+        assert capsys.readouterr().err.startswith("wrote plan.html (")
+        assert Path("plan.html").read_text() == plan_page(a_plan())
+        assert sorted(path.name for path in Path().iterdir()) == ["plan.html", "plan.json"]
+
+    @pytest.mark.parametrize(
+        "more", [("--format", "json"), ("--format", "perfetto"), ("--device", "4090"), ("-p", "a=1"), ("--", "1")]
+    )
+    def test_other_options_are_refused_in_a_line(
+        self, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+    ) -> None:
+        assert tightfit(["report", "plan.json", *more]) == 2
+        answer = capsys.readouterr()
+        assert answer.out == ""
+        assert answer.err.startswith("tightfit: plan.json is a plan: it becomes a page")
+        assert answer.err.count("\n") == 1
+
+    def test_a_plan_of_another_schema_is_refused_in_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("plan.json").write_text(Path("plan.json").read_text().replace('"schema": 1', '"schema": 9'))
+        assert tightfit(["report", "plan.json"]) == 3
+        assert capsys.readouterr().err == "tightfit: this is no plan of schema 1; make one with tightfit plan -o FILE\n"
