@@ -155,3 +155,18 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 30e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=UpdateInBackward.tolerance)
+
+
+def test_clipping_inside_a_closure_is_refused_and_a_closure_alone_is_not():
+    model = Tied().eval()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def closure():
+        loss = model(torch.arange(8)[None]).square().sum()
+        loss.backward()
+        return loss
+
+    with hooked(model, optimizer), torch.enable_grad():
+        optimizer.step(closure)
+    with hooked(model, optimizer, clips=True), pytest.raises(ApplyError, match="stepped with a closure"):
+        optimizer.step(closure)

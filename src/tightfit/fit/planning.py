@@ -142,7 +142,7 @@ class Search:
             trial, variant, solution = min(fitting, key=lambda r: (r[0].seconds, r[0].high_bytes))
         elif made:
             trial, variant, solution = min(made, key=lambda r: r[0].high_bytes)
-        else:
+        if not made or (not fitting and base.high_bytes <= trial.high_bytes):
             return self._found(base, base, None, None)
         return self._found(base, trial, variant, solution)
 

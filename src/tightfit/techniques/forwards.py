@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,17 @@ class WrappedForward:
     """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had."""
 
     def __init__(self, module: torch.nn.Module, around: Around, previous: Callable[..., Any] | None) -> None:
-        self.module = module
+        # The module owns the wrapper: a reference back would keep both alive until the next collection of cycles.
+        self._module = weakref.ref(module)
         self.around = around
         self.previous = previous
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module whose `forward` this is."""
+        module = self._module()
+        assert module is not None
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.inner, *args, **kwargs)
@@ -49,7 +58,9 @@ class WrappedForward:
         previous = self.previous
         if isinstance(previous, types.MethodType | WrappedForward):
             previous = copy.deepcopy(previous, memo)
-        return WrappedForward(copy.deepcopy(self.module, memo), self.around, previous)
+        # Code that is an object of its own may belong to the module; a function is shared, as functions are.
+        around = copy.deepcopy(self.around, memo) if hasattr(self.around, "__deepcopy__") else self.around
+        return WrappedForward(copy.deepcopy(self.module, memo), around, previous)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By name: the type of bound methods has no name that pickle finds.

@@ -61,8 +61,12 @@ class Updates:
         parameter.grad = None
         self.session.statistics["parameters updated in backward"] += 1
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.clipping is not None:
+            if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
+                raise ApplyError(
+                    f"the optimizer is stepped with a closure, which clips before the second pass could run; {_REMEDY}"
+                )
             self.clipping.run_second_pass()
         if self._updated and _hyperparameters(self.optimizer) != self._used:
             raise ApplyError(f"the optimizer's groups were changed between the backward pass and its step; {_REMEDY}")

@@ -1,0 +1,79 @@
+"""Running a module twice: its buffers change once, and neither a copy of it nor what is around it keeps the other alive."""
+
+import copy
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from tightfit.planner.plan import Choice
+from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.session import Session
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """Two blocks with a batch norm each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU()) for _ in range(2)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            images = block(images)
+        return images
+
+
+def checkpointed(model: nn.Module) -> Session:
+    choices = [
+        Choice(
+            technique="checkpointing",
+            where=f"Net.blocks.{i}",
+            settings={},
+            saves_bytes=0,
+            adds_seconds=0.0,
+            exact=True,
+        )
+        for i in range(2)
+    ]
+    return apply_choices(choices, model, [])
+
+
+def step(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_running_statistics_change_once_a_step() -> None:
+    plain, model = Net(), Net()
+    checkpointed(model)
+    torch.testing.assert_close(step(model), step(plain), rtol=0, atol=0)
+
+
+def test_a_copy_is_run_twice_by_itself_and_leaves_the_original_alone() -> None:
+    model = Net()
+    checkpointed(model)
+    step(model)
+    expected = Net()
+    step(expected)
+    other, before = copy.deepcopy(model), {name: value.clone() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(step(other), step(expected), rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_a_model_that_is_dropped_is_gone_at_once() -> None:
+    gc.disable()
+    try:
+        model = Net()
+        checkpointed(model)
+        gone = weakref.ref(model.blocks[0])
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
