@@ -1,7 +1,6 @@
 """The process that a workload is traced in. Told what to do by a request file; leaves a tape, or one line that says why not.
 
     python -m tightfit.capture.child REQUEST.json
-    python -m tightfit.capture.child --serve SOCKET      imports torch, and forks for each request (`tightfit.capture.serving`)
 
 It imitates a card in torch's name throughout, so it is used for one capture and then ends.
 """
@@ -11,7 +10,6 @@ import faulthandler
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture import targets
-from tightfit.capture.serving import Server
 from tightfit.errors import TightfitError
 
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
@@ -160,6 +157,4 @@ def _one_line(label: str, error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        Server(socket.socket(fileno=int(sys.argv[2])), main).serve()
     main(sys.argv[1])

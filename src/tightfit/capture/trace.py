@@ -8,13 +8,14 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
-from tightfit.capture.processes import run_child
 from tightfit.capture.targets import Target
 from tightfit.tape import Tape
 
@@ -69,10 +70,20 @@ def trace(
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
         }
         request.write_text(json.dumps(fields))
-        code, said = run_child(request, show_output=show_output, meanwhile=meanwhile)
+        # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        with subprocess.Popen(
+            [sys.executable, "-m", "tightfit.capture.child", str(request)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if not sys.stderr.isatty() and not show_output else None,
+        ) as child:
+            if meanwhile is not None:
+                meanwhile()
+            said = child.communicate()[1] or b""
         answer = Path(f"{request}.answer")
         if not answer.exists():
-            raise errors.CaptureError(_death(label, code, said.decode(errors="replace")))
+            raise errors.CaptureError(_death(label, child.returncode, said.decode(errors="replace")))
         result = json.loads(answer.read_text())
         if not result["ok"]:
             raise getattr(errors, result["kind"])(result["message"])
