@@ -166,6 +166,19 @@ def contrastive(batch: int = 64) -> Iterator[torch.Tensor]:
     yield from _loop(Contrastive(), lambda: torch.randn(2, batch, 16, device="cuda"))
 
 
+def beside(batch: int = 64) -> Iterator[torch.Tensor]:
+    """A loss function that is a module of its own."""
+    model, criterion = Body(64).cuda(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        scores = model(torch.randn(batch, 64, device="cuda"))
+        loss = criterion(scores, torch.zeros(batch, dtype=torch.int64, device="cuda"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
 def _loop(model: nn.Module, data: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())

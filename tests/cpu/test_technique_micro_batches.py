@@ -39,7 +39,7 @@ def train_numbers(kind: type[torch.nn.Module], num_parts: int, **settings: objec
     return train(lambda: kind(**settings), lambda model, step: model(*numbers_of(step, BATCH)), chosen)
 
 
-@pytest.mark.parametrize("num_parts", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_parts", [2, 3, 8])
 @pytest.mark.parametrize("settings", [{}, {"weighted": True}, {"smoothing": 0.1}, {"weighted": True, "smoothing": 0.1}])
 def test_a_mean_over_the_targets_that_count(num_parts: int, settings: dict[str, object]) -> None:
     assert_same(train_tokens(1, **settings), train_tokens(num_parts, **settings), **CLOSE)
@@ -212,6 +212,14 @@ def _by_event(option, num_events: int):
     for change in option.changes:
         total[change.begin : change.end] += change.num_bytes
     return total.numpy()
+
+
+def test_a_loss_beside_the_model_is_advice() -> None:
+    plain = traced(models.__file__, "beside")
+    assert list(MicroBatches().options(plain, find(DEVICE))) == []
+    (row,) = MicroBatches().advice(plain, find(DEVICE))
+    assert "gradient_accumulation_steps=2" in row.what
+    assert row.saves_bytes > 0
 
 
 def test_a_contrastive_loss_is_refused_on_the_virtual_card() -> None:

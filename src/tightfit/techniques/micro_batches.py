@@ -116,9 +116,17 @@ def _obstacle(tape: Tape) -> str:
     if len(_operators(tape, _BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
     losses = _operators(tape, _LOSSES)
-    if not len(losses) or any(not tape.strings[m] for m in tape.operators.module[losses].tolist()):
+    roots = _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD))
+    # A loss function that is a module of its own (torch.nn.CrossEntropyLoss) is called beside the model, not by it.
+    model = max(set(roots), key=roots.count, default="")
+    if not len(losses) or set(_roots(tape, losses)) != {model}:
         return "its loss is computed outside of the model"
     return ""
+
+
+def _roots(tape: Tape, operators: Column) -> list[str]:
+    """The class of the outermost module that each of these operators ran in, empty outside of all."""
+    return [tape.strings[m].partition(".")[0] for m in tape.operators.module[operators].tolist()]
 
 
 def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
