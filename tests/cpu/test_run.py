@@ -106,6 +106,14 @@ def test_a_plan_for_something_else_is_one_line(text: str, reason: str, capfd: py
     assert capfd.readouterr().err.splitlines()[-1].startswith(f"tightfit: {reason}")
 
 
+def test_what_found_no_place_is_told_when_the_script_has_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    plan_of([*CHOICES, choice("checkpointing", "Critic.layers.0")]).save("plan.json")
+    assert run(["run", "--plan", "plan.json", script(SCRIPT), "--", "1"]) == 0
+    assert capfd.readouterr().err.splitlines()[3:] == [
+        "tightfit: the plan names Critic, which the program never called with gradients (it called Net); make a plan for it"
+    ]
+
+
 def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: pytest.CaptureFixture[str]) -> None:
     plan_of([], roots=[]).save("plan.json")
     assert run(["run", "--plan", "plan.json", script("print('done')")]) == 0

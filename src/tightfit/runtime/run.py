@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tightfit.capture.targets import Script, run_script
+from tightfit.errors import ApplyError
 from tightfit.planner.explain import groups
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tightfit.runtime.attach import Attachment
     from tightfit.techniques.session import Session
 
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
@@ -24,7 +26,7 @@ def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
 
     Raises:
         ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun. Or the
-            script came to its end, and something of the plan had found no place.
+            script came to its end and called no model with gradients.
     """
     for choice in plan.choices:
         if "alloc_conf" in choice.settings:
@@ -45,11 +47,21 @@ def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
     end = attachment.install()
     try:
         run_script(script)
-        attachment.report()
+        _check(attachment, say)
     finally:
         end()
     if not said:
         say(f"{script.path} called no model with gradients: there was nothing to put a plan on")
+
+
+def _check(attachment: "Attachment", say: Callable[[str], None]) -> None:
+    """Says what of the plan found no place; an error only if nothing of it did, for then another program was trained."""
+    try:
+        attachment.report()
+    except ApplyError as error:
+        if not attachment.roots:
+            raise
+        say(str(error))
 
 
 def put_on(plan: Plan, models: list[str]) -> list[str]:
