@@ -46,6 +46,7 @@ OPTIONS = {
     "run": ["--allow", "--budget", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
+    "techniques": ["--json"],
     "devices": ["--json"],
     "diff": ["--device", "--json"],
     "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--seconds", "--steps", "-p"],

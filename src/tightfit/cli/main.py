@@ -31,6 +31,7 @@ _COMMANDS = {
     "record": "Run a script and record its memory, on the card or (where there is none) on the host.",
     "doctor": "Explain the memory of one run: who holds it, what grows, what is wasted, what to do next.",
     "diff": "Compare two runs, recorded or estimated: what grew, and where they part first.",
+    "techniques": "List the techniques that a plan can be made of, and what each trades.",
     "devices": "List the known cards, or show one of them.",
     "report": "Show what held a card's memory over a run: an HTML page, tracks for Perfetto, JSON or text.",
     "place": "Give buffers with known lifetimes addresses that fit a capacity, or say why they do not fit.",
