@@ -76,6 +76,14 @@ def test_a_decoder_of_hugging_face_with_labels_that_are_ignored(loss_kwargs: dic
     assert_same(_llama(loss_kwargs), _llama(loss_kwargs, parts(2)), rtol=1e-4, atol=1e-6)
 
 
+def test_together_with_blocks_that_run_twice_and_a_loss_in_chunks() -> None:
+    others = [
+        choice("checkpointing", "LlamaForCausalLM.model.layers.0"),
+        choice("chunked_loss", "LlamaForCausalLM.lm_head", num_chunks=2, gradients_in="forward"),
+    ]
+    assert_same(_llama({}), _llama({}, [*parts(2), *others]), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
