@@ -35,6 +35,11 @@ _OPERATORS_BETWEEN_PROGRESS = 1024
 Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
 
+def _names_the_card(args: Sequence[Any]) -> bool:
+    """Whether a device among the positional arguments is the card: `aten.to.device` has it there."""
+    return any(isinstance(a, torch.device) and a.type == "cuda" for a in args)
+
+
 class StorageReference(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows which storage of the tape it is about."""
 
@@ -85,6 +90,8 @@ class VirtualGpu(TorchDispatchMode):
         if device is not None:
             one_card.check(device)
         if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
+            if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
+                return self._take_apart(func, args, kwargs)
             return self.host.run(func, args, kwargs)
         if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
             return self._take_apart(func, args, kwargs)

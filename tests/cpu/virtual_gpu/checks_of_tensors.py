@@ -274,3 +274,15 @@ def distributions_and_linear_algebra_work():
     assert torch.einsum("ij,jk->ik", matrix, matrix).is_cuda
     assert torch.topk(matrix, 2).values.shape == (6, 2)
     assert torch.multinomial(torch.rand(5, device="cuda"), 2).shape == (2,)
+
+
+def check_host_tensors_move_to_the_card_under_inference_mode():
+    with torch.inference_mode():
+        moved = [
+            torch.randn(2, 3, 4, 4).to("cuda"),
+            torch.randn(2, 3, 4, 4).to("cuda", torch.float16),
+            torch.randn(2, 3, 4, 4).to(device="cuda", memory_format=torch.channels_last),
+        ]
+        assert all(tensor.is_cuda for tensor in moved)
+        assert moved[1].dtype == torch.float16
+        assert moved[2].is_contiguous(memory_format=torch.channels_last)
