@@ -105,7 +105,15 @@ def _curve(plan: Plan) -> Iterator[Element]:
     ]
     headings = ["on the card", "a step", "a GiB more saves"]
     caption = "The points of the curve"
-    yield element("div", curve(plan), table(headings, rows, caption=caption, numbers=frozenset({1, 2})), class_="plot")
+    yield element(
+        "div",
+        curve(plan),
+        table(headings, rows, caption=caption, numbers=frozenset({1, 2})),
+        class_="plot",
+        tabindex="0",
+        role="group",
+        aria_label="The curve and its points",
+    )
     yield element(
         "p",
         "The curve is the least seconds that the options promise, looked for at a row of sizes; the marks are traced runs, and the line through "
