@@ -276,7 +276,7 @@ def distributions_and_linear_algebra_work():
     assert torch.multinomial(torch.rand(5, device="cuda"), 2).shape == (2,)
 
 
-def check_host_tensors_move_to_the_card_under_inference_mode():
+def host_tensors_move_to_the_card_under_inference_mode():
     with torch.inference_mode():
         moved = [
             torch.randn(2, 3, 4, 4).to("cuda"),
