@@ -137,14 +137,12 @@ class Search:
             if self._could_help(everything, [r[0] for r in results if r is not None], base):
                 results.append(self._best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
         made = [r for r in results if r is not None]
-        fitting = [r for r in made if self._fits(r[0])]
-        if fitting:
-            trial, variant, solution = min(fitting, key=lambda r: (r[0].seconds, r[0].high_bytes))
-        elif made:
-            trial, variant, solution = min(made, key=lambda r: r[0].high_bytes)
-        if not made or (not fitting and base.high_bytes <= trial.high_bytes):
+        best: tuple[Trial, Variant, Solution] | None = None
+        for result in made:
+            best = self._better(best, result)
+        if best is None or (not self._fits(best[0]) and base.high_bytes <= best[0].high_bytes):
             return self._found(base, base, None, None)
-        return self._found(base, trial, variant, solution)
+        return self._found(base, *best)
 
     def _could_help(self, bundle: Sequence[Option], made: Sequence[Trial], base: Trial) -> bool:
         """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
