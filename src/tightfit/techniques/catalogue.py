@@ -16,6 +16,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer_kernel:OptimizerKernel",
     "tightfit.techniques.update_in_backward:UpdateInBackward",
+    "tightfit.techniques.attention:Attention",
     "tightfit.techniques.tiled_tokens:TiledTokens",
     "tightfit.techniques.tiled_convolutions:TiledConvolutions",
     "tightfit.techniques.sequential_checkpointing:SequentialCheckpointing",
@@ -31,7 +32,6 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.kept_alive:KeptAlive",
     "tightfit.techniques.freezing:Freezing",
     "tightfit.techniques.adapters:Adapters",
-    "tightfit.techniques.attention:Attention",
 )
 
 
