@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import local_cards
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
@@ -16,15 +16,37 @@ from tightfit.errors import UsageError
 _SEVERAL = Parameter(consume_multiple=False)
 
 
+@Parameter(name="*", group=Group("What a plan may do", sort_key=1))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a plan may use and change.
+
+    Parameters
+    ----------
+    budget
+        What the process may hold on the card, such as 22GiB. Default: all of it.
+    host
+        What techniques may move to the host's memory, such as 64GiB; nothing if not given.
+    disk
+        What techniques may move to disk; nothing if not given.
+    allow
+        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+    """
+
+    budget: str | None = None
+    host: str | None = None
+    disk: str | None = None
+    allow: Annotated[tuple[str, ...], _SEVERAL] = ()
+
+
+NO_BOUNDS = Bounds()
+
+
 def plan(
     target: str,
     /,
     *arguments: Annotated[str, Parameter(show=False)],
     device: str | None = None,
-    budget: str | None = None,
-    host: str | None = None,
-    disk: str | None = None,
-    allow: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     alloc_conf: str | None = None,
@@ -33,6 +55,7 @@ def plan(
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     show_output: bool = False,
+    bounds: Bounds = NO_BOUNDS,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
     """Find the fastest combination of techniques with which a workload fits a card. No card is needed; the workload is not changed.
@@ -45,14 +68,6 @@ def plan(
         As for tightfit estimate: a script (its own arguments after --), FILE.py:FUNCTION, package.module:FUNCTION, a Hugging Face config.
     device
         A card by name ("4090", "a100-80gb") or its TOML file. Default: this machine's own.
-    budget
-        What the process may hold on the card, such as 22GiB. Default: all of it.
-    host
-        What techniques may move to the host's memory, such as 64GiB; nothing if not given.
-    disk
-        What techniques may move to disk; nothing if not given.
-    allow
-        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
@@ -80,39 +95,22 @@ def plan(
     options = {
         name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
     }
+    card = device or _own_card()
+    settings: dict[str, Any] = {
+        "budget": bounds.budget,
+        "allow": bounds.allow,
+        "arguments": arguments,
+        "parameters": parameter,
+        "options": options,
+        "steps": steps,
+        "alloc_conf": alloc_conf,
+        "calibration": calibration,
+        "show_output": show_output,
+        "say": _say if sys.stderr.isatty() else None,
+    }
     if search is not None:
-        return _search(
-            search,
-            target,
-            device or _own_card(),
-            budget=budget,
-            allow=allow,
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            steps=steps,
-            alloc_conf=alloc_conf,
-            calibration=calibration,
-            show_output=show_output,
-            output=output,
-            json=json,
-        )
-    found = find_plan(
-        target,
-        device or _own_card(),
-        budget=budget,
-        host=host,
-        disk=disk,
-        allow=allow,
-        arguments=arguments,
-        parameters=parameter,
-        options=options,
-        steps=steps,
-        alloc_conf=alloc_conf,
-        calibration=calibration,
-        show_output=show_output,
-        say=_say if sys.stderr.isatty() else None,
-    )
+        return _search(search, target, card, output=output, json=json, **settings)
+    found = find_plan(target, card, host=bounds.host, disk=bounds.disk, **settings)
     if output is not None:
         found.save(output)
     elapsed_seconds = time.monotonic() - started
@@ -130,7 +128,7 @@ def _search(parameter: str, target: str, device: str, *, output: Path | None, js
     started = time.monotonic()
     if output is not None:
         raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
-    found = batch_sizes(target, device, parameter=parameter, say=_say if sys.stderr.isatty() else None, **settings)
+    found = batch_sizes(target, device, parameter=parameter, **settings)
     elapsed_seconds = time.monotonic() - started
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
