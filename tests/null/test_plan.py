@@ -86,6 +86,26 @@ def test_what_is_no_plan_is_one_clear_line(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("frontier", 0, "device_bytes"), "x"),
+        (("frontier", 0, "seconds_per_step"), float("nan")),
+        (("choices", 0, "saves_bytes"), None),
+        (("baseline", "peak", "device_bytes"), []),
+        (("budget_bytes",), "10GiB"),
+    ],
+)
+def test_a_figure_that_is_none_is_one_clear_line(where: tuple[str | int, ...], value: object) -> None:
+    written = json.loads(json.dumps(a_plan().to_json()))
+    holder = written
+    for key in where[:-1]:
+        holder = holder[key]
+    holder[where[-1]] = value
+    with pytest.raises(PlanError, match=f"{where[-1]} is"):
+        Plan.from_json(written)
+
+
 def test_places_that_differ_by_a_number_are_one_line() -> None:
     blocks = [choice(f"Net.h.{i}.mlp") for i in (0, 1, 2, 5)]
     (group,) = groups(blocks)

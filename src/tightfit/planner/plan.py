@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,7 +124,7 @@ class Plan:
         if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
             raise PlanError(f"this is no plan of schema {SCHEMA}; make one with tightfit plan -o FILE")
         try:
-            return cls(
+            plan = cls(
                 run=_run(value),
                 baseline=_run(value["baseline"]),
                 device=value["device"]["name"],
@@ -136,8 +137,14 @@ class Plan:
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
+            for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound):
+                _check(part)
+            for run in (plan.run, plan.baseline):
+                _check(run)
+                _check(run.peak)
         except (KeyError, TypeError) as error:
             raise PlanError(f"this plan lacks something or has something else: {error}") from error
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all."""
@@ -170,6 +177,19 @@ _AS_THEY_ARE = (
     "disk_bytes",
     "versions",
 )
+
+
+def _check(part: Any) -> None:
+    """Raises TypeError if a field of `part` that is named for a number is none, or a figure that no plan can have."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        is_optional = "None" in str(field.type)
+        if field.name.endswith("_bytes") and not (isinstance(value, int) or (is_optional and value is None)):
+            raise TypeError(f"{field.name} is {value!r}, not a number of bytes")
+        if "seconds" in field.name and not (
+            (isinstance(value, int | float) and math.isfinite(value)) or (is_optional and value is None)
+        ):
+            raise TypeError(f"{field.name} is {value!r}, not a number of seconds")
 
 
 def _run(value: Mapping[str, Any]) -> Run:
