@@ -1,5 +1,6 @@
 """The planner as a specification: what a problem keeps of a run, and that no choice is better than the one that is found."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -84,6 +85,18 @@ def test_what_costs_nothing_less_is_taken_even_if_the_run_fits() -> None:
     problem = build(levels(3), [option("faster", (0, 1, 1), seconds=-1.0), option("slower", (0, 1, -1), seconds=1.0)])
     assert solve(problem, 10 * MIB).chosen == (0,)
     assert solve(problem, 3 * MIB).chosen == ()
+
+
+def test_what_is_moved_to_the_host_has_a_budget_of_its_own() -> None:
+    moving = [
+        dataclasses.replace(option(name, (0, 1, -4), seconds=1.0), host_bytes=4 * MIB) for name in ("a", "b", "c")
+    ]
+    problem = build(levels(12), [*moving, option("dear", (0, 1, -4), seconds=9.0)], host_bytes=8 * MIB)
+    found = solve(problem, 0)
+    assert len(set(found.chosen) & {0, 1, 2}) == 2 and 3 in found.chosen
+    assert found.fits and found.peak_bytes == 0
+    greedy = dataclasses.replace(found, chosen=(0, 1, 2), seconds=3.0, peak_bytes=0, bound_seconds=3.0)
+    assert any("moved to the host" in fault for fault in validate(problem, greedy, 0))
 
 
 def test_if_nothing_fits_the_least_is_answered() -> None:
@@ -191,7 +204,5 @@ def test_a_validator_sees_every_lie() -> None:
         "distinct indices": {"chosen": (0, 0)},
         "the bound is above": {"bound_seconds": 2.0},
     }
-    import dataclasses
-
     for words, lie in lies.items():
         assert any(words in fault for fault in validate(problem, dataclasses.replace(honest, **lie), 6 * MIB)), words

@@ -74,8 +74,8 @@ def plan(
         say=say or (lambda _: None),
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    search = Search(bench, budget_bytes, allowed(allow))
-    return _plan(search.run(), bench, card, budget_bytes, (_bytes(host or 0), _bytes(disk or 0)))
+    search = Search(bench, budget_bytes, allowed(allow), host_bytes=_bytes(host or 0), disk_bytes=_bytes(disk or 0))
+    return _plan(search.run(), bench, card, budget_bytes)
 
 
 def allowed(names: Iterable[str]) -> Allowed:
@@ -98,7 +98,7 @@ def _bytes(size: str | int) -> int:
     return parse(size) if isinstance(size, str) else size
 
 
-def _plan(found: Found, bench: Bench, card: Device, budget_bytes: int, elsewhere: tuple[int, int]) -> Plan:
+def _plan(found: Found, bench: Bench, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
     taken = best.all_options()
     return Plan(

@@ -106,10 +106,14 @@ class Limits:
 class Search:
     """One search for a plan within `budget_bytes`."""
 
-    def __init__(self, bench: Bench, budget_bytes: int, allowed: Allowed) -> None:
+    def __init__(
+        self, bench: Bench, budget_bytes: int, allowed: Allowed, *, host_bytes: int = 0, disk_bytes: int = 0
+    ) -> None:
         self.bench = bench
         self.budget_bytes = budget_bytes
         self.allowed = allowed
+        self.host_bytes = host_bytes
+        self.disk_bytes = disk_bytes
         self.refused: dict[str, str] = {}
         self._forbidden: dict[str, Option] = {}
 
@@ -195,7 +199,8 @@ class Search:
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(trial, options)]
-        return Variant(trial=trial, problem=problems.build(levels, fine), gap_bytes=min(gaps))
+        problem = problems.build(levels, fine, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
+        return Variant(trial=trial, problem=problem, gap_bytes=min(gaps))
 
     def _best_of(
         self, coarse: tuple[Option, ...], base: Trial, max_traces: int

@@ -23,7 +23,8 @@ LEAST_WORTH = 2000
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """`base_bytes`, shape (moments,), is what the run holds without options; row `i` of `changes`, shape (options, moments), is what option
-    `i` adds to it. At most one is taken of each of the `conflicts`, which list options by index. Of each moment, `events` has the event.
+    `i` adds to it. At most one is taken of each of the `conflicts`, which list options by index. Of each moment, `events` has the event. All that
+    is taken may move `host_bytes` to the host and `disk_bytes` to disk.
     """
 
     options: tuple[Option, ...]
@@ -31,11 +32,20 @@ class Problem:
     changes: Bytes
     events: Bytes
     conflicts: tuple[tuple[int, ...], ...]
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def seconds(self) -> npt.NDArray[np.float64]:
         """Seconds that each option adds to a step."""
         return np.array([option.seconds for option in self.options], dtype=np.float64)
+
+    def moved(self) -> list[tuple[str, int, list[int]]]:
+        """Where else bytes go: the name of the place, what it may hold, and what each option moves there."""
+        return [
+            ("the host", self.host_bytes, [option.host_bytes for option in self.options]),
+            ("disk", self.disk_bytes, [option.disk_bytes for option in self.options]),
+        ]
 
     def levels(self, chosen: Iterable[int]) -> Bytes:
         """What is held at each moment with the options `chosen`."""
@@ -46,7 +56,7 @@ class Problem:
         return int(self.levels(chosen).max(initial=0))
 
 
-def build(levels: Bytes, options: Sequence[Option]) -> Problem:
+def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0) -> Problem:
     """The problem of a run that holds `levels` bytes after each event, shape (events,), and its options.
 
     An option whose changes lie outside the events, or are no numbers, is a fault of its technique, and fails an assertion.
@@ -75,6 +85,8 @@ def build(levels: Bytes, options: Sequence[Option]) -> Problem:
         changes=np.ascontiguousarray(changes[:, kept]),
         events=np.array(events, dtype=np.int64),
         conflicts=_conflicts(options),
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
     )
 
 

@@ -32,6 +32,10 @@ def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[st
     faults += [
         f"more than one option is taken of {group}" for group in problem.conflicts if len(taken & set(group)) > 1
     ]
+    for place, limit, sizes in problem.moved():
+        moved = sum(sizes[index] for index in chosen)
+        if moved > limit:
+            faults.append(f"{moved:,} bytes are moved to {place}, which may take {limit:,}")
     levels = problem.base_bytes.copy()
     for index in chosen:
         levels += problem.changes[index]

@@ -194,7 +194,13 @@ def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: flo
 
 
 def _conflict_rows(problem: Problem) -> list[_Row]:
-    return [_Row(-_FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
+    """At most one of each conflict, and no more moved elsewhere than there is room for."""
+    rows = [_Row(-_FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
+    for _, limit, sizes in problem.moved():
+        weights = {index: size / _MIB for index, size in enumerate(sizes) if size}
+        if weights:
+            rows.append(_Row(-_FREE, limit / _MIB, weights))
+    return rows
 
 
 def _order_rows(problem: Problem) -> list[_Row]:
