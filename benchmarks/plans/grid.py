@@ -56,7 +56,9 @@ def rows_of(workload: Workload, folder: Path | None, shares: Sequence[float] = S
     before: Row | None = None
     least_bytes = least_trial(bench, allowed).high_bytes
     budgets = [(f"{share:.0%}", int(share * plain.high_bytes)) for share in shares]
-    for name, budget in [*((n, b) for n, b in budgets if b > least_bytes), ("least", least_bytes)]:
+    reachable = min([least_bytes, *(b.high_bytes for b in simple if not b.why_not)])
+    within = [("least", least_bytes), *((name, budget) for name, budget in budgets if budget >= reachable)]
+    for name, budget in sorted(within, key=lambda pair: -pair[1]):
         started, traced = time.monotonic(), bench.num_traced
         found = Search(bench, budget, allowed).run()
         row = dataclasses.replace(
@@ -64,8 +66,9 @@ def rows_of(workload: Workload, folder: Path | None, shares: Sequence[float] = S
             num_traced=bench.num_traced - traced,
             elapsed_seconds=round(time.monotonic() - started, 1),
         )
-        before = dataclasses.replace(row, wrong="; ".join(_faults(row, before)))
-        yield before
+        row = dataclasses.replace(row, wrong="; ".join(_faults(row, before, simple)))
+        before = row if row.fits else before
+        yield row
 
 
 def least_trial(bench: StoredBench, allowed: Allowed) -> Trial:
@@ -127,8 +130,11 @@ def summary(options: Sequence[Option]) -> str:
     return " + ".join(f"{names.count(n)} {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names))
 
 
-def _faults(row: Row, before: Row | None) -> Iterator[str]:
-    """`before` is the plan for the next larger budget."""
+def _faults(row: Row, before: Row | None, simple: Sequence[Baseline] = ()) -> Iterator[str]:
+    """`before` is the plan for the next larger budget, `simple` are the remedies: none with the whole batch holds less than the least."""
+    if row.name == "least":
+        whole = [b for b in simple if not b.why_not and not b.name.startswith("half")]
+        yield from (f"{b.name} holds less" for b in whole if b.high_bytes < row.high_bytes)
     if not row.fits:
         yield "does not fit"
     elif row.high_bytes > row.budget_bytes:
