@@ -1,6 +1,7 @@
 """Token-wise modules in tiles: the same training up to the order of sums, what they promise, and what is refused."""
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
+from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.checkpointing import Checkpointing
@@ -266,3 +268,31 @@ def test_tiles_save_what_checkpointing_alone_cannot(plain):
     assert both < 0.6 * alone
     before = levels(plain).max()
     assert before - promised_peak(plain, [*blocks, *tiles]) == pytest.approx(before - both, rel=TiledTokens.tolerance)
+
+
+def test_a_block_around_it_that_runs_twice_lets_go_of_its_input():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act = nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8))
+
+        def forward(self, tokens):
+            hidden = self.first(tokens)
+            held.append(weakref.ref(hidden))
+            return tokens + self.act(hidden)
+
+    held = []
+    model = nn.Sequential(Block())
+    tiles = Choice(
+        technique="tiled_tokens",
+        where="Sequential.0.act",
+        settings={"num_tiles": 2, "recomputed": True},
+        saves_bytes=0,
+        adds_seconds=0.0,
+        exact=True,
+    )
+    twice = dataclasses.replace(tiles, technique="checkpointing", where="Sequential.0", settings={})
+    with apply_choices([tiles, twice], model, []):
+        loss = model(torch.randn(4, 16, 8, requires_grad=True)).sum()
+        assert held[0]() is None
+        loss.backward()

@@ -83,9 +83,11 @@ class _Tiles:
             return forward(*args, **kwargs)
         tiles = _cut(value.shape[dim], self._num_tiles)
         module = module_of(forward)
+        # What runs a tile lives as long as the graph: it must not hold the whole input, which a module around this one may drop.
+        others = args[1:]
 
         def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
-            return forward(part, *args[1:], **kwargs)
+            return forward(part, *others, **kwargs)
 
         tiling = Tiling(run=run, tiles=tiles, dim=dim, parameters=list(module.parameters()))
         if self._proved.get(module) is not module.training:
