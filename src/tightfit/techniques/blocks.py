@@ -82,7 +82,7 @@ def input_kept(anatomy: Anatomy, visit: Visit) -> list[Change]:
     died = int(anatomy.died[visit.input]) if visit.input >= 0 else visit.back_event
     if died >= visit.back_event:
         return []
-    return [Change(begin=died, end=visit.back_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
+    return [Change(begin=died, end=visit.back_end_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
 
 
 def _num_steps(anatomy: Anatomy) -> int:

@@ -17,6 +17,7 @@ from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.simulate.anatomy import Anatomy, Visit
 from tightfit.tape import Tape
+from tightfit.techniques.blocks import input_kept
 from tightfit.techniques.stretches import waiting_bytes
 from tightfit.techniques.tile_account import Inside, TileAccount, births_of, inside_of
 
@@ -81,7 +82,10 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
                     where=path,
                     alike=f"{technique}:{_alike(anatomy, largest)}:{sorted(settings.items())}",
                     settings=settings,
-                    changes=tuple(change for one in found for change in account.changes(one, is_alone=not recomputed)),
+                    changes=(
+                        *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
+                        *(change for one in found if not recomputed for change in input_kept(anatomy, one.visit)),
+                    ),
                     seconds=sum(account.added_seconds(one) for one in found) / max(1, len(step_operators(tape))),
                     exact=True,
                     slots=frozenset(slots),
