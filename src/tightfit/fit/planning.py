@@ -29,7 +29,7 @@ MAX_CORRECTIONS = 5
 MAX_CORRECTIONS_OF_A_VARIANT = 2
 MAX_LIMITS = 16
 # A variant that could make a step faster by less than this share of it is not worth its traces.
-_WORTH_A_VARIANT = 0.01
+_WORTH_A_VARIANT = 0.03
 # Room of less than this share of the budget is not worth another trace.
 _WORTH_ANOTHER_TRY = 0.02
 SOLVER_SECONDS = 10.0
