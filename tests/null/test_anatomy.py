@@ -149,6 +149,12 @@ def test_events_frame_the_visit() -> None:
     assert visit.back_event <= freed
 
 
+def test_a_module_that_ran_nothing_has_no_visits() -> None:
+    tape, _ = two_steps()
+    assert Anatomy(tape).visits("Net.h.7") == ()
+    assert Anatomy(tape).modules_inside("Net.h.7") == []
+
+
 def test_a_container_that_is_never_called_is_a_path_nevertheless() -> None:
     tape, _ = two_steps()
     assert Anatomy(tape).paths == ["Net", "Net.h", "Net.h.0", "Net.h.0.mlp", "Net.h.1", "Net.h.1.mlp"]

@@ -111,9 +111,9 @@ class Anatomy:
         return [path for path in found if path]
 
     def _inside(self, path: str) -> tuple[int, int]:
-        """The ranks of the modules at and inside `path`, as a range."""
+        """The ranks of the modules at and inside `path`, as a range; an empty one for a module that ran nothing."""
         parts = path.split(".")
-        low = next(i for i, known in enumerate(self._parts) if known[: len(parts)] == parts)
+        low = next((i for i, known in enumerate(self._parts) if known[: len(parts)] == parts), len(self._parts))
         high = low
         while high < len(self._parts) and self._parts[high][: len(parts)] == parts:
             high += 1
