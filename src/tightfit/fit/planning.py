@@ -126,6 +126,9 @@ class Search:
         free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
         rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
         results = [self._best_of(tuple(free), base, MAX_CORRECTIONS)]
+        if results[0] is None and free:
+            free = []
+            results = [self._best_of((), base, MAX_CORRECTIONS)]
         settled: set[str] = set()
         for bundle in sorted(rest, key=_seconds):
             # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
@@ -140,10 +143,9 @@ class Search:
             everything = [option for bundle in together for option in bundle]
             if self._could_help(everything, [r[0] for r in results if r is not None], base):
                 results.append(self._best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
-        made = [r for r in results if r is not None]
         best: tuple[Trial, Variant, Solution] | None = None
-        for result in made:
-            best = self._better(best, result)
+        for result in results:
+            best = best if result is None else self._better(best, result)
         if best is None or (not self._fits(best[0]) and base.high_bytes <= best[0].high_bytes):
             return self._found(base, base, None, None)
         return self._found(base, *best)

@@ -1,0 +1,85 @@
+"""How a search closes in on its limit, and what it does when the workload does not run with what was chosen."""
+
+import pytest
+import torch
+from tests.conformance.models import workload
+
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.devices.catalogue import find
+from tightfit.errors import ApplyError
+from tightfit.fit.planning import Allowed, Limits, Search
+from tightfit.fit.trials import Bench, Trial
+from tightfit.planner.option import Option
+from tightfit.simulate.settings import AllocatorSettings
+
+torch.set_num_threads(1)
+CARD = "RTX 4090"
+
+
+def test_a_limit_is_lowered_by_what_was_too_much_and_raised_by_what_was_left() -> None:
+    limits = Limits(budget_bytes=1000, limit=900)
+    assert limits.narrow(promised=900, traced=1100)
+    assert limits.limit == 800
+    assert limits.narrow(promised=790, traced=900)
+    # Between 800, whose answer has fitted, and 900, whose answer has not.
+    assert 800 < limits.limit < 900
+
+
+def test_a_trace_that_just_fits_ends_the_search() -> None:
+    assert not Limits(budget_bytes=1000, limit=900).narrow(promised=900, traced=990)
+
+
+def test_limits_that_stand_close_end_the_search() -> None:
+    limits = Limits(budget_bytes=1000, limit=900)
+    limits.narrow(promised=900, traced=1003)
+    assert not limits.narrow(promised=897, traced=900)
+
+
+class FailingBench(Bench):
+    """A bench on which some techniques cannot be put."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__(
+            target=GeneratorFunction(
+                location=workload.__globals__["__file__"], function="workload", parameters={"model": "llama"}
+            ),
+            label="llama",
+            device=CARD,
+            card=find(CARD),
+            settings=AllocatorSettings(),
+            calibration=None,
+            num_steps=2,
+            show_output=False,
+            say=lambda _: None,
+        )
+        self.failing = failing
+
+    def trial(self, options: tuple[Option, ...] | list[Option]) -> Trial:
+        for option in options:
+            if option.technique in self.failing:
+                raise ApplyError(f"{option.technique}: it cannot be done here")
+        return super().trial(options)
+
+
+@pytest.fixture(scope="module")
+def bench() -> FailingBench:
+    return FailingBench("attention", "selective_checkpointing")
+
+
+def test_a_technique_that_cannot_be_put_on_is_refused_with_its_reason_and_the_rest_is_planned(
+    bench: FailingBench,
+) -> None:
+    plain = bench.trial(())
+    held = plain.estimate.peak
+    # Attention is written out in this model, and is exact and free: the search begins with it.
+    found = Search(bench, held.device_high_bytes - held.allocated_bytes // 3, Allowed()).run()
+    assert ("attention", "it cannot be done here") in found.refused
+    used = {option.technique for option in found.best.options}
+    assert used and not used & set(bench.failing)
+    assert found.fits
+    assert found.best.high_bytes <= held.device_high_bytes - held.allocated_bytes // 3
+
+
+def test_a_run_that_fits_is_left_alone(bench: FailingBench) -> None:
+    found = Search(bench, bench.trial(()).high_bytes, Allowed()).run()
+    assert found.fits and found.best is found.base and found.solution is None
