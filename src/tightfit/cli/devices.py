@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.devices.device import Device
-from tightfit.errors import UnknownDevice
+from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import MIB, format_bytes
 
 _PIPED_WIDTH = 160
@@ -74,6 +74,20 @@ def local_cards() -> list[LocalCard]:
         print(f"nvidia-smi does not answer: {reason}", file=sys.stderr)
         return []
     return [_local_card(line) for line in answer.stdout.splitlines() if line.strip()]
+
+
+def own_card() -> str:
+    """The name of this machine's first card, for a command that was not told which.
+
+    Raises:
+        UsageError: there is none.
+    """
+    cards = local_cards()
+    if not cards:
+        raise UsageError(
+            'which card? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
+        )
+    return cards[0].name
 
 
 def _local_card(line: str) -> LocalCard:

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tightfit.cli.devices import local_cards
+from tightfit.cli.devices import own_card
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -65,6 +65,11 @@ class ModelOptions:
     attention: str | None = None
     gradient_checkpointing: bool = False
 
+    def given(self) -> dict[str, Any]:
+        """Those that were given, by name."""
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if value is not None and value is not False}
+
 
 NO_OPTIONS = ModelOptions()
 
@@ -114,14 +119,12 @@ def estimate(
     from tightfit.snapshots.write import write_tape
 
     started = time.monotonic()
-    devices = device or (_own_card(),)
+    devices = device or (own_card(),)
     cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
-    options = {
-        name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
-    }
+    options = model.given()
     for option, file in (("--save-tape", save_tape), ("--save-recording", save_recording)):
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"{option} {file}: there is no folder {file.parent}")
@@ -156,15 +159,6 @@ def _saved_tape(path: str) -> "Tape":
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
     return Tape.load(path)
-
-
-def _own_card() -> str:
-    cards = local_cards()
-    if not cards:
-        raise UsageError(
-            'which card? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
-        )
-    return cards[0].name
 
 
 def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:

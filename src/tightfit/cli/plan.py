@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tightfit.cli.devices import local_cards
+from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
 from tightfit.errors import UsageError
 
@@ -92,16 +92,13 @@ def plan(
     started = time.monotonic()
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
-    options = {
-        name: value for name, value in dataclasses.asdict(model).items() if value is not None and value is not False
-    }
-    card = device or _own_card()
+    card = device or own_card()
     settings: dict[str, Any] = {
         "budget": bounds.budget,
         "allow": bounds.allow,
         "arguments": arguments,
         "parameters": parameter,
-        "options": options,
+        "options": model.given(),
         "steps": steps,
         "alloc_conf": alloc_conf,
         "calibration": calibration,
@@ -140,12 +137,3 @@ def _search(parameter: str, target: str, device: str, *, output: Path | None, js
 def _say(what: str) -> None:
     sys.stderr.write(f"\r\x1b[K{what}\r")
     sys.stderr.flush()
-
-
-def _own_card() -> str:
-    cards = local_cards()
-    if not cards:
-        raise UsageError(
-            'which card? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
-        )
-    return cards[0].name

@@ -47,7 +47,7 @@ def run(
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if plan is not None and (budget or device or allow):
         raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
-    card = device or (local_cards()[0].name if local_cards() else None)
+    card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(
             'there is no card on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.cli.devices import own_card
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,15 +81,6 @@ def _traced(
     if target.endswith(".npz"):
         tape = Tape.load(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
-    card = device or _own_card()
+    card = device or own_card()
     tape = fit.capture(target, device=card, arguments=arguments, parameters=parameters, steps=steps)
     return subject_of_tape(tape, find(card), settings)
-
-
-def _own_card() -> str:
-    from tightfit.cli.devices import local_cards
-
-    cards = local_cards()
-    if not cards:
-        raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
-    return cards[0].name

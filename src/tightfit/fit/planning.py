@@ -116,6 +116,8 @@ class Search:
         self.disk_bytes = disk_bytes
         self.refused: dict[str, str] = {}
         self._forbidden: dict[str, Option] = {}
+        # By the tape's identity, which holds as long as the tape is kept beside its options.
+        self._offered: dict[tuple[str, int], tuple[Tape, list[Option]]] = {}
 
     def run(self) -> Found:
         """Searches."""
@@ -186,7 +188,9 @@ class Search:
         for name, technique in techniques().items():
             if name in self.refused:
                 continue
-            for option in technique.options(tape, self.bench.card):
+            if (name, id(tape)) not in self._offered:
+                self._offered[name, id(tape)] = tape, list(technique.options(tape, self.bench.card))
+            for option in self._offered[name, id(tape)][1]:
                 if self.allowed.permits(option):
                     found.append(option)
                 else:

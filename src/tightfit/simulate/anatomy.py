@@ -138,17 +138,17 @@ class Anatomy:
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             back = backward[self._round[backward] == self._round[begin]]
             if len(back):
-                found.append(self._visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
+                found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
         return tuple(found)
 
-    def _visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
+    def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
+        """The visit of these operators, forward and backward, in the name of `path`."""
         born = self.tape.storages.operator
         inside = (born >= begin) & (born < end)
         waiting = np.flatnonzero(inside & self.waits)
-        at_end = np.flatnonzero(inside & self._is_tensor & (self.died >= self.event_of(end)))
         before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
         at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
-        output = self._last_large(at_end)
+        output = self.output_of(begin, end)
         return Visit(
             path=path,
             begin=begin,
@@ -163,6 +163,12 @@ class Anatomy:
             output=output,
             input=self._last_large(at_begin),
         )
+
+    def output_of(self, begin: int, end: int) -> int:
+        """The storage that the operators from `begin` to before `end` give to the next one; -1 if they leave nothing."""
+        born = self.tape.storages.operator
+        inside = (born >= begin) & (born < end) & self._is_tensor
+        return self._last_large(np.flatnonzero(inside & (self.died >= self.event_of(end))))
 
     def _last_large(self, storages: Column) -> int:
         """The first large storage of the last operator that has one: a pooling stores its indices, which are larger, after its result."""

@@ -20,7 +20,7 @@ from tightfit.tape import Column, Tape
 from tightfit.techniques.blocks import Block, blocks
 from tightfit.techniques.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
-from tightfit.techniques.stretches import output_of, waiting_bytes
+from tightfit.techniques.stretches import waiting_bytes
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 _LENGTHS = (2, 4, 8, 16)
@@ -94,7 +94,7 @@ def _stacks(anatomy: Anatomy) -> Iterator[list[Block]]:
 
 
 def _outputs_bytes(anatomy: Anatomy, block: Block) -> int:
-    output = output_of(anatomy, block.visits[-1].begin, block.visits[-1].end)
+    output = block.visits[-1].output
     return int(anatomy.block_bytes[output]) if output >= 0 and anatomy.waits[output] else 0
 
 
@@ -104,11 +104,11 @@ def _option(technique: str, anatomy: Anatomy, segment: Sequence[Block], seconds:
         again = [float(seconds[visit.begin : visit.end].sum()) for visit in visits]
         added += sum(again) + sum(again[:-1])
         for visit in visits:
-            gone = anatomy.bytes_of(visit.waiting[visit.waiting != output_of(anatomy, visit.begin, visit.end)])
+            gone = anatomy.bytes_of(visit.waiting)
             changes.append(Change(begin=visit.end_event, end=visit.back_event, num_bytes=-gone))
         back = visits[-1].back_event
         for visit, following in itertools.pairwise(visits):
-            output = output_of(anatomy, visit.begin, visit.end)
+            output = visit.output
             if output >= 0 and anatomy.waits[output] and following.end_event < back:
                 size = int(anatomy.block_bytes[output])
                 changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))

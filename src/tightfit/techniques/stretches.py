@@ -13,8 +13,6 @@ import numpy as np
 from tightfit.planner.option import Change, Option
 from tightfit.simulate.anatomy import Anatomy, Visit
 
-# Batch and layer norm store means beside their result; an output is larger than that.
-_SMALLEST_OUTPUT = 0.05
 # A cut leaves each side at least this share of what waits, if there is one that does.
 _SMALLER_SIDE = 0.25
 
@@ -73,7 +71,7 @@ class Row:
 
     def _kept(self, before: list[Visit], visit: Visit) -> Iterator[Change]:
         """The input of `visit`, from where it dies in the plain run to the end of the backward pass of `visit`."""
-        output = output_of(self.anatomy, before[0].begin, before[-1].end) if before else -1
+        output = self.anatomy.output_of(before[0].begin, before[-1].end) if before else -1
         if output >= 0 and self.anatomy.died[output] < visit.back_end_event:
             begin, size = int(self.anatomy.died[output]), int(self.anatomy.block_bytes[output])
             yield Change(begin=begin, end=visit.back_end_event, num_bytes=size)
@@ -150,37 +148,9 @@ def segments(row: Row, begin: int, end: int) -> Iterator[Stretch]:
 
 
 def joined(anatomy: Anatomy, path: str, visits: list[Visit]) -> Visit:
-    """Visits that follow each other, as one, with its output told from what else is left (`output_of`)."""
-    begin, end = visits[0].begin, visits[-1].end
+    """Visits that follow each other, as one. Its input is told by those before it (`Stretch.inputs`)."""
     back_begin, back_end = min(v.back_begin for v in visits), max(v.back_end for v in visits)
-    born = anatomy.tape.storages.operator
-    output = output_of(anatomy, begin, end)
-    waiting = np.flatnonzero((born >= begin) & (born < end) & anatomy.waits)
-    return Visit(
-        path=path,
-        begin=begin,
-        end=end,
-        back_begin=back_begin,
-        back_end=back_end,
-        begin_event=int(anatomy.event_of(begin)),
-        end_event=int(anatomy.event_of(end)),
-        back_event=int(anatomy.event_of(back_begin)),
-        back_end_event=int(anatomy.event_of(back_end)),
-        waiting=waiting[waiting != output],
-        output=output,
-    )
-
-
-def output_of(anatomy: Anatomy, begin: int, end: int) -> int:
-    """What the operators from `begin` to before `end` give to the next one: of what they leave alive, the first large storage of the last operator
-    that left one (a pooling stores its indices, which are larger, after its result). -1 if they leave nothing."""
-    born = anatomy.tape.storages.operator
-    alive = np.flatnonzero((born >= begin) & (born < end) & (anatomy.died >= anatomy.event_of(end)))
-    if not len(alive):
-        return -1
-    sizes = anatomy.block_bytes[alive]
-    large = alive[sizes >= _SMALLEST_OUTPUT * sizes.max()]
-    return int(large[born[large] == born[large].max()][0])
+    return dataclasses.replace(anatomy.visit(path, visits[0].begin, visits[-1].end, back_begin, back_end), input=-1)
 
 
 def waiting_bytes(anatomy: Anatomy) -> float:

@@ -16,7 +16,6 @@ from tightfit.devices.device import Device
 from tightfit.planner.option import Change
 from tightfit.simulate.anatomy import Anatomy, Visit
 from tightfit.tape import Category, Column, EventKind, Tape
-from tightfit.techniques.stretches import output_of
 
 # Of the largest storage inside: smaller ones are left where they are.
 _SMALLEST_STORAGE = 0.01
@@ -59,7 +58,7 @@ def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | No
     """What `visit` makes on the way; neither its output, nor the gradients that it hands on. `around` is the visit of the module around it."""
     tape = anatomy.tape
     born, died = tape.storages.operator, anatomy.died
-    output = output_of(anatomy, visit.begin, visit.end)
+    output = visit.output
     made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
     back = np.flatnonzero((born >= visit.back_begin) & (born < visit.back_end))
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
