@@ -41,13 +41,13 @@ def state_changes(run: OptimizerTape, bytes_kept: float, *, part: float = 1.0) -
 def state_seconds(run: OptimizerTape, *, bytes_per_number: int, kernels_per_state: int) -> float:
     """Seconds per step that are added: the updates one by one, and for each number of each state some bytes of traffic."""
     total = 0.0
-    for stretch in run.stretches:
+    for stretch in run.steady:
         gradients, states = run.gradients(stretch), _large(run, run.state(stretch))
         kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(stretch))
         num_numbers = int(run.block_bytes[states].sum()) // run.bytes_per_number
         coding = run.seconds_of_update(bytes_per_number * num_numbers, kernels_per_state * len(states))
         total += run.seconds_of_kernels(stretch, kernels) + coding
-    return total / run.num_steps - run.seconds
+    return total - run.seconds
 
 
 def _large(run: OptimizerTape, states: Column) -> Column:

@@ -52,7 +52,7 @@ class OptimizerKernel(AbstractTechnique):
         return options
 
     def _option(self, run: OptimizerTape, kernel: Kernel, changed: tuple[Change, ...], seconds_of: SecondsOf) -> Option:
-        added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.stretches) / run.num_steps
+        added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.steady)
         return Option(
             technique=self.name,
             where="optimizer",
@@ -73,12 +73,12 @@ class OptimizerKernel(AbstractTechnique):
             set_kernel(session, optimizer, kernel)
 
 
-def seconds_of_fused(run: OptimizerTape, stretch: Stretch) -> float:
-    """What a fused kernel takes: gradients are read, parameters and states are read and written, once."""
+def seconds_of_fused(run: OptimizerTape, stretch: Stretch, num_kernels: int = 0) -> float:
+    """What fused kernels take, as few as there can be or `num_kernels`: gradients are read, parameters and states read and written, once."""
     updated = run.gradients(stretch)
     parameter_bytes = int(run.block_bytes[updated].sum())
     state_bytes = int(run.block_bytes[run.state(stretch)].sum())
-    num_kernels = 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
+    num_kernels = num_kernels or 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
     return run.seconds_of_update(3 * parameter_bytes + 2 * state_bytes, num_kernels)
 
 

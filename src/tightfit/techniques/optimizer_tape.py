@@ -106,9 +106,17 @@ class OptimizerTape:
         return max(1, int((self.tape.spans.kind == SpanKind.STEP).sum()))
 
     @property
+    def steady(self) -> tuple[Stretch, ...]:
+        """The stretches of the last step of the user's loop, which stands for all: the first one makes states as well."""
+        spans = self.tape.spans
+        begins = spans.begin[spans.kind == SpanKind.STEP]
+        last = tuple(s for s in self.stretches if len(begins) and s.begin_event >= begins[-1])
+        return last or self.stretches[-1:]
+
+    @property
     def seconds(self) -> float:
         """What the optimizers take per step of the user's loop."""
-        return sum(s.seconds for s in self.stretches) / self.num_steps
+        return sum(s.seconds for s in self.steady)
 
     def names(self, stretch: Stretch) -> list[str]:
         """The operators of a stretch that run kernels, without namespace and overload: `_foreach_add_`."""

@@ -126,11 +126,11 @@ def _changes(run: OptimizerTape, rounding: Rounding) -> tuple[Change, ...]:
 def _update_seconds(run: OptimizerTape) -> float:
     """Each tensor is raised, updated by itself, and rounded."""
     total = 0.0
-    for stretch in run.stretches:
+    for stretch in run.steady:
         gradients = run.gradients(stretch)
         kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(stretch))
         casts = run.seconds_of_update(
             _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
         )
         total += run.seconds_of_kernels(stretch, kernels) + casts
-    return total / run.num_steps
+    return total

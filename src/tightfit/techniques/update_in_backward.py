@@ -99,14 +99,14 @@ def _obstacle(run: OptimizerTape) -> str:
 def _update_seconds(run: OptimizerTape, kernel: str) -> float:
     """What the updates take per step of the loop when every tensor has its own kernels."""
     total = 0.0
-    for stretch in run.stretches:
+    for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
         if kernel == "fused" or run.implementation == "fused":
-            total += max(seconds_of_fused(run, stretch), run.seconds_of_update(0, 2 * num_tensors))
+            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
             total += run.seconds_of_kernels(stretch, kernels)
-    return total / run.num_steps
+    return total
 
 
 def _backward_seconds(run: OptimizerTape) -> float:
