@@ -157,7 +157,10 @@ class Assumption:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """One recorded run. `host_peak_bytes` is the most host memory that tensors on the host held."""
+    """One recorded run. `host_peak_bytes` is the most host memory that tensors on the host held.
+
+    `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
+    """
 
     target: str
     versions: Mapping[str, str]
@@ -169,6 +172,7 @@ class Tape:
     spans: Spans
     assumptions: tuple[Assumption, ...]
     host_peak_bytes: int
+    loop: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tape as an npz file, whole or not at all."""
@@ -180,6 +184,7 @@ class Tape:
             "strings": self.strings,
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "host_peak_bytes": self.host_peak_bytes,
+            "loop": self.loop,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()

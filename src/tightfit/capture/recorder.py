@@ -45,6 +45,7 @@ class Recorder:
         self.stream = 0
         self.host_bytes = 0
         self.host_peak_bytes = 0
+        self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         self._operator_columns = tuple(self.operators.values())
         self._storage_columns = tuple(self.storages.values())
         self._event_columns = tuple(self.events.values())
@@ -145,6 +146,7 @@ class Recorder:
             spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
             assumptions=tuple(Assumption(where=where, what=what) for where, what in self.assumptions),
             host_peak_bytes=self.host_peak_bytes,
+            loop=next(iter(self.loops)) if len(self.loops) == 1 else "",
         )
 
 

@@ -7,6 +7,7 @@ one that steps least often has. A script that has no optimizer ends its steps wi
 import functools
 import gc
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tightfit.capture.loops import loop_around
 from tightfit.capture.repetition import Repetition
 from tightfit.capture.replacing import replace
 from tightfit.capture.virtual import VirtualGpu
@@ -64,6 +66,7 @@ class StepWatch:
             if outer == Phase.BACKWARD:
                 return run_backward(*args, **kwargs)
             self._begin_step()
+            recorder.loops.add(loop_around(sys._getframe()))
             self._watch_leaves(args[0])
             self._settle_forward()
             recorder.phase = Phase.BACKWARD

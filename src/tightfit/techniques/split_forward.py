@@ -4,9 +4,11 @@ Each part is run backwards at once, inside the forward, with its gradients added
 only scales those sums and hands them over. The caller's loop sees one forward, one loss and one backward pass.
 """
 
+import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Never
+from typing import Any, Never, Self
 
 import torch
 
@@ -23,36 +25,49 @@ _TOLERANCE_OF_HALVES = 2e-2
 
 
 class SplitForward:
-    """The code around a root's forward; `num_parts` at most, `allows_randomness` as `Watch` has it. `counted` is called once per part."""
+    """The code around a root's forward; `num_parts` at most, `allows_randomness` as `Watch` has it. `counted` is called once per part.
+
+    `batch_of` says what of the arguments is the batch. The two examples that are run to compare them are run inside of `unseen()`.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, num_parts: int, *, allows_randomness: bool, counted: Callable[[], None]
+        self,
+        model: torch.nn.Module,
+        num_parts: int,
+        *,
+        allows_randomness: bool,
+        counted: Callable[[], None],
+        batch_of: "Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None" = None,
+        unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._model = model
         self._num_parts = num_parts
         self._allows_randomness = allows_randomness
         self._counted = counted
+        self._batch_of = batch_of or Batch
+        self._unseen = unseen
         self._is_checked = False
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        batch = Batch(args, kwargs)
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        _refuse_hooks(self._model)
+        batch = self._batch_of(args, kwargs)
         _refuse_float16(batch.device)
-        with _GradientsAside(parameters):
-            sums, outputs = self._run(forward, batch, parameters)
-            sums.gradients = [p.grad for p in parameters]
-        return outputs.joined(sums, parameters)
+        with _GradientsAside(self._model) as aside:
+            sums, outputs = self._run(forward, batch, aside)
+            sums.gradients = [p.grad for p in aside.parameters]
+        return outputs.joined(sums, aside.parameters)
 
-    def _run(self, forward: Forward, batch: "Batch", parameters: Sequence[torch.Tensor]) -> tuple["Sums", "Outputs"]:
+    def _run(self, forward: Forward, batch: "AbstractBatch", aside: "_GradientsAside") -> tuple["Sums", "Outputs"]:
         sums, outputs = Sums(), Outputs()
         for begin, end in batch.parts(self._num_parts):
             args, kwargs = batch.part(begin, end)
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
             with watch:
                 output = forward(*args, **kwargs)
+            # A plan may be put on the modules inside by their first forward, and change what is trained.
+            _refuse_hooks(self._model)
+            aside.take()
             loss = outputs.add(output, end - begin)
             index = watch.index_of(loss)
             term = watch.terms[index]
@@ -60,17 +75,18 @@ class SplitForward:
             weight = sums.weight_of(term, loss)
             del term
             with torch.autocast(batch.device.type, enabled=False):
-                torch.autograd.backward(loss, weight.to(loss.dtype), inputs=list(parameters))
+                torch.autograd.backward(loss, weight.to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
             del loss
             self._counted()
             if not self._is_checked:
-                self._check(forward, batch, index)
+                with self._unseen():
+                    self._check(forward, batch, index)
                 self._is_checked = True
         return sums, outputs
 
     @torch.no_grad()
-    def _check(self, forward: Forward, batch: "Batch", index: int) -> None:
+    def _check(self, forward: Forward, batch: "AbstractBatch", index: int) -> None:
         """Two examples together and one by one must give the same loss: what compares examples, or mixes them, does not."""
         versions = {name: buffer._version for name, buffer in self._model.named_buffers()}
         was_training = [module for module in self._model.modules() if module.training]
@@ -105,8 +121,25 @@ class SplitForward:
             )
 
 
-class Batch:
-    """The arguments of a call: tensors whose first dimension is that of the first tensor are split, those of length one are shared.
+class AbstractBatch(abc.ABC):
+    """The arguments of a call that are a batch of examples."""
+
+    num_examples: int
+    device: torch.device
+
+    def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
+        """The stretches of examples, all of one length but for the last, which may be shorter."""
+        size = -(-self.num_examples // num_parts)
+        for begin in range(0, self.num_examples, size):
+            yield begin, min(self.num_examples, begin + size)
+
+    @abc.abstractmethod
+    def part(self, begin: int, end: int) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments for the examples from `begin` to before `end`."""
+
+
+class Batch(AbstractBatch):
+    """The arguments of a model: tensors whose first dimension is that of the first tensor are split, those of length one are shared.
 
     Raises:
         ApplyError: it is not clear how to split them, or there is nothing to split.
@@ -136,12 +169,6 @@ class Batch:
                 raise ApplyError(
                     f"argument {name} is a {type(value).__name__}, which is not known how to split; leave micro_batches out"
                 )
-
-    def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
-        """The stretches of examples, all of one length but for the last, which may be shorter."""
-        size = -(-self.num_examples // num_parts)
-        for begin in range(0, self.num_examples, size):
-            yield begin, min(self.num_examples, begin + size)
 
     def part(self, begin: int, end: int) -> tuple[list[Any], dict[str, Any]]:
         """The arguments for the examples from `begin` to before `end`."""
@@ -298,7 +325,9 @@ def _items(output: Any) -> dict[Any, Any]:
 
 
 def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
-    """Which item is the loss: the only number among them."""
+    """Which item is the loss: the one that is called so, or the only number among them."""
+    if isinstance(items.get("loss"), torch.Tensor):
+        return "loss"
     numbers = [key for key, value in items.items() if isinstance(value, torch.Tensor) and value.dim() == 0]
     if len(numbers) != 1:
         raise ApplyError(
@@ -308,19 +337,26 @@ def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
 
 
 class _GradientsAside:
-    """Takes the gradients off the parameters, and puts them back."""
+    """Takes the gradients off the parameters that are trained when `take` is first called, and puts them back at the end."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self._gradients: list[torch.Tensor | None] = []
+        self.parameters: list[torch.Tensor] = []
 
-    def __enter__(self) -> None:
-        self._gradients = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
+    def take(self) -> None:
+        if self.parameters:
+            return
+        self.parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._gradients = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *_: object) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
 
