@@ -51,7 +51,10 @@ def _remedies(bench: StoredBench, allow: Sequence[str]) -> Iterator[tuple[str, l
 def baselines(workload: Workload, bench: StoredBench, folder: Path | None) -> Iterator[Baseline]:
     """All of them, with the user's own settings of the allocator."""
     yield from _measured(bench, workload.allow, "", 1)
-    if workload.batch_size > 1:
+    if workload.half_differs:
+        why_not = f"another training: {workload.half_differs}"
+        yield Baseline(name="half the batch", device_bytes=0, high_bytes=0, seconds=0.0, why_not=why_not)
+    elif workload.batch_size > 1:
         half = bench_of(workload, folder, workload.batch_size // 2)
         yield from _measured(half, workload.allow, "half the batch", workload.batch_size / (workload.batch_size // 2))
 

@@ -9,13 +9,15 @@ from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Targe
 
 _MODELS = "benchmarks.plans.models"
 _CONFIGS = Path(__file__).parent / "configs"
+_DRAWS = ("micro_batches",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A training run. `source` is a Hugging Face preset or config file, or `:FUNCTION` of `benchmarks.plans.models`; `settings` are its own.
 
-    `allow` names lossy techniques that its plans may take.
+    `allow` names lossy techniques that its plans may take: half a batch draws other random numbers, so where a model draws (dropout, noise), splitting
+    the batch is allowed to the plans as it is to that remedy. `half_differs` says why half the batch is another training, if it is.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Workload:
     device: str
     settings: Mapping[str, Any]
     allow: tuple[str, ...] = ()
+    half_differs: str = ""
 
     def target(self, batch_size: int | None = None) -> Target:
         """What is traced, with its own batch or another."""
@@ -42,13 +45,21 @@ def _tokens(num_tokens: int, dtype: str, task: str = "causal-lm", **others: Any)
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    Workload(name="gpt2-124m", source="gpt2", batch_size=8, device="RTX 4090", settings=_tokens(1024, "float32")),
+    Workload(
+        name="gpt2-124m",
+        source="gpt2",
+        batch_size=8,
+        device="RTX 4090",
+        settings=_tokens(1024, "float32"),
+        allow=_DRAWS,
+    ),
     Workload(
         name="resnet-152",
         source=":resnet",
         batch_size=64,
         device="RTX 4090",
         settings={"depths": (3, 8, 36, 3), "width": 64, "side": 224},
+        half_differs="its batch norms take their statistics from the batch",
     ),
     Workload(
         name="llama-1b",
@@ -63,9 +74,15 @@ WORKLOADS: tuple[Workload, ...] = (
         batch_size=32,
         device="A100-SXM4-80GB",
         settings=_tokens(512, "float32", "masked-lm", autocast="bfloat16"),
+        allow=_DRAWS,
     ),
     Workload(
-        name="t5-base", source="t5-base", batch_size=16, device="RTX 4090", settings=_tokens(512, "float32", "seq2seq")
+        name="t5-base",
+        source="t5-base",
+        batch_size=16,
+        device="RTX 4090",
+        settings=_tokens(512, "float32", "seq2seq"),
+        allow=_DRAWS,
     ),
     Workload(
         name="vit-large",
@@ -89,7 +106,12 @@ WORKLOADS: tuple[Workload, ...] = (
         settings={"side": 64, "autocast": "float16"},
     ),
     Workload(
-        name="unet-3d", source=":volumes", batch_size=2, device="A100-SXM4-80GB", settings={"side": 128, "width": 32}
+        name="unet-3d",
+        source=":volumes",
+        batch_size=2,
+        device="A100-SXM4-80GB",
+        settings={"side": 128, "width": 32},
+        allow=_DRAWS,
     ),
     Workload(
         name="experts-1b",
@@ -104,6 +126,7 @@ WORKLOADS: tuple[Workload, ...] = (
         batch_size=512,
         device="A100-SXM4-40GB",
         settings={"task": "contrastive", "dtype": "float32", "autocast": "bfloat16", "sequence_length": 77},
+        half_differs="its loss compares all pairs of the batch",
     ),
     Workload(name="llama-8b", source="llama-3-8b", batch_size=4, device="H200", settings=_tokens(4096, "bfloat16")),
     Workload(

@@ -93,9 +93,9 @@ class Attribution:
             prefix = type(root).__name__
             for name, child in root.named_modules():
                 self._paths.setdefault(child, self.recorder.intern(f"{prefix}.{name}" if name else prefix))
-            index = self._paths.get(module)
-            if index is None:
-                index = self._paths[module] = self.recorder.intern(type(module).__name__)
+            # What a forward makes for itself (a loss function, often) is a part of the module that runs it.
+            around = reversed(self.modules[: self.modules.index(module)])
+            index = next((self._paths[m] for m in (module, *around) if m in self._paths), 0)
         return index
 
 

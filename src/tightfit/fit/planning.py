@@ -9,6 +9,7 @@ variant of the workload each, and the rest is solved on top.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.errors import ApplyError, CaptureError
@@ -26,10 +27,11 @@ from tightfit.techniques.catalogue import techniques
 
 # Traces and limits of one search: a limit whose answer was traced before costs no trace.
 MAX_CORRECTIONS = 5
-MAX_CORRECTIONS_OF_A_VARIANT = 2
+MAX_CORRECTIONS_OF_A_VARIANT = 3
 MAX_LIMITS = 16
-# A variant that could make a step faster by less than this share of it is not worth its traces.
-_WORTH_A_VARIANT = 0.03
+# A variant that could make a step faster, or, where nothing fits, hold less, by less than this share of it is not worth its traces.
+_WORTH_A_VARIANT = 0.002
+_SECONDS_TO_RELAX = 3.0
 # Room of less than this share of the budget is not worth another trace.
 _WORTH_ANOTHER_TRY = 0.02
 SOLVER_SECONDS = 10.0
@@ -67,6 +69,10 @@ class Found:
     solution: Solution | None
     forbidden: tuple[Option, ...]
     refused: tuple[tuple[str, str], ...]
+
+
+Made = tuple[Trial, Variant, Solution]
+"""A trial, with the variant and the solution that it was made from."""
 
 
 class Limits:
@@ -131,34 +137,43 @@ class Search:
         if results[0] is None and free:
             free = []
             results = [self._best_of((), base, MAX_CORRECTIONS)]
+        start = self.bench.trial(free)
         settled: set[str] = set()
         for bundle in sorted(rest, key=_seconds):
             # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
-            if bundle[0].technique not in settled and self._could_help(
-                bundle, [r[0] for r in results if r is not None], base
-            ):
+            if bundle[0].technique not in settled and self._could_help(bundle, start, results):
                 results.append(self._best_of((*free, *bundle), base, MAX_CORRECTIONS_OF_A_VARIANT))
                 if results[-1] is not None and self._fits(results[-1][0]):
                     settled.add(bundle[0].technique)
-        together = _compatible(sorted(rest, key=_saved, reverse=True))
-        if len(together) > 1 and not any(r is not None and self._fits(r[0]) for r in results):
-            everything = [option for bundle in together for option in bundle]
-            if self._could_help(everything, [r[0] for r in results if r is not None], base):
+        if not any(r is not None and self._fits(r[0]) for r in results):
+            everything = [o for bundle in _compatible(sorted(rest, key=_saved, reverse=True)) for o in bundle]
+            held = min((r[0].high_bytes for r in results if r is not None), default=base.high_bytes)
+            if _saved(everything) > _WORTH_A_VARIANT * held:
                 results.append(self._best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
-        best: tuple[Trial, Variant, Solution] | None = None
+        best: Made | None = None
         for result in results:
             best = best if result is None else self._better(best, result)
         if best is None or (not self._fits(best[0]) and base.high_bytes <= best[0].high_bytes):
             return self._found(base, base, None, None)
         return self._found(base, *best)
 
-    def _could_help(self, bundle: Sequence[Option], made: Sequence[Trial], base: Trial) -> bool:
+    def _could_help(self, bundle: Sequence[Option], start: Trial, made: Sequence[Made | None]) -> bool:
         """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
-        fitting = [trial.seconds for trial in made if self._fits(trial)]
+        trials = [m[0] for m in made if m is not None]
+        fitting = [trial.seconds for trial in trials if self._fits(trial)]
         if fitting:
-            return _seconds(bundle) < min(fitting) - base.seconds - _WORTH_A_VARIANT * base.seconds
-        least_bytes = min((trial.high_bytes for trial in made), default=base.high_bytes)
+            return self._seconds_at_best(bundle, start) < (1 - _WORTH_A_VARIANT) * min(fitting)
+        least_bytes = min((trial.high_bytes for trial in trials), default=start.high_bytes)
         return least_bytes - _saved(bundle) <= self.budget_bytes
+
+    def _seconds_at_best(self, bundle: Sequence[Option], start: Trial) -> float:
+        """No plan with `bundle` is promised to take less: what else there is keeps the savings that it has without the bundle, which are larger."""
+        kind = _kind(bundle[0])
+        own = [o for o in self._options(start.tape) if o.is_coarse and _kind(o) == kind]
+        variant = self._variant(start, with_options=own)
+        limit = self.budget_bytes - variant.gap_bytes
+        relaxed = solve(variant.problem, limit, time_limit_seconds=_SECONDS_TO_RELAX)
+        return start.seconds + _seconds(own) + relaxed.bound_seconds if relaxed.fits else math.inf
 
     def _found(self, base: Trial, best: Trial, variant: Variant | None, solution: Solution | None) -> Found:
         return Found(
@@ -179,7 +194,7 @@ class Search:
         bundles: dict[tuple[str, str], list[Option]] = {}
         for option in self._options(base.tape):
             if option.is_coarse:
-                bundles.setdefault((option.technique, repr(sorted(option.settings.items()))), []).append(option)
+                bundles.setdefault(_kind(option), []).append(option)
         return list(bundles.values())
 
     def _options(self, tape: Tape) -> list[Option]:
@@ -197,28 +212,38 @@ class Search:
                     self._forbidden.setdefault(option.key, option)
         return found
 
-    def _variant(self, trial: Trial) -> Variant:
-        taken = {option.technique for option in trial.options}
+    def _variant(self, trial: Trial, with_options: Sequence[Option] = ()) -> Variant:
+        """The run of `trial` and what else could be done to it; `with_options` are counted as they are promised."""
+        taken = {option.technique for option in (*trial.options, *with_options)}
+        slots = {slot for option in with_options for slot in option.slots}
         options = self._options(trial.tape)
         fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
+        fine = [o for o in fine if not o.slots & slots]
         tape = with_workspaces_of(self.bench.card, trial.tape, self.bench.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
+        for change in (change for option in with_options for change in option.changes):
+            levels[change.begin : change.end] += change.num_bytes
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(trial, options)]
         problem = problems.build(levels, fine, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
         return Variant(trial=trial, problem=problem, gap_bytes=min(gaps))
 
-    def _best_of(
-        self, coarse: tuple[Option, ...], base: Trial, max_traces: int
-    ) -> tuple[Trial, Variant, Solution] | None:
+    def _best_of(self, coarse: tuple[Option, ...], base: Trial, max_traces: int) -> Made | None:
         """The best trial with the coarse options on it: the fastest that fits, or else the one that holds least."""
         trial = self._try(coarse) if coarse else base
         if trial is None:
             return None
-        settings = {o.technique for o in self._options(trial.tape) if o.is_of_the_allocator}
+        best = self._narrowed(trial, coarse, max_traces, only_free=True)
+        # Emptying the allocator's cache takes time at each step, so the limits are narrowed with it only where nothing fits without.
+        if best is not None and not self._fits(best[0]):
+            best = self._better(best, self._narrowed(trial, coarse, max_traces, only_free=False))
+        return best
+
+    def _narrowed(self, trial: Trial, coarse: tuple[Option, ...], max_traces: int, *, only_free: bool) -> Made | None:
+        """The best of the trials on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any."""
         variant = self._variant(trial)
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
-        best: tuple[Trial, Variant, Solution] | None = None
+        best: Made | None = None
         made_of: dict[tuple[int, ...], Trial] = {}
         for _ in range(MAX_LIMITS):
             if len(made_of) == max_traces:
@@ -226,12 +251,12 @@ class Search:
             solution = self._solve(variant.problem, limits.limit)
             made = made_of.get(solution.chosen)
             if made is None:
-                made = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
-                if made is None:
+                traced = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+                if traced is None:
                     variant, made_of = self._variant(trial), {}
                     continue
-                made = made_of[solution.chosen] = self._with_best_settings(made, settings)
-                best = self._better(best, (made, variant, solution))
+                made = made_of[solution.chosen] = self._with_best_settings(traced, only_free=only_free)
+                best = self._better(best, (self._with_best_settings(traced), variant, solution))
             fits = self._fits(made)
             if (fits and not solution.chosen) or not (fits or solution.fits):
                 break
@@ -276,24 +301,22 @@ class Search:
         if not any(name in self.refused for name in names):
             self.refused[names[-1]] = str(error)
 
-    def _with_best_settings(self, trial: Trial, settings: Iterable[str]) -> Trial:
-        """The trial with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest
-        that fits, or what holds least."""
+    def _with_best_settings(self, trial: Trial, *, only_free: bool = False) -> Trial:
+        """The trial with the user's settings, if it fits with them; else with what the techniques do to the allocator: the fastest that fits, or
+        what holds least. `only_free`: with those that take no time."""
         if self._fits(trial):
             return trial
-        options = [o for name in sorted(settings) for o in techniques()[name].options(trial.tape, self.bench.card)]
-        others = self._with_all_settings(trial, options)
+        others = self._with_all_settings(trial, self._options(trial.tape))
+        others = [t for t in others if not (only_free and t.settings_option and t.settings_option.seconds > 0)]
         return min(others, key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes))
 
     def _with_all_settings(self, trial: Trial, options: Iterable[Option]) -> list[Trial]:
         """The trial as it is, and with each of those `options` that are the allocator's."""
         return [trial, *(self.bench.with_settings(trial, option) for option in options if option.is_of_the_allocator)]
 
-    def _better(
-        self, one: tuple[Trial, Variant, Solution] | None, other: tuple[Trial, Variant, Solution]
-    ) -> tuple[Trial, Variant, Solution]:
-        if one is None:
-            return other
+    def _better(self, one: Made | None, other: Made | None) -> Made | None:
+        if one is None or other is None:
+            return one or other
         ranks = [
             (0, r[0].seconds, r[0].high_bytes) if self._fits(r[0]) else (1, r[0].high_bytes, r[0].seconds)
             for r in (one, other)
@@ -303,6 +326,11 @@ class Search:
 
 def _seconds(bundle: Iterable[Option]) -> float:
     return sum(option.seconds for option in bundle)
+
+
+def _kind(option: Option) -> tuple[str, str]:
+    """What the options of a bundle share: the technique and the settings."""
+    return option.technique, repr(sorted(option.settings.items()))
 
 
 def _saved(bundle: Iterable[Option]) -> int:

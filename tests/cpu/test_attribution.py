@@ -1,0 +1,50 @@
+"""Who asks for an operator: what a forward makes for itself belongs to it, and what is called beside a model does not."""
+
+from pathlib import Path
+
+import pytest
+
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.trace import trace
+from tightfit.tape import Phase, Tape
+
+WORKLOAD = """
+import torch
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self, makes_loss):
+        super().__init__()
+        self.makes_loss = makes_loss
+        self.head = torch.nn.Linear(64, 8)
+
+    def forward(self, values, labels):
+        scores = self.head(values)
+        return torch.nn.CrossEntropyLoss()(scores, labels) if self.makes_loss else scores
+
+
+def classifier(makes_loss):
+    model = Classifier(makes_loss).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        labels = torch.zeros(4, dtype=torch.long, device="cuda")
+        found = model(torch.ones(4, 64, device="cuda"), labels)
+        loss = found if makes_loss else torch.nn.CrossEntropyLoss()(found, labels)
+        loss.backward()
+        optimizer.step()
+        yield loss
+"""
+
+
+@pytest.mark.parametrize(("makes_loss", "module"), [(True, "Classifier"), (False, "CrossEntropyLoss")])
+def test_a_loss_function_belongs_to_the_forward_that_makes_it(makes_loss: bool, module: str, tmp_path: Path) -> None:
+    file = tmp_path / "workload.py"
+    file.write_text(WORKLOAD)
+    target = GeneratorFunction(location=str(file), function="classifier", parameters={"makes_loss": makes_loss})
+    tape: Tape = trace(target, label="classifier", device="RTX 4090").tape
+    found = {
+        tape.strings[path]
+        for name, path, phase in zip(tape.operators.name, tape.operators.module, tape.operators.phase, strict=True)
+        if tape.strings[name].startswith("aten.nll_loss") and phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    assert found == {module}
