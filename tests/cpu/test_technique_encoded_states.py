@@ -18,6 +18,7 @@ from tightfit.techniques.state_codecs import BlockCodec, FactoredCodec, table_of
 LOW_BIT = "tightfit.techniques.low_bit_states:LowBitStates"
 FACTORED = "tightfit.techniques.factored_states:FactoredStates"
 CODINGS = [(LowBitStates, {"bits": 8}), (LowBitStates, {"bits": 4}), (FactoredStates, {})]
+IN_BACKWARD = {"in_backward": True, "clips": False}
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
@@ -47,7 +48,7 @@ def test_a_block_is_restored_to_within_the_resolution_of_its_codes(num_numbers, 
     value = torch.randn(num_numbers, generator=torch.Generator().manual_seed(seed)) * scale
     value = value.abs() if name == "exp_avg_sq" else value
     codec = BlockCodec(bits)
-    restored = codec.decode(name, codec.encode(name, value), value.shape)
+    restored = codec.decode(name, codec.encode(name, value), value.shape, torch.float32)
     table = torch.tensor(table_of_codes(bits, is_signed=name == "exp_avg"))
     widest = max((table[1:] - table[:-1]).max().item() / 2, abs(table.min().item()) if name == "exp_avg_sq" else 0.0)
     if name == "exp_avg":  # the table ends a little above -1
@@ -60,10 +61,10 @@ def test_a_product_of_a_row_and_a_column_is_restored_from_its_means():
     codec = FactoredCodec()
     encoded = codec.encode("exp_avg_sq", value)
     assert encoded.main.numel() + encoded.rest.numel() == 150
-    torch.testing.assert_close(codec.decode("exp_avg_sq", encoded, value.shape), value)
+    torch.testing.assert_close(codec.decode("exp_avg_sq", encoded, value.shape, torch.float32), value)
 
 
-def fitted(technique=None, settings=None, optimizer="adam", num_steps=25, reload_at=None):
+def fitted(technique=None, settings=None, optimizer="adam", num_steps=25, reload_at=None, max_norm=None):
     """Fits a small network to another one; the losses, and what is left."""
     torch.manual_seed(0)
     make = lambda: torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))  # noqa: E731
@@ -78,6 +79,8 @@ def fitted(technique=None, settings=None, optimizer="adam", num_steps=25, reload
         x = torch.randn(32, 64)
         loss = torch.nn.functional.mse_loss(model(x), target(x).detach())
         loss.backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         stepper.step()
         scheduler.step()
         stepper.zero_grad()
@@ -154,12 +157,73 @@ def test_an_optimizer_that_is_not_torchs_is_refused():
         )
 
 
-@pytest.mark.parametrize(("name", "settings_text"), [(LOW_BIT, "bits:8"), (LOW_BIT, "bits:4"), (FACTORED, "")])
-def test_the_promised_saving_is_the_traced_one(name, settings_text):
-    plain = traced(num_blocks=8)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("technique", "given"), CODINGS)
+def test_updates_in_the_backward_pass_are_those_of_the_step_bit_for_bit(technique, given, optimizer):
+    losses, stepper, _ = fitted(technique, given, optimizer=optimizer, num_steps=6, reload_at=2)
+    again, other, session = fitted(technique, given | IN_BACKWARD, optimizer=optimizer, num_steps=6, reload_at=2)
+    assert again == losses
+    assert session.statistics["parameters updated in backward"] == 6 * 4
+    torch.testing.assert_close(other.state_dict(), stepper.state_dict(), rtol=0, atol=0)
+    assert all(p.grad is None for group in other.param_groups for p in group["params"])
+    session.undo()
+    assert not any(p._post_accumulate_grad_hooks for group in other.param_groups for p in group["params"])
+    assert not any(name.endswith("_rest") for state in other.state.values() for name in state)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+def test_with_clipping_they_run_in_a_second_pass(max_norm):
+    losses, _, _ = fitted(LowBitStates, {"bits": 8}, num_steps=6, reload_at=2, max_norm=max_norm)
+    clipping = {"bits": 8, "in_backward": True, "clips": True}
+    again, _, session = fitted(LowBitStates, clipping, num_steps=6, reload_at=2, max_norm=max_norm)
+    torch.testing.assert_close(torch.tensor(again), torch.tensor(losses), rtol=1e-3, atol=0)
+    assert session.statistics["parameters updated in backward"] == 6 * 4
+
+
+def test_gradients_that_are_used_up_are_not_clipped():
+    model = torch.nn.Linear(128, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    session = Session(model=model, optimizers=[optimizer])
+    LowBitStates().apply(session, [choice("low_bit_states", bits=8, **IN_BACKWARD)])
+    model(torch.randn(4, 128)).sum().backward()
+    with pytest.raises(ApplyError, match="leave updates in the backward pass out"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_large_state_is_coded_in_pieces_as_it_is_whole(monkeypatch):
+    value = torch.randn(5, 3001).bfloat16()
+    for codec in (BlockCodec(8), BlockCodec(4), FactoredCodec()):
+        name = "exp_avg_sq"
+        whole = codec.encode(name, value.abs())
+        restored = codec.decode(name, whole, value.shape, torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr("tightfit.techniques.state_codecs.NUMBERS_PER_PIECE", 4096)
+            pieces = codec.encode(name, value.abs())
+            assert torch.equal(pieces.main, whole.main)
+            assert torch.equal(pieces.rest, whole.rest)
+            assert torch.equal(codec.decode(name, pieces, value.shape, torch.bfloat16), restored)
+
+
+USED_UP = "in_backward:True+clips:False"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_text", "max_norm"),
+    [
+        (LOW_BIT, "bits:8", 0.0),
+        (LOW_BIT, "bits:4", 0.0),
+        (FACTORED, "", 0.0),
+        (LOW_BIT, f"bits:8+{USED_UP}", 0.0),
+        (LOW_BIT, f"bits:4+{USED_UP}", 0.0),
+        (FACTORED, USED_UP, 0.0),
+        (LOW_BIT, "bits:8+in_backward:True+clips:True", 1.0),
+    ],
+)
+def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):
+    plain = traced(num_blocks=8, max_norm=max_norm)
     kind = LowBitStates if name == LOW_BIT else FactoredStates
     options = {"+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(plain, find(DEVICE))}
-    actual = traced(num_blocks=8, technique=name, settings=settings_text)
+    actual = traced(num_blocks=8, technique=name, settings=settings_text, max_norm=max_norm)
     saved = peak_bytes(plain) - peak_bytes(actual)
     promised = peak_bytes(plain) - peak_bytes(plain, [options[settings_text]])
     assert saved > 50e6

@@ -4,13 +4,15 @@ The optimizer stays the script's own and does the arithmetic. Its checkpoints ha
 host, where they take no device memory; what is loaded is made small again.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tightfit.techniques.optimizer_steps import check_separable, groups_by_parameter, only, replace_step, step_of
+from tightfit.techniques.optimizer_steps import check_separable, groups_by_parameter, replace_step, update_alone
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import AbstractCodec, Encoded
+from tightfit.techniques.updates import Clipping, Updates
 
 _REST = "_rest"
 
@@ -21,43 +23,38 @@ class EncodedStates:
     def __init__(self, optimizer: torch.optim.Optimizer, codec: AbstractCodec) -> None:
         self._optimizer = optimizer
         self._codec = codec
-        self._step = step_of(optimizer)
+        self._update_whole = update_alone(optimizer)
 
     def __call__(self) -> None:
         for parameter, group in groups_by_parameter(self._optimizer).items():
-            if parameter.grad is None:
-                continue
-            self.decode(parameter)
-            try:
-                with only(self._optimizer, group, parameter):
-                    self._step()
-            finally:
-                self.encode(parameter)
+            if parameter.grad is not None:
+                self.update(parameter, group)
+
+    def update(self, parameter: torch.Tensor, group: int) -> None:
+        """Updates one parameter, whose states are whole meanwhile."""
+        self.decode(parameter)
+        try:
+            self._update_whole(parameter, group)
+        finally:
+            self.encode(parameter)
 
     def encode(self, parameter: torch.Tensor) -> None:
         """Makes the states of one parameter small."""
         state = self._optimizer.state.get(parameter, {})
-        for name in [n for n, v in state.items() if self._is_whole(n, v, parameter)]:
-            encoded = self._codec.encode(name, state[name].float())
+        for name in [n for n, v in state.items() if n + _REST not in state and self._is_whole(n, v, parameter)]:
+            encoded = self._codec.encode(name, state[name])
             state[name], state[name + _REST] = encoded.main, encoded.rest
 
     def decode(self, parameter: torch.Tensor) -> None:
         """Makes the states of one parameter whole again."""
-        self._optimizer.state[parameter].update(
-            found := self.decoded(self._optimizer.state.get(parameter, {}), parameter)
-        )
-        for name in found:
-            del self._optimizer.state[parameter][name + _REST]
+        state = self._optimizer.state[parameter]
+        for name in _names_encoded(state):
+            state[name] = self._decoded(state, name, parameter)
+            del state[name + _REST]
 
-    def decoded(self, state: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The states that are in a smaller form, whole and in the type of their parameter, by name."""
-        names = [name.removesuffix(_REST) for name in state if name.endswith(_REST)]
-        return {
-            name: self._codec.decode(name, Encoded(main=state[name], rest=state[name + _REST]), parameter.shape).to(
-                parameter.dtype
-            )
-            for name in names
-        }
+    def _decoded(self, state: dict[str, Any], name: str, parameter: torch.Tensor) -> torch.Tensor:
+        encoded = Encoded(main=state[name], rest=state[name + _REST])
+        return self._codec.decode(name, encoded, parameter.shape, parameter.dtype)
 
     def _is_whole(self, name: str, value: Any, parameter: torch.Tensor) -> bool:
         return (
@@ -73,9 +70,9 @@ class EncodedStates:
         states = dict(state_dict["state"])
         for index, parameter in zip(indices, parameters, strict=True):
             if index in states:
-                whole = self.decoded(states[index], parameter)
-                kept = {n: v for n, v in states[index].items() if not n.endswith(_REST)}
-                states[index] = kept | {name: value.cpu() for name, value in whole.items()}
+                state = states[index]
+                whole = {name: self._decoded(state, name, parameter).cpu() for name in _names_encoded(state)}
+                states[index] = {n: v for n, v in state.items() if not n.endswith(_REST)} | whole
         return {**state_dict, "state": states}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -84,14 +81,23 @@ class EncodedStates:
             self.encode(parameter)
 
 
-def encode_states(session: Session, codec: AbstractCodec, technique: str) -> None:
+def _names_encoded(state: dict[str, Any]) -> list[str]:
+    return [name.removesuffix(_REST) for name in state if name.endswith(_REST)]
+
+
+def encode_states(session: Session, codec: AbstractCodec, technique: str, settings: Mapping[str, Any]) -> None:
     """Keeps the states of all the session's optimizers in the form of `codec` until it is undone.
+
+    With the setting `in_backward` each parameter is updated as soon as its gradient is there, which is freed then; `clips` says that the script
+    clips gradients by their norm, for which the backward pass runs twice.
 
     Raises:
         ApplyError: an optimizer is not known to update each parameter by itself.
     """
+    in_backward, clips = (settings.get(name) in (True, "True") for name in ("in_backward", "clips"))
     for optimizer in session.optimizers:
         check_separable(optimizer, technique)
+    clipping = Clipping(session) if in_backward and clips else None
     for optimizer in session.optimizers:
         states = EncodedStates(optimizer, codec)
 
@@ -101,6 +107,9 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str) -> Non
 
         session.when_undone(undo)
         states.loaded(optimizer)
-        replace_step(session, optimizer, states)
+        if in_backward:
+            Updates(session, optimizer, states.update, clipping).install()
+        else:
+            replace_step(session, optimizer, states)
         session.when_undone(optimizer.register_state_dict_post_hook(states.saved).remove)
         session.when_undone(optimizer.register_load_state_dict_post_hook(states.loaded).remove)

@@ -9,16 +9,16 @@ from typing import final
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
-from tightfit.techniques.encoded_numbers import state_changes, state_seconds
+from tightfit.techniques.encoded_numbers import Coding, coded_options
 from tightfit.techniques.encoded_states import encode_states
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import FactoredCodec
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
-_PART_OF_ADAM = 0.5  # one of its two states is an average of squares
-_BYTES_PER_NUMBER = 12  # of Adam's two states one is read twice and written once
-_KERNELS_PER_STATE = 4
+# One of Adam's two states is an average of squares. It is read for the means of its rows and of its columns, and written again; the product
+# of a row and a column is in float32 first. Rows and columns themselves are next to nothing.
+_CODING = Coding(bytes_kept=0.0, part=0.5, bytes_moved=8, num_passes=3, kernels_per_piece=7, bytes_between=4)
 
 
 @final
@@ -31,21 +31,13 @@ class FactoredStates(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """One for Adam and AdamW."""
+        """For Adam and AdamW, with and without updates in the backward pass."""
         run = OptimizerTape(tape, device)
         if not run.stretches or run.family != "adam":
             return []
-        return [
-            Option(
-                technique=self.name,
-                where="optimizer",
-                changes=state_changes(run, 0.0, part=_PART_OF_ADAM),
-                seconds=state_seconds(run, bytes_per_number=_BYTES_PER_NUMBER, kernels_per_state=_KERNELS_PER_STATE),
-                exact=self.exact,
-                slots=frozenset({"optimizer"}),
-            )
-        ]
+        return coded_options(run, _CODING, technique=self.name)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Takes over the optimizers' steps."""
-        encode_states(session, FactoredCodec(), self.name)
+        (choice,) = chosen
+        encode_states(session, FactoredCodec(), self.name, choice.settings)

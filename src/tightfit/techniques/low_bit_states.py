@@ -9,18 +9,33 @@ from typing import final
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
-from tightfit.techniques.encoded_numbers import state_changes, state_seconds
+from tightfit.techniques.encoded_numbers import Coding, coded_options
 from tightfit.techniques.encoded_states import encode_states
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
-from tightfit.techniques.state_codecs import BlockCodec
+from tightfit.techniques.state_codecs import BLOCK_SIZE, BlockCodec
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
-# Bytes per number: of 8 bits with a scale for 256 numbers, and of 4 bits with one for 128.
-_BYTES_KEPT = {8: 1 + 4 / 256, 4: 0.5 + 4 / 128}
-# Codes are read, looked up and scaled; then absolute values, their maxima, quotients and codes are written and read again.
-_BYTES_PER_NUMBER = 56
-_KERNELS_PER_STATE = 18
+# Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
+# up, scaled, rounded. 4 bits are also packed and unpacked.
+_CODINGS = {
+    8: Coding(
+        bytes_kept=1 + 4 / BLOCK_SIZE[8],
+        bytes_moved=50,
+        num_passes=2,
+        kernels_per_piece=11,
+        bytes_between=8,
+        bytes_more_in_16_bits=4,
+    ),
+    4: Coding(
+        bytes_kept=0.5 + 4 / BLOCK_SIZE[4],
+        bytes_moved=56,
+        num_passes=2,
+        kernels_per_piece=16,
+        bytes_between=8,
+        bytes_more_in_16_bits=4,
+    ),
+}
 
 
 @final
@@ -33,25 +48,17 @@ class LowBitStates(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """Two, 8 and 4 bits, for an optimizer with averages."""
+        """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with averages."""
         run = OptimizerTape(tape, device)
         if not run.stretches or run.family == "adagrad" or not len(run.state(run.stretches[-1])):
             return []
-        seconds = state_seconds(run, bytes_per_number=_BYTES_PER_NUMBER, kernels_per_state=_KERNELS_PER_STATE)
         return [
-            Option(
-                technique=self.name,
-                where="optimizer",
-                settings={"bits": bits},
-                changes=state_changes(run, kept),
-                seconds=seconds,
-                exact=self.exact,
-                slots=frozenset({"optimizer"}),
-            )
-            for bits, kept in _BYTES_KEPT.items()
+            option
+            for bits, coding in _CODINGS.items()
+            for option in coded_options(run, coding, technique=self.name, settings={"bits": bits})
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Takes over the optimizers' steps."""
         (choice,) = chosen
-        encode_states(session, BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8), self.name)
+        encode_states(session, BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8), self.name, choice.settings)

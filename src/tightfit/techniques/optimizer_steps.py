@@ -14,6 +14,8 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 
+UpdateOne = Callable[[torch.Tensor, int], None]
+
 # These update every parameter from its own gradient and state only; LBFGS looks at all of them together.
 _NOT_SEPARABLE = ("LBFGS",)
 
@@ -57,6 +59,17 @@ def only(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) 
         yield
     finally:
         optimizer.param_groups = groups
+
+
+def update_alone(optimizer: torch.optim.Optimizer) -> UpdateOne:
+    """Updates one parameter, of the group with this index, as the optimizer's step would."""
+    step = step_of(optimizer)
+
+    def update(parameter: torch.Tensor, group: int) -> None:
+        with only(optimizer, group, parameter):
+            step()
+
+    return update
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -19,8 +19,10 @@ Bits = Literal[8, 4]
 SIGNED = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})
 
-_BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
-_MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
+BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
+MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
+# Large tensors are coded in pieces of so many numbers, so that what is in between is held for one piece only.
+NUMBERS_PER_PIECE = 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,11 @@ class AbstractCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, name: str, value: torch.Tensor) -> Encoded:
-        """The smaller form of `value` (float32)."""
+        """The smaller form of `value`, of any type of floating point; the arithmetic is float32's."""
 
     @abc.abstractmethod
-    def decode(self, name: str, encoded: Encoded, shape: torch.Size) -> torch.Tensor:
-        """What `encoded` stands for, float32 of shape `shape`."""
+    def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """What `encoded` stands for, of shape `shape`, rounded to `dtype`."""
 
 
 @final
@@ -53,33 +55,44 @@ class BlockCodec(AbstractCodec):
 
     def __init__(self, bits: Bits) -> None:
         self.bits: Bits = bits
+        self._tables = Tables(bits)
 
     def takes(self, name: str, shape: torch.Size) -> bool:
-        return (name in SIGNED or name in SQUARES) and shape.numel() >= _MIN_NUMBERS
+        return is_coded_in_blocks(name, shape)
 
     def encode(self, name: str, value: torch.Tensor) -> Encoded:
-        size = _BLOCK_SIZE[self.bits]
+        size = BLOCK_SIZE[self.bits]
         flat = value.reshape(-1)
-        missing = -flat.numel() % size
-        blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
-        scale = blocks.abs().amax(1, keepdim=True)
-        normalised = blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)
-        table = self._table(name, value.device)
-        codes = torch.bucketize(normalised, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
-        if self.bits == 4:
-            codes = (codes[:, ::2] << 4).bitwise_or_(codes[:, 1::2])
-        return Encoded(main=codes, rest=scale.squeeze(1))
+        num_blocks = -(-flat.numel() // size)
+        codes = flat.new_empty((num_blocks, size * self.bits // 8), dtype=torch.uint8)
+        scales = flat.new_empty(num_blocks, dtype=torch.float32)
+        first = 0
+        for piece in flat.split(NUMBERS_PER_PIECE):
+            missing = -piece.numel() % size
+            blocks = (torch.nn.functional.pad(piece, (0, missing)) if missing else piece).float().view(-1, size)
+            of_piece = slice(first, first := first + len(blocks))
+            torch.amax(blocks.abs(), 1, out=scales[of_piece])
+            codes[of_piece] = self._codes(name, blocks, scales[of_piece])
+        return Encoded(main=codes, rest=scales)
 
-    def decode(self, name: str, encoded: Encoded, shape: torch.Size) -> torch.Tensor:
-        codes = encoded.main
-        if self.bits == 4:
-            codes = torch.stack((codes >> 4, codes & 15), 2).flatten(1)
-        blocks = self._table(name, codes.device)[codes.int()]
-        blocks.mul_(encoded.rest[:, None])
-        return blocks.view(-1)[: shape.numel()].view(shape)
+    def _codes(self, name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        normalised = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        codes = torch.bucketize(normalised, self._tables.borders(name, blocks.device), out_int32=True)
+        return (codes[:, ::2] << 4).bitwise_or_(codes[:, 1::2]) if self.bits == 4 else codes
 
-    def _table(self, name: str, device: torch.device) -> torch.Tensor:
-        return torch.tensor(table_of_codes(self.bits, is_signed=name in SIGNED), device=device)
+    def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        table = self._tables.table(name, encoded.main.device)
+        whole = torch.empty(shape, dtype=dtype, device=encoded.main.device)
+        blocks_per_piece = NUMBERS_PER_PIECE // BLOCK_SIZE[self.bits]
+        for piece, codes, scales in zip(
+            whole.view(-1).split(NUMBERS_PER_PIECE),
+            encoded.main.split(blocks_per_piece),
+            encoded.rest.split(blocks_per_piece),
+            strict=True,
+        ):
+            single = torch.stack((codes >> 4, codes & 15), 2).flatten(1) if self.bits == 4 else codes
+            piece.copy_(table[single.int()].mul_(scales[:, None]).view(-1)[: piece.numel()])
+        return whole
 
 
 @final
@@ -87,16 +100,53 @@ class FactoredCodec(AbstractCodec):
     """The means of the rows and of the columns of a matrix of squares; a tensor of more dimensions is one of its first and the others."""
 
     def takes(self, name: str, shape: torch.Size) -> bool:
-        return name in SQUARES and len(shape) > 1 and shape.numel() >= _MIN_NUMBERS
+        return name in SQUARES and len(shape) > 1 and shape.numel() >= MIN_NUMBERS
 
     def encode(self, name: str, value: torch.Tensor) -> Encoded:
         matrix = value.reshape(value.shape[0], -1)
-        return Encoded(main=matrix.mean(1), rest=matrix.mean(0))
+        return Encoded(main=matrix.mean(1, dtype=torch.float32), rest=matrix.mean(0, dtype=torch.float32))
 
-    def decode(self, name: str, encoded: Encoded, shape: torch.Size) -> torch.Tensor:
+    def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = encoded.main, encoded.rest
-        tiny = torch.finfo(torch.float32).tiny
-        return torch.outer(rows / rows.mean().clamp_min(tiny), columns).view(shape)
+        rows = rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
+        whole = torch.empty(shape, dtype=dtype, device=rows.device)
+        matrix = whole.view(len(rows), -1)
+        for some_rows, into in zip(rows.split(many := _rows_per_piece(matrix)), matrix.split(many), strict=True):
+            into.copy_(torch.outer(some_rows, columns))
+        return whole
+
+
+def _rows_per_piece(matrix: torch.Tensor) -> int:
+    return max(1, NUMBERS_PER_PIECE // matrix.shape[1])
+
+
+@final
+class Tables:
+    """The tables of codes of `bits` bits as tensors, made once for each device."""
+
+    def __init__(self, bits: Bits) -> None:
+        self._bits: Bits = bits
+        self._made: dict[tuple[bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def table(self, name: str, device: torch.device) -> torch.Tensor:
+        """What the codes of the state `name` stand for, float32 of shape (2**bits,)."""
+        return self._of(name, device)[0]
+
+    def borders(self, name: str, device: torch.device) -> torch.Tensor:
+        """The middles between them, float32 of shape (2**bits - 1,)."""
+        return self._of(name, device)[1]
+
+    def _of(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (name in SIGNED, device)
+        if key not in self._made:
+            table = torch.tensor(table_of_codes(self._bits, is_signed=key[0])).to(device)
+            self._made[key] = (table, (table[1:] + table[:-1]) / 2)
+        return self._made[key]
+
+
+def is_coded_in_blocks(name: str, shape: torch.Size) -> bool:
+    """Whether a state is one that keeps its meaning in few bits, and large enough to be worth it."""
+    return (name in SIGNED or name in SQUARES) and shape.numel() >= MIN_NUMBERS
 
 
 @functools.cache

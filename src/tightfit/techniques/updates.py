@@ -12,20 +12,29 @@ import torch
 from torch.nn.utils import clip_grad
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.optimizer_steps import groups_by_parameter, only, step_of
+from tightfit.techniques.optimizer_steps import UpdateOne, groups_by_parameter
 from tightfit.techniques.session import Session
 
-_REMEDY = "leave update_in_backward out of the plan"
+_REMEDY = "leave updates in the backward pass out of the plan"
 
 
 class Updates:
-    """The hooks on the parameters of one optimizer. Without `clipping`, gradients are used up in the backward pass that makes them."""
+    """The hooks on the parameters of one optimizer, each of which `update` updates by itself.
 
-    def __init__(self, session: Session, optimizer: torch.optim.Optimizer, clipping: "Clipping | None") -> None:
+    Without `clipping`, gradients are used up in the backward pass that makes them.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: torch.optim.Optimizer,
+        update: UpdateOne,
+        clipping: "Clipping | None",
+    ) -> None:
         self.session = session
         self.optimizer = optimizer
         self.clipping = clipping
-        self._step = step_of(optimizer)
+        self._update = update
         self._group_of = groups_by_parameter(optimizer)
         self._updated: dict[torch.Tensor, None] = {}
         self._used: list[dict[str, Any]] = []
@@ -56,8 +65,7 @@ class Updates:
         self._updated[parameter] = None
         if self.clipping is not None:
             self.clipping.scale(parameter)
-        with only(self.optimizer, self._group_of[parameter], parameter):
-            self._step()
+        self._update(parameter, self._group_of[parameter])
         parameter.grad = None
         self.session.statistics["parameters updated in backward"] += 1
 
