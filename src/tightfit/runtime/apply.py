@@ -45,6 +45,16 @@ def apply_choices(
 ) -> Session:
     """The same for bare choices, in the order in which their techniques are put on."""
     session = Session(model=model, optimizers=optimizers)
+    apply_to(session, choices)
+    return session
+
+
+def apply_to(session: Session, choices: Iterable[Choice]) -> None:
+    """Puts choices on the objects of a session, all of them or none.
+
+    Raises:
+        ApplyError: one cannot be put on. The session has been undone then.
+    """
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)
@@ -59,7 +69,6 @@ def apply_choices(
         except BaseException:
             session.undo()
             raise
-    return session
 
 
 def choices_for(choices: Iterable[Choice], model: torch.nn.Module, *, is_first: bool) -> list[Choice]:

@@ -28,6 +28,7 @@ from tightfit.runtime.apply import (
     watch_inputs,
 )
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
+from tightfit.runtime.loops import LoopWatch, is_of_loop
 from tightfit.techniques.session import Session
 
 
@@ -65,7 +66,9 @@ class Attachment:
         on_apply: Callable[[Session], None] | None = None,
         tell: Tell = lambda _: None,
     ) -> None:
-        self._choices = choices
+        self._choices = [c for c in choices if not is_of_loop(c)]
+        self._of_loops = [c for c in choices if is_of_loop(c)]
+        self._loops = LoopWatch(self._of_loops, lambda choice: self._applied.add((choice.technique, choice.where)))
         self._planned = planned
         self._on_apply = on_apply
         self._tell = tell
@@ -88,16 +91,19 @@ class Attachment:
         def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
             self._optimizers.setdefault(optimizer, None)
+            self._loops.look()
             if self.roots:
                 # A model with a session is part of a cycle of references: one that the program has dropped is freed here.
                 gc.collect()
             self._watch()
 
         torch.optim.Optimizer.__init__ = constructed  # type: ignore[method-assign]
+        self._loops.look()
         self._watch()
 
         def end() -> None:
             torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
+            self._loops.end()
             if self._unwatch is not None:
                 self._unwatch()
 
@@ -129,6 +135,7 @@ class Attachment:
 
     def _outermost(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = innermost(module)
+        self._loops.look()
         if not torch.is_grad_enabled():
             self._called_without_gradients.add(module)
             return
@@ -247,15 +254,18 @@ class Attachment:
             inputs.varying.update(root.inputs.varying)
         return {
             "roots": [{"class": name, "num_parameters": n, **i.to_json()} for (name, n), i in merged.items()],
-            "notes": [note for root in self.roots for note in root.notes],
-            "statistics": {key: n for root in self.roots for key, n in root.statistics.items()},
+            "notes": [*(note for root in self.roots for note in root.notes), *self._loops.notes],
+            "statistics": {key: n for root in self.roots for key, n in root.statistics.items()}
+            | self._loops.statistics,
         }
 
     def _check_that_all_were_applied(self) -> None:
         names = {root.name for root in self.roots}
         called = ", ".join(sorted(names)) or "no model"
         left = [
-            c for c in self._choices if "alloc_conf" not in c.settings and (c.technique, c.where) not in self._applied
+            c
+            for c in (*self._choices, *self._of_loops)
+            if "alloc_conf" not in c.settings and (c.technique, c.where) not in self._applied
         ]
         missing = {root_of(c.where) for c in left if is_module(c.where)} - names
         if missing:

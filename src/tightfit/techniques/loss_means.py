@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tightfit.errors import ApplyError
 
@@ -115,7 +115,7 @@ class Watch(TorchFunctionMode):
             node = inner[0] if node.name() in _SCALES and len(inner) == 1 else None
         if node is None:
             raise ApplyError(
-                "the loss that the model returns is not one mean or sum over the batch (of cross_entropy, mse_loss and the like), so parts "
+                "the loss is not one mean or sum over the batch (of cross_entropy, mse_loss and the like), so parts "
                 "of the batch could give another one; leave micro_batches out"
             )
         if self.terms[known[node]].is_contrastive:
@@ -124,6 +124,12 @@ class Watch(TorchFunctionMode):
                 "give another one; leave micro_batches out"
             )
         return known[node]
+
+
+def active_watch() -> Watch | None:
+    """The watch that is active, if one is."""
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Watch)), None)
 
 
 def _num_targets(

@@ -1,6 +1,7 @@
 """Micro-batches: the batch is run in parts, forwards and backwards, and the gradients added up, inside one forward of the user's loop.
 
-Gradient accumulation without its loop: for models that return their loss (Hugging Face's with labels, and any root that ends in a loss function).
+Gradient accumulation without its loop: for models that return their loss (Hugging Face's with labels, and any root that ends in a loss function),
+and for the training loops of Lightning and the Trainer, which have a method that does, whatever their model returns.
 The means of the parts are weighted by the number of their terms, so that the sum is the gradient of the whole batch.
 """
 
@@ -19,6 +20,7 @@ from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.session import Session
 from tightfit.techniques.split_forward import SplitForward
+from tightfit.techniques.split_step import split_step
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 NUMS_PARTS = (2, 4, 8)
@@ -28,7 +30,12 @@ _LOSSES = (
     *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
 )
 _BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
-_DROPOUTS = ("aten.native_dropout", "aten._fused_dropout", "aten.bernoulli")
+# Operators that draw, by how their names begin: those that torch tags `nondeterministic_seeded`, and factories.
+_DRAWS = (
+    *("aten.native_dropout", "aten._fused_dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.uniform"),
+    *("aten.multinomial", "aten.exponential", "aten.geometric", "aten.cauchy", "aten.log_normal", "aten.poisson"),
+    *("aten.binomial", "aten.rrelu", "aten.gumbel"),
+)
 # Wrappers that do their own work around a forward and a backward pass.
 _WRAPPERS = frozenset({"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel"})
 
@@ -43,16 +50,17 @@ class MicroBatches(AbstractTechnique):
     tolerance = 0.25
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """Halves, quarters and eighths of the batch, where the model itself computes the loss."""
+        """Halves, quarters and eighths of the batch, where the model itself computes the loss, or a framework's loop has a method that does."""
         run = OptimizerTape(tape, device)
         if not run.stretches or run.scales_loss or _obstacle(tape):
             return
-        draws = bool(len(_operators(tape, _DROPOUTS)))
+        draws = bool(len(_operators(tape, _DRAWS)))
+        loop = {"loop": tape.loop} if _is_of_loop(tape) else {}
         for num_parts in NUMS_PARTS:
             yield Option(
                 technique=self.name,
                 where="batch",
-                settings={"num_parts": num_parts, "draws_anew": draws},
+                settings={"num_parts": num_parts, "draws_anew": draws, **loop},
                 changes=_changes(run, num_parts),
                 seconds=_seconds(run, num_parts),
                 exact=not draws,
@@ -81,13 +89,16 @@ class MicroBatches(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts the parts around the model's forward."""
         (choice,) = chosen
-        model = session.model
-        if not session.optimizers:
+        model, loop = session.model, choice.settings.get("loop")
+        if loop and session.loop is None:
+            raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")
+        if not (loop or session.optimizers):
             raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
-        if type(model).__name__ in _WRAPPERS:
-            raise ApplyError(
-                f"the model is called through {type(model).__name__}, which does not see parts of a batch; leave micro_batches out"
-            )
+        for module in model.modules() if loop else (model,):
+            if type(module).__name__ in _WRAPPERS:
+                raise ApplyError(
+                    f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
+                )
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
                 raise ApplyError(
@@ -97,13 +108,11 @@ class MicroBatches(AbstractTechnique):
         def counted() -> None:
             session.statistics["micro-batches"] += 1
 
-        around = SplitForward(
-            model,
-            int(choice.settings["num_parts"]),
-            allows_randomness=choice.settings["draws_anew"] in (True, "True"),
-            counted=counted,
-        )
-        session.wrap_forward(model, around)
+        num_parts, draws = int(choice.settings["num_parts"]), choice.settings["draws_anew"] in (True, "True")
+        if loop:
+            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted)
+        else:
+            session.wrap_forward(model, SplitForward(model, num_parts, allows_randomness=draws, counted=counted))
 
 
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
@@ -115,13 +124,25 @@ def _obstacle(tape: Tape) -> str:
     """Why a batch cannot be split, as far as a tape shows; empty where it can."""
     if len(_operators(tape, _BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
+    if _is_of_loop(tape) or _returns_loss(tape):
+        return ""
+    return "its loss is computed outside of the model"
+
+
+def _is_of_loop(tape: Tape) -> bool:
+    """Whether only the step of a framework returns the loss. The Trainer's label smoother is no loss function of torch."""
+    if _returns_loss(tape):
+        return False
+    return tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
+
+
+def _returns_loss(tape: Tape) -> bool:
+    """Whether the model that is called is where the loss functions run."""
     losses = _operators(tape, _LOSSES)
-    roots = _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD))
+    roots = [root for root in _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD)) if root]
     # A loss function that is a module of its own (torch.nn.CrossEntropyLoss) is called beside the model, not by it.
     model = max(set(roots), key=roots.count, default="")
-    if not len(losses) or set(_roots(tape, losses)) != {model}:
-        return "its loss is computed outside of the model"
-    return ""
+    return bool(len(losses)) and set(_roots(tape, losses)) == {model}
 
 
 def _roots(tape: Tape, operators: Column) -> list[str]:
@@ -159,7 +180,7 @@ def _seconds(run: OptimizerTape, num_parts: int) -> float:
     gradients = run.gradients(run.stretches[-1])
     total = int(run.block_bytes[gradients].sum())
     efficiency = efficiency_of(run.device)
-    more = (num_parts - 1) * in_passes + num_parts * len(gradients)
+    more = (num_parts - 1) * (in_passes + len(gradients))
     sums = run.seconds_of_update((3 * (num_parts - 1) + 2) * total, 0)
     longer = on_card + sums + more * efficiency.launch_seconds
     return max(longer, (issued + more) * efficiency.issue_seconds) - max(on_card, issued * efficiency.issue_seconds)

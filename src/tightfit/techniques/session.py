@@ -21,11 +21,13 @@ Undo = Callable[[], None]
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
-    `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
+    `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
+    on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
     """
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
+    loop: Any = None
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
     _undo: list[Undo] = dataclasses.field(default_factory=list)

@@ -124,8 +124,9 @@ class SplitForward:
 class AbstractBatch(abc.ABC):
     """The arguments of a call that are a batch of examples."""
 
-    num_examples: int
-    device: torch.device
+    def __init__(self, num_examples: int, device: torch.device) -> None:
+        self.num_examples = num_examples
+        self.device = device
 
     def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
         """The stretches of examples, all of one length but for the last, which may be shorter."""
@@ -151,10 +152,10 @@ class Batch(AbstractBatch):
         tensors = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and v.dim()}
         if not tensors:
             raise ApplyError("the model is called without a tensor that could be split; leave micro_batches out")
-        self.num_examples = int(next(iter(tensors.values())).shape[0])
+        first = next(iter(tensors.values()))
+        super().__init__(int(first.shape[0]), first.device)
         if self.num_examples < 2:
             raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
-        self.device = next(iter(tensors.values())).device
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
                 if value.requires_grad:
@@ -308,10 +309,18 @@ class _Joined(torch.autograd.Function):
         if gradient is None:
             return None, None, *(None for _ in gradients)
         scale = gradient * sums.scale()
-        for value in gradients:
-            if value is not None:
-                value.mul_(scale)
+        _scale([value for value in gradients if value is not None], scale)
         return None, None, *gradients
+
+
+def _scale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """In as few kernels as there can be; a scale in 16 bits would be rounded, so gradients in those are scaled one by one."""
+    together = [g for g in gradients if g.dtype == scale.dtype and g.device == scale.device]
+    if together:
+        torch._foreach_mul_(together, scale)
+    for gradient in gradients:
+        if gradient.dtype != scale.dtype or gradient.device != scale.device:
+            gradient.mul_(scale)
 
 
 def _items(output: Any) -> dict[Any, Any]:

@@ -1,0 +1,141 @@
+"""Runs the step of a framework's training loop over parts of a batch: Lightning's `training_step`, the Trainer's `compute_loss`.
+
+Both take a batch and return its loss, which the framework runs backwards; so what `SplitForward` does to a model that returns its loss does
+to them, whatever the model returns. The loader, its sampler, the number of batches, the accumulation and the clipping of the framework stay what
+they are: it sees one batch, one loss and one backward pass.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.loaded_batch import LoadedBatch, num_examples
+from tightfit.techniques.logged_parts import LoggedParts
+from tightfit.techniques.loss_means import Term, active_watch
+from tightfit.techniques.session import Session
+from tightfit.techniques.split_forward import SplitForward
+
+Step = Callable[..., Any]
+
+
+def split_step(
+    session: Session, framework: str, num_parts: int, *, allows_randomness: bool, counted: Callable[[], None]
+) -> None:
+    """Puts the parts around the method of `session.loop` that computes the loss of a batch.
+
+    Raises:
+        ApplyError: the loop scales the loss, compiles the step or runs it backwards by itself.
+    """
+    module, loop = session.model, session.loop
+    splits = functools.partial(
+        SplitForward, module, num_parts, allows_randomness=allows_randomness, counted=counted, batch_of=LoadedBatch
+    )
+    if framework == "Lightning":
+        if not loop.automatic_optimization:
+            raise ApplyError(
+                "the training step runs its losses backwards itself (manual optimization); leave micro_batches out"
+            )
+        if loop._compiler_ctx is not None:
+            raise ApplyError("the training step is compiled as a whole; leave micro_batches out")
+        logged = LoggedParts(loop)
+        split = splits(unseen=lambda: _unseen(loop, logged))
+        session.set(loop, "training_step", _in_parts_of_lightning(loop.training_step, split, logged))
+        return
+    if loop.accelerator.scaler is not None:
+        raise ApplyError("a GradScaler scales the loss outside; use bfloat16, or leave micro_batches out")
+    if loop.label_smoother is not None:
+        session.set(loop, "label_smoother", _watched(loop.label_smoother))
+    session.set(loop, "compute_loss", _in_parts_of_trainer(loop.compute_loss, splits()))
+
+
+def _in_parts_of_lightning(step: Step, split: SplitForward, logged: LoggedParts) -> Step:
+    @functools.wraps(step)
+    def training_step(batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return step(batch, *rest, **kwargs)
+
+        def of_part(part: Any) -> Any:
+            output = step(part, *rest, **kwargs)
+            logged.end_part(_loss(output), num_examples(part))
+            return output
+
+        with logged.gathered():
+            output = split(of_part, batch)
+        logged.hand_over(_loss(output))
+        return output
+
+    return training_step
+
+
+def _in_parts_of_trainer(compute: Step, split: SplitForward) -> Step:
+    @functools.wraps(compute)
+    def compute_loss(model: torch.nn.Module, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compute(model, inputs, *rest, **kwargs)
+        return split(lambda part: compute(model, part, *rest, **kwargs), inputs)
+
+    return compute_loss
+
+
+def _loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _watched(smoother: Any) -> Step:
+    """The Trainer's label smoother as a loss function whose number of terms is known: the labels that count, or those of the whole batch.
+
+    Source: `LabelSmoother` of transformers/trainer_pt_utils.py.
+    """
+
+    @functools.wraps(smoother, updated=())
+    def smoothed(outputs: Any, labels: torch.Tensor, shift_labels: bool = False, **kwargs: Any) -> torch.Tensor:
+        loss = smoother(outputs, labels, shift_labels=shift_labels, **kwargs)
+        watch = active_watch()
+        if watch is not None:
+            counting = labels[..., 1:] if shift_labels else labels
+            is_sum = kwargs.get("num_items_in_batch") is not None
+            watch.terms.append(
+                Term(
+                    loss=loss,
+                    num_terms=None if is_sum else (counting != smoother.ignore_index).sum(),
+                    most_terms=max(1, counting.numel()),
+                    is_contrastive=False,
+                )
+            )
+        return loss
+
+    return smoothed
+
+
+@contextmanager
+def _unseen(module: torch.nn.Module, logged: LoggedParts) -> Iterator[None]:
+    """What runs inside leaves nothing behind in the module: nothing logged, no metric fed, no list grown."""
+    kept = [(owner, _plain_state(vars(owner))) for owner in module.modules()]
+    with logged.muted():
+        yield
+    for owner, state in kept:
+        own = vars(owner)
+        for name, (value, content) in state.items():
+            if isinstance(value, list):
+                value[:] = content
+            elif isinstance(value, dict):
+                value.clear()
+                value.update(content)
+            own[name] = content if isinstance(value, torch.Tensor) else value
+
+
+def _plain_state(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Attributes that a step may change, such as the counters and sums of metrics, with copies of what they hold."""
+    kept: dict[str, tuple[Any, Any]] = {}
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            kept[name] = (value, value.clone())
+        elif isinstance(value, bool | int | float | None) and name != "training":
+            kept[name] = (value, value)
+        elif isinstance(value, list) or (isinstance(value, dict) and not name.startswith("_")):
+            kept[name] = (value, value.copy())
+    return kept

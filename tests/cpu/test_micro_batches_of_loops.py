@@ -1,0 +1,231 @@
+"""Micro-batches where the loop of a framework computes the loss: the gradients of each of its optimizer steps, or a reason why not."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cpu.loop_training import (
+    NUM_CLASSES,
+    Scores,
+    network,
+    parts,
+    score_loss,
+    train_lightning,
+    train_trainer,
+)
+from tests.cpu.module_training import assert_same
+from torch import nn
+
+from tightfit.errors import ApplyError
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+# Both warn of loaders without workers, and of much else.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> Iterator[None]:
+    """So that a wrong weight is told from rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def lit(base: type, **settings: Any) -> Any:
+    """A LightningModule with the loss in its step, which logs and keeps things."""
+
+    class Lit(base):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.seen: list[int] = []
+            self.num_steps = 0
+            self.class_weight = nn.Buffer(torch.linspace(0.5, 2.0, NUM_CLASSES))
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.net(values)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            values, classes = batch["pair"] if isinstance(batch, dict) else batch
+            scores = self(values)
+            loss = score_loss(scores, classes, weight=self.class_weight, **settings)
+            self.num_steps += 1
+            self.seen.append(len(values))
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log_dict({"size": scores.square().mean(), "most": float(len(values))}, reduce_fx="mean")
+            self.log("sum", scores.sum(), reduce_fx="sum", on_epoch=True)
+            return {"loss": loss, "scores": scores.detach()}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Lit()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_lightning_steps_with_the_same_gradients(package: str, num_parts: int) -> None:
+    plain, logged = train_lightning(package, lit, [])
+    split, split_logged = train_lightning(package, lit, parts("Lightning", num_parts))
+    assert len(plain.gradients) == 6  # three batches of 5, 5 and 3, twice
+    assert_same(plain, split, **CLOSE)
+    assert split_logged.pop("most") <= 3
+    assert split_logged == pytest.approx({name: value for name, value in logged.items() if name != "most"})
+
+
+def test_accumulation_and_clipping_of_lightning_stay_what_they_are() -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    smoothed = functools.partial(lit, label_smoothing=0.1)
+    plain, logged = train_lightning(PACKAGES[0], smoothed, [], **settings)
+    split, split_logged = train_lightning(PACKAGES[0], smoothed, parts("Lightning", 3), **settings)
+    assert len(plain.gradients) == 4  # the last batch of an epoch steps by itself
+    assert_same(plain, split, **CLOSE)
+    assert split_logged["loss_epoch"] == pytest.approx(logged["loss_epoch"])
+
+
+def test_a_batch_of_lists_dicts_and_strings() -> None:
+    def loaded(rows: list[Any]) -> dict[str, Any]:
+        values, classes = zip(*rows, strict=True)
+        return {"pair": [torch.stack(values), torch.stack(classes)], "names": [str(len(values))] * len(values), "n": 3}
+
+    plain, _ = train_lightning(PACKAGES[0], lit, [], loaded=loaded)
+    split, _ = train_lightning(PACKAGES[0], lit, parts("Lightning", 2), loaded=loaded)
+    assert_same(plain, split, **CLOSE)
+
+
+def test_the_comparison_of_two_examples_leaves_nothing_behind() -> None:
+    made: list[Any] = []
+
+    def make(base: type) -> Any:
+        made.append(lit(base))
+        return made[-1]
+
+    train_lightning(PACKAGES[0], make, parts("Lightning", 2), max_epochs=1)
+    assert made[0].seen == [3, 2, 3, 2, 2, 1]
+    assert made[0].num_steps == 6
+
+
+def test_metrics_have_seen_each_example_once() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def make(base: type) -> Any:
+        class Measured(type(lit(base))):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=NUM_CLASSES, ignore_index=-100)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                output = super().training_step(batch, batch_idx)
+                self.accuracy(output["scores"].flatten(0, 1), batch[1].flatten())
+                self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+                return output
+
+        return Measured()
+
+    _, logged = train_lightning(PACKAGES[0], make, [])
+    _, split = train_lightning(PACKAGES[0], make, parts("Lightning", 2))
+    assert split["accuracy"] == pytest.approx(logged["accuracy"])
+
+
+class _Normalised(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.BatchNorm1d(24), nn.Linear(24, 15), nn.Unflatten(1, (3, NUM_CLASSES)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"net": _Normalised}, "batch norm in training"),
+        ({"net": lambda: nn.Sequential(network(), nn.Dropout(0.3))}, "dropout draws random numbers"),
+        ({"automatic_optimization": lambda: False}, "manual optimization"),
+        ({"add": lambda: 0.5}, "not one mean or sum over the batch"),
+    ],
+)
+def test_what_parts_cannot_stand_for_is_refused_before_anything_is_trained(
+    changes: dict[str, Any], reason: str
+) -> None:
+    made: list[Any] = []
+
+    def make(base: type) -> Any:
+        class Changed(type(lit(base))):  # type: ignore[misc]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                output = super().training_step(batch, batch_idx)
+                return (
+                    {"loss": output["loss"] + vars(self).get("add", 0) * output["loss"]} if "add" in changes else output
+                )
+
+        made.append(Changed())
+        for name, value in changes.items():
+            setattr(made[0], name, value())
+        return made[0]
+
+    with pytest.raises(ApplyError, match=reason):
+        train_lightning(PACKAGES[0], make, parts("Lightning", 2))
+    assert made[0].seen in ([], [3])
+    assert not made[0].trainer.global_step
+
+
+def test_dropout_is_taken_where_it_is_allowed() -> None:
+    def make(base: type) -> Any:
+        module = lit(base)
+        module.net.append(nn.Dropout(0.1))
+        return module
+
+    plain, _ = train_lightning(PACKAGES[0], make, [])
+    split, _ = train_lightning(PACKAGES[0], make, parts("Lightning", 2, draws_anew=True))
+    assert split.losses != plain.losses
+    assert split.losses == pytest.approx(plain.losses, rel=0.5)
+
+
+def _own_loss(base: type) -> type:
+    class OwnLoss(base):  # type: ignore[misc,valid-type]
+        def compute_loss(
+            self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(inputs["values"])
+            loss = score_loss(outputs["logits"], inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss
+
+
+def _sum_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    loss = score_loss(outputs["logits"], labels, reduction="sum")
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainer_class": _own_loss},
+        {"compute_loss_func": _sum_over_items},
+        {"label_smoothing_factor": 0.1},
+    ],
+    ids=["own compute_loss", "compute_loss_func", "label smoother"],
+)
+def test_the_trainer_steps_with_the_same_gradients(settings: Any, accumulation: int, tmp_path: Path) -> None:
+    settings |= {"gradient_accumulation_steps": accumulation}
+    plain, _ = train_trainer(tmp_path, [], **settings)
+    split, trainer = train_trainer(tmp_path, parts("Trainer", 2), **settings)
+    assert len(plain.gradients) == (6 if accumulation == 1 else 4)
+    # The label smoother adds up in float32, whatever the scores are.
+    assert_same(plain, split, **({"rtol": 1e-6, "atol": 1e-7} if "label_smoothing_factor" in settings else CLOSE))
+    assert trainer.args.per_device_train_batch_size == 5
+
+
+def test_the_trainer_with_dropout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ApplyError, match="dropout draws random numbers"):
+        train_trainer(tmp_path, parts("Trainer", 2), make=lambda: Scores(dropout=0.2), trainer_class=_own_loss)
+
+
+def test_a_loop_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ApplyError, match="nothing to put it on at batch"):
+        train_trainer(tmp_path, parts("Lightning", 2), trainer_class=_own_loss)
