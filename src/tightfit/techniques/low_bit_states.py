@@ -1,6 +1,6 @@
 """An optimizer's states in 8 or 4 bits between its steps; see `tightfit.techniques.state_codecs` for the form and its sources.
 
-Nothing has to be installed for it: the codes are made with operators of torch.
+Nothing has to be installed for it: the codes are made with operators of torch. Where bitsandbytes is there, its kernels can make those of 8 bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,12 @@ from typing import final
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
+from tightfit.techniques.bitsandbytes_codec import LIBRARY, BitsandbytesCodec, is_installed
 from tightfit.techniques.encoded_numbers import Coding, coded_options
 from tightfit.techniques.encoded_states import encode_states
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
-from tightfit.techniques.state_codecs import BLOCK_SIZE, BlockCodec
+from tightfit.techniques.state_codecs import BLOCK_SIZE, AbstractCodec, BlockCodec
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 # Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
@@ -36,6 +37,14 @@ _CODINGS = {
         bytes_more_in_16_bits=4,
     ),
 }
+_CODING_OF_LIBRARY = Coding(
+    bytes_kept=1 + 4 / BLOCK_SIZE[8],
+    bytes_moved=2,
+    num_passes=2,
+    kernels_per_piece=2,
+    numbers_per_piece=2**31,
+    bytes_between=0,
+)
 
 
 @final
@@ -52,13 +61,22 @@ class LowBitStates(AbstractTechnique):
         run = OptimizerTape(tape, device)
         if not run.stretches or run.family == "adagrad" or not len(run.state(run.stretches[-1])):
             return []
+        codings = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
+        if is_installed():
+            codings.append(({"bits": 8, "library": LIBRARY}, _CODING_OF_LIBRARY))
         return [
             option
-            for bits, coding in _CODINGS.items()
-            for option in coded_options(run, coding, technique=self.name, settings={"bits": bits})
+            for settings, coding in codings
+            for option in coded_options(run, coding, technique=self.name, settings=settings)
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Takes over the optimizers' steps."""
         (choice,) = chosen
-        encode_states(session, BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8), self.name, choice.settings)
+        encode_states(session, _codec(session, choice), self.name, choice.settings)
+
+
+def _codec(session: Session, choice: Choice) -> AbstractCodec:
+    if choice.settings.get("library"):
+        return BitsandbytesCodec(next(session.model.parameters()))
+    return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)
