@@ -42,7 +42,17 @@ def install(gpu: VirtualGpu) -> None:
     libraries.install()
     # The fused kernel of `nn.TransformerEncoderLayer` in evaluation works on nested tensors, which have no fake ones.
     torch.backends.mha.set_fastpath_enabled(False)
+    _construct_above_modes(gpu)
+
+
+def _construct_above_modes(gpu: VirtualGpu) -> None:
+    """Has numbers that become a tensor moved to the card where a mode sees it. The switch is a thread's own, and autograd has one for the card."""
     torch._C._set_only_lift_cpu_tensors(True)
+    with gpu.fake:
+        here = torch.zeros((), device="cuda", requires_grad=True)
+        there = here * 1
+        there.register_hook(lambda _: torch._C._set_only_lift_cpu_tensors(True))
+        there.backward()
 
 
 def become(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -401,3 +401,17 @@ def normalisations_losses_and_samplers_train():
     functional.grid_sample(image, grid, align_corners=False).sum().backward()
     nn.RMSNorm(16).cuda()(image).sum().backward()
     functional.scaled_dot_product_attention(image, image, image).sum().backward()
+
+
+def what_a_backward_pass_constructs_lies_on_the_card():
+    chosen = []
+
+    def block(x):
+        chosen.append(torch.tensor([1.0, 2.0], device=x.device))
+        chosen.append(x[[0, 2]])
+        return torch.cat([torch.tensor([], device=x.device), x.relu().flatten()])
+
+    checkpoint(block, batch().requires_grad_(), use_reentrant=False).sum().backward()
+    assert len(chosen) == 4
+    assert all(tensor.is_cuda for tensor in chosen)
+    assert chosen[2].tolist() == [1.0, 2.0]
