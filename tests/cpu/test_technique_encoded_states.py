@@ -14,6 +14,7 @@ from tightfit.techniques.factored_states import FactoredStates
 from tightfit.techniques.low_bit_states import LowBitStates
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import BlockCodec, FactoredCodec, table_of_codes
+from tightfit.techniques.update_in_backward import UpdateInBackward
 
 LOW_BIT = "tightfit.techniques.low_bit_states:LowBitStates"
 FACTORED = "tightfit.techniques.factored_states:FactoredStates"
@@ -157,9 +158,11 @@ def test_an_optimizer_that_is_not_torchs_is_refused():
         )
 
 
+@pytest.mark.parametrize("kernel", [{}, {"kernel": "fused"}])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("technique", "given"), CODINGS)
-def test_updates_in_the_backward_pass_are_those_of_the_step_bit_for_bit(technique, given, optimizer):
+def test_updates_in_the_backward_pass_are_those_of_the_step_bit_for_bit(technique, given, optimizer, kernel):
+    given = given | kernel
     losses, stepper, _ = fitted(technique, given, optimizer=optimizer, num_steps=6, reload_at=2)
     again, other, session = fitted(technique, given | IN_BACKWARD, optimizer=optimizer, num_steps=6, reload_at=2)
     assert again == losses
@@ -211,11 +214,11 @@ USED_UP = "in_backward:True+clips:False"
     ("name", "settings_text", "max_norm"),
     [
         (LOW_BIT, "bits:8", 0.0),
-        (LOW_BIT, "bits:4", 0.0),
         (FACTORED, "", 0.0),
         (LOW_BIT, f"bits:8+{USED_UP}", 0.0),
-        (LOW_BIT, f"bits:4+{USED_UP}", 0.0),
         (FACTORED, USED_UP, 0.0),
+        (LOW_BIT, "bits:4+kernel:fused", 0.0),
+        (LOW_BIT, f"bits:4+kernel:fused+{USED_UP}", 0.0),
         (LOW_BIT, "bits:8+in_backward:True+clips:True", 1.0),
     ],
 )
@@ -228,4 +231,14 @@ def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):
     promised = peak_bytes(plain) - peak_bytes(plain, [options[settings_text]])
     assert saved > 50e6
     assert promised == pytest.approx(saved, rel=kind.tolerance)
-    assert options[settings_text].seconds > 0
+    of_fused, of_same = ([o.seconds for k, o in options.items() if ("kernel" in k) is fused] for fused in (True, False))
+    assert max(of_fused) < max(of_same)
+    assert min(of_same) > 0
+
+
+def test_nothing_is_offered_where_updates_run_in_the_backward_pass_already():
+    tape = traced(num_blocks=8, technique=LOW_BIT, settings=f"bits:8+{USED_UP}")
+    for technique in (LowBitStates(), FactoredStates(), UpdateInBackward()):
+        assert not list(technique.options(tape, find(DEVICE)))
+        assert not list(technique.advice(tape, find(DEVICE)))
+        assert list(technique.options(traced(num_blocks=8), find(DEVICE)))

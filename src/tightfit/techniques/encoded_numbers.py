@@ -12,6 +12,7 @@ import numpy as np
 
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
+from tightfit.techniques.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.optimizer_tape import OptimizerTape, Stretch, changes
 from tightfit.techniques.state_codecs import MIN_NUMBERS, NUMBERS_PER_PIECE
 from tightfit.techniques.updates_tape import (
@@ -46,15 +47,20 @@ class Coding:
 def coded_options(
     run: OptimizerTape, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
 ) -> list[Option]:
-    """States in this form, with the optimizer's step as it is, and with updates in the backward pass where nothing stands against them."""
-    seconds = _seconds(run, coding)
-    found = [_option(technique, settings or {}, _changes_of_step(run, coding), seconds)]
-    if not obstacle(run):
-        clips = bool(run.looks_at_gradients)
-        more = {"in_backward": True, "clips": clips}
-        again = seconds_of_second_pass(run) if clips else 0.0
-        changed = _changes_in_backward(run, coding, clips=clips)
-        found.append(_option(technique, {**(settings or {}), **more}, changed, seconds + again))
+    """States in this form, with the optimizer's step as it is, and with updates in the backward pass where nothing stands against them.
+
+    Each is there with the optimizer's implementation that runs, tensor by tensor, and with the fused one.
+    """
+    clips = bool(run.looks_at_gradients)
+    again = seconds_of_second_pass(run) if clips else 0.0
+    found = []
+    for is_fused in (False, True) if run.family != "other" and run.implementation != "fused" else (False,):
+        given = {**(settings or {}), **({"kernel": "fused"} if is_fused else {})}
+        seconds = _seconds(run, coding, is_fused=is_fused)
+        found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
+        if not obstacle(run):
+            changed = _changes_in_backward(run, coding, is_fused=is_fused, clips=clips)
+            found.append(_option(technique, {**given, "in_backward": True, "clips": clips}, changed, seconds + again))
     return found
 
 
@@ -70,20 +76,20 @@ def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, 
     )
 
 
-def _changes_of_step(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
+def _changes_of_step(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     found = list(_smaller_states(run, coding))
     for stretch in run.stretches:
         found += changes(run.held(stretch), -1.0)
-        most = int(_temporary_bytes(run, coding, stretch).max(initial=0))
+        most = int(_temporary_bytes(run, coding, stretch, is_fused=is_fused).max(initial=0))
         found.append(Change(begin=stretch.begin_event, end=stretch.end_event, num_bytes=most))
     return tuple(found)
 
 
-def _changes_in_backward(run: OptimizerTape, coding: Coding, *, clips: bool) -> tuple[Change, ...]:
+def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool, clips: bool) -> tuple[Change, ...]:
     while_updated = list(states_come_early(run, _fraction_left(run, coding)))
     for stretch in run.stretches:
         moments = moments_of_updates(run, run.gradients(stretch)).tolist()
-        temporary = _temporary_bytes(run, coding, stretch).tolist()
+        temporary = _temporary_bytes(run, coding, stretch, is_fused=is_fused).tolist()
         while_updated += changes((at, at + 1, num_bytes) for at, num_bytes in zip(moments, temporary, strict=True))
     held = either(waiting_for_norm(run), tuple(while_updated)) if clips else while_updated
     return (*_smaller_states(run, coding), *gradients_used_up(run), *held)
@@ -109,7 +115,7 @@ def _fraction_kept(run: OptimizerTape, coding: Coding) -> float:
     return min(1.0, coding.bytes_kept / run.bytes_per_number)
 
 
-def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch) -> Column:
+def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
     """What is held besides gradients and small states while each parameter with a gradient is updated."""
     size = run.bytes_per_number
     gradients = run.gradients(stretch)
@@ -119,26 +125,28 @@ def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch) -> Co
     )
     num_coded = round(state_bytes / max(1, gradient_bytes)) * coding.part * (numbers >= MIN_NUMBERS)
     # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
-    results = (2 if run.family == "adam" else 1) * size * numbers if run.held(stretch) else 0 * numbers
+    num_results = (2 if run.family == "adam" else 1) if run.held(stretch) and not is_fused else 0
+    results = num_results * size * numbers
     between = coding.bytes_between + (coding.bytes_more_in_16_bits if size < np.dtype(np.float32).itemsize else 0)
     coded = coding.bytes_kept * numbers + between * np.minimum(numbers, coding.numbers_per_piece)
     restored = num_coded * max(0.0, size - coding.bytes_kept) * numbers
     return (restored + np.where(num_coded > 0, np.maximum(results, coded), results)).astype(np.int64)
 
 
-def _seconds(run: OptimizerTape, coding: Coding) -> float:
+def _seconds(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> float:
     """Seconds per step that are added: the updates one by one, and the traffic and kernels of coding."""
     total = 0.0
     for stretch in run.steady:
-        num_tensors, names = len(run.gradients(stretch)), run.names(stretch)
-        kernels = sum(num_tensors if "_foreach_" in name else 1 for name in names)
-        if run.implementation == "fused":
-            kernels = 2 * num_tensors
+        num_tensors = len(run.gradients(stretch))
+        if is_fused or run.implementation == "fused":
+            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
+        else:
+            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
+            total += run.seconds_of_kernels(stretch, kernels)
         numbers = run.block_bytes[_large(run, run.state(stretch))] / run.bytes_per_number
         num_pieces = int(np.ceil(numbers / coding.numbers_per_piece).sum())
         moved = coding.part * (coding.bytes_moved + coding.num_passes * run.bytes_per_number) * float(numbers.sum())
-        coded = run.seconds_of_update(moved, round(coding.part * coding.kernels_per_piece * num_pieces))
-        total += run.seconds_of_kernels(stretch, kernels) + coded
+        total += run.seconds_of_update(moved, round(coding.part * coding.kernels_per_piece * num_pieces))
     return total - run.seconds
 
 

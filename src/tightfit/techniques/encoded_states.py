@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tightfit.techniques.optimizer_kernels import check_kernel, set_kernel
 from tightfit.techniques.optimizer_steps import check_separable, groups_by_parameter, replace_step, update_alone
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import AbstractCodec, Encoded
@@ -89,16 +90,21 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str, settin
     """Keeps the states of all the session's optimizers in the form of `codec` until it is undone.
 
     With the setting `in_backward` each parameter is updated as soon as its gradient is there, which is freed then; `clips` says that the script
-    clips gradients by their norm, for which the backward pass runs twice.
+    clips gradients by their norm, for which the backward pass runs twice. With `kernel: fused` the optimizer runs its fused implementation.
 
     Raises:
-        ApplyError: an optimizer is not known to update each parameter by itself.
+        ApplyError: an optimizer is not known to update each parameter by itself, or has no fused implementation.
     """
+    is_fused = settings.get("kernel") == "fused"
     in_backward, clips = (settings.get(name) in (True, "True") for name in ("in_backward", "clips"))
     for optimizer in session.optimizers:
         check_separable(optimizer, technique)
+        if is_fused:
+            check_kernel(optimizer, session.model, "fused")
     clipping = Clipping(session) if in_backward and clips else None
     for optimizer in session.optimizers:
+        if is_fused:
+            set_kernel(session, optimizer, "fused")
         states = EncodedStates(optimizer, codec)
 
         def undo(states: EncodedStates = states, optimizer: torch.optim.Optimizer = optimizer) -> None:

@@ -33,7 +33,7 @@ class FactoredStates(AbstractTechnique):
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
         """For Adam and AdamW, with and without updates in the backward pass."""
         run = OptimizerTape(tape, device)
-        if not run.stretches or run.family != "adam":
+        if not run.stretches or run.updates_in_backward or run.family != "adam":
             return []
         return coded_options(run, _CODING, technique=self.name)
 

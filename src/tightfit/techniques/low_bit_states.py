@@ -4,7 +4,7 @@ Nothing has to be installed for it: the codes are made with operators of torch. 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Any, final
 
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
@@ -59,9 +59,11 @@ class LowBitStates(AbstractTechnique):
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
         """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with averages."""
         run = OptimizerTape(tape, device)
-        if not run.stretches or run.family == "adagrad" or not len(run.state(run.stretches[-1])):
+        if not run.stretches or run.updates_in_backward or run.family == "adagrad":
             return []
-        codings = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
+        if not len(run.state(run.stretches[-1])):
+            return []
+        codings: list[tuple[dict[str, Any], Coding]] = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
         if is_installed():
             codings.append(({"bits": 8, "library": LIBRARY}, _CODING_OF_LIBRARY))
         return [

@@ -101,6 +101,14 @@ class OptimizerTape:
         return self.events_of(zip(begins.tolist(), ends.tolist(), strict=True))
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether a backward pass goes on after an update within it: what this class tells of gradients and of a step is then nothing."""
+        phases = self.tape.operators.phase
+        matters = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
+        following = np.searchsorted(matters, [stretch.end for stretch in self.stretches])
+        return bool((phases[matters[following[following < len(matters)]]] == Phase.BACKWARD).any())
+
+    @property
     def num_steps(self) -> int:
         """Steps of the user's loop on the tape."""
         return max(1, int((self.tape.spans.kind == SpanKind.STEP).sum()))

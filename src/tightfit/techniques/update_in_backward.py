@@ -42,7 +42,7 @@ class UpdateInBackward(AbstractTechnique):
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
         """With the implementation of the optimizer that runs, and with the fused one; where gradients are clipped, in two passes."""
         run = OptimizerTape(tape, device)
-        if obstacle(run) or not run.stretches:
+        if not run.stretches or run.updates_in_backward or obstacle(run):
             return []
         clips = bool(run.looks_at_gradients)
         longer = waiting_for_norm(run) if clips else ()
@@ -65,7 +65,7 @@ class UpdateInBackward(AbstractTechnique):
         """What keeps gradients from being freed as they come."""
         run = OptimizerTape(tape, device)
         reason = obstacle(run)
-        if not run.stretches or not reason:
+        if not run.stretches or run.updates_in_backward or not reason:
             return []
         held = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
         what = f"gradients cannot be used up within the backward pass, because {reason}"
