@@ -80,6 +80,12 @@ def test_lightning_steps_with_the_same_gradients(package: str, num_parts: int) -
     assert split_logged == pytest.approx({name: value for name, value in logged.items() if name != "most"})
 
 
+def test_a_last_batch_of_one_example_runs_whole() -> None:
+    plain, _ = train_lightning(PACKAGES[0], lit, [], num_examples=11)
+    split, _ = train_lightning(PACKAGES[0], lit, parts("Lightning", 2), num_examples=11)
+    assert_same(plain, split, **CLOSE)
+
+
 def test_accumulation_and_clipping_of_lightning_stay_what_they_are() -> None:
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
     smoothed = functools.partial(lit, label_smoothing=0.1)

@@ -22,8 +22,6 @@ class LoadedBatch(AbstractBatch):
         (self._batch,) = args
         first = _first_tensor(self._batch)
         super().__init__(int(first.shape[0]), first.device)
-        if self.num_examples < 2:
-            raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
         for leaf in _leaves(self._batch):
             if isinstance(leaf, torch.Tensor):
                 if leaf.dim() and leaf.shape[0] != self.num_examples:

@@ -52,6 +52,9 @@ class SplitForward:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         batch = self._batch_of(args, kwargs)
+        # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
+        if batch.num_examples < 2 and not self._is_checked:
+            raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
         _refuse_float16(batch.device)
         with _GradientsAside(self._model) as aside:
             sums, outputs = self._run(forward, batch, aside)
@@ -154,8 +157,6 @@ class Batch(AbstractBatch):
             raise ApplyError("the model is called without a tensor that could be split; leave micro_batches out")
         first = next(iter(tensors.values()))
         super().__init__(int(first.shape[0]), first.device)
-        if self.num_examples < 2:
-            raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
                 if value.requires_grad:
