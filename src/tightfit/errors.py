@@ -13,6 +13,7 @@
 The message is one line for a person; there is never a traceback for these at the command line.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -55,4 +56,9 @@ class PlanError(TightfitError):
 
 
 class ApplyError(TightfitError):
-    """A plan could not be put on this model."""
+    """A plan could not be put on this model. `technique` is to blame, if it is known; with `places`, only there (`Option.where`)."""
+
+    def __init__(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.technique = technique
+        self.places = tuple(places)

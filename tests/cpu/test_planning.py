@@ -57,7 +57,10 @@ class FailingBench(Bench):
     def trial(self, options: tuple[Option, ...] | list[Option]) -> Trial:
         for option in options:
             if option.technique in self.failing:
-                raise ApplyError(f"{option.technique}: it cannot be done here")
+                raise ApplyError(f"{option.technique}: it cannot be done here", technique=option.technique)
+            if option.where in self.failing:
+                said = f"{option.technique}: not at {option.where}"
+                raise ApplyError(said, technique=option.technique, places=[option.where])
         return super().trial(options)
 
 
@@ -83,3 +86,31 @@ def test_a_technique_that_cannot_be_put_on_is_refused_with_its_reason_and_the_re
 def test_a_run_that_fits_is_left_alone(bench: FailingBench) -> None:
     found = Search(bench, bench.trial(()).high_bytes, Allowed()).run()
     assert found.fits and found.best is found.base and found.solution is None
+
+
+def test_a_place_that_is_refused_leaves_the_technique_its_other_places(bench: FailingBench) -> None:
+    plain = bench.trial(())
+    held = plain.estimate.peak
+    budget = held.device_high_bytes - held.allocated_bytes // 2
+    block = "LlamaForCausalLM.model.layers.0"
+    others = ("attention", "selective_checkpointing", "nested_checkpointing", "tiled_tokens", "micro_batches")
+    found = Search(FailingBench(*others, block), budget, Allowed()).run()
+    assert ("checkpointing", f"not at {block}") in found.refused
+    assert any(o.technique == "checkpointing" for o in found.best.options)
+    assert all(o.where != block for o in found.best.options)
+
+
+def test_a_refusal_in_the_process_that_traces_says_what_and_where(bench: FailingBench) -> None:
+    where = "LlamaForCausalLM.model.layers"
+    option = Option(
+        technique="sequential_checkpointing",
+        where=where,
+        settings={"begin": 0, "end": 1},
+        changes=(),
+        seconds=0.0,
+        exact=True,
+    )
+    with pytest.raises(ApplyError, match=r"is a ModuleList, and a torch\.nn\.Sequential is needed") as caught:
+        bench.trial([option])
+    assert caught.value.technique == "sequential_checkpointing"
+    assert caught.value.places == (where,)

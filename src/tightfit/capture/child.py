@@ -49,7 +49,7 @@ def main(path: str) -> None:
         with _quiet(request.show_output):
             answer = {"ok": True, "report": _trace(request, terminal)}
     except TightfitError as error:
-        answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+        answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "details": vars(error)}
     except SystemExit as error:
         answer = {"ok": False, "kind": "CaptureError", "message": _ended_itself(request.label, error.code)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer

@@ -121,6 +121,7 @@ class Search:
         self.host_bytes = host_bytes
         self.disk_bytes = disk_bytes
         self.refused: dict[str, str] = {}
+        self._refused_places: dict[tuple[str, str], str] = {}
         self._forbidden: dict[str, Option] = {}
         # By the tape's identity, which holds as long as the tape is kept beside its options.
         self._offered: dict[tuple[str, int], tuple[Tape, list[Option]]] = {}
@@ -183,8 +184,14 @@ class Search:
             variant=variant,
             solution=solution,
             forbidden=tuple(self._forbidden.values()),
-            refused=tuple(self.refused.items()),
+            refused=(*self.refused.items(), *self._refused_at_places()),
         )
+
+    def _refused_at_places(self) -> Iterable[tuple[str, str]]:
+        """A row for each technique that was refused at some of its places, with the first reason."""
+        for name in dict.fromkeys(name for name, _ in self._refused_places):
+            reasons = [reason for (other, _), reason in self._refused_places.items() if other == name]
+            yield name, reasons[0] + (f" (and {len(reasons) - 1} places more)" if len(reasons) > 1 else "")
 
     def _fits(self, trial: Trial) -> bool:
         return trial.high_bytes <= self.budget_bytes
@@ -206,6 +213,8 @@ class Search:
             if (name, id(tape)) not in self._offered:
                 self._offered[name, id(tape)] = tape, list(technique.options(tape, self.bench.card))
             for option in self._offered[name, id(tape)][1]:
+                if (name, option.where) in self._refused_places:
+                    continue
                 if self.allowed.permits(option):
                     found.append(option)
                 else:
@@ -286,9 +295,12 @@ class Search:
 
     def _refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
         names = list(dict.fromkeys(option.technique for option in options))
-        said = str(error).partition(":")[0]
-        if said in names:
-            self.refused[said] = str(error).partition(": ")[2]
+        if isinstance(error, ApplyError) and error.technique in names:
+            reason = str(error).removeprefix(f"{error.technique}: ")
+            for place in error.places:
+                self._refused_places[error.technique, place] = reason
+            if not error.places:
+                self.refused[error.technique] = reason
             return
         for name in names:
             if len(names) > 1:

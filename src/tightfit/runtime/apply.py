@@ -65,7 +65,7 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
             known.apply(session, by_name[name])
         except ApplyError as error:
             session.undo()
-            raise ApplyError(f"{name}: {error}") from error
+            raise ApplyError(f"{name}: {error}", technique=name, places=error.places) from error
         except BaseException:
             session.undo()
             raise

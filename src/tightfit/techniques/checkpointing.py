@@ -14,7 +14,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.blocks import blocks, recompute_option
 from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 
 
 @final
@@ -32,6 +32,6 @@ class Checkpointing(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
-        modules = [session.module(choice.where) for choice in chosen]
+        modules = check_each(chosen, lambda choice: session.module(choice.where))
         for module in modules:
             session.wrap_forward(module, Recomputed(module))

@@ -19,7 +19,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head_options import loss_head_options
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 
 
 @final
@@ -36,12 +36,16 @@ class ChunkedLoss(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts the deferral around the head's `forward`, and has optimizers tell before they change its weight."""
-        heads = [session.module(choice.where) for choice in chosen]
-        for choice, head in zip(chosen, heads, strict=True):
+
+        def check(choice: Choice) -> torch.nn.Module:
+            head = session.module(choice.where)
             if type(head).forward is not torch.nn.Linear.forward:
                 raise ApplyError(
                     f"the head {choice.where} is a {type(head).__name__}, and chunked_loss needs a torch.nn.Linear; leave it out"
                 )
+            return head
+
+        heads = check_each(chosen, check)
         origins: weakref.WeakSet[Origin] = weakref.WeakSet()
         for choice, head in zip(chosen, heads, strict=True):
             chunks = Chunks(**choice.settings)

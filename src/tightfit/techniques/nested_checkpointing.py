@@ -21,7 +21,7 @@ from tightfit.techniques.blocks import Block, blocks
 from tightfit.techniques.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import waiting_bytes
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 
 _LENGTHS = (2, 4, 8, 16)
 _FEWEST_BLOCKS = 6
@@ -51,7 +51,7 @@ class NestedCheckpointing(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block of each segment."""
-        segments = [_modules(session, choice) for choice in chosen]
+        segments = check_each(chosen, lambda choice: _modules(session, choice))
         for modules in segments:
             segment = Segment(modules)
             for number, module in enumerate(modules):

@@ -24,7 +24,7 @@ from tightfit.tape import Column, Tape
 from tightfit.techniques.blocks import blocks, recompute_option
 from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 
 _PRODUCTS = frozenset({"matmul", "attention", "convolution"})
 
@@ -59,7 +59,7 @@ class SelectiveCheckpointing(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
-        modules = [(session.module(choice.where), frozenset(choice.settings["keep"])) for choice in chosen]
+        modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
         for module, keep in modules:
             session.wrap_forward(module, Recomputed(module, functools.partial(_contexts, keep)))
 

@@ -20,7 +20,7 @@ from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.sequential_ranges import Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import Stretch, rows, segments, waiting_bytes, with_settings
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 
 # Of all that waits; a segment that saves less is noise in a plan, and there are many.
 _SMALLEST_SHARE = 0.01
@@ -45,8 +45,7 @@ class SequentialCheckpointing(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts one code around each Sequential, that runs its segments."""
-        for choice in chosen:
-            check_sequential(session, choice.where, choice.settings["begin"], choice.settings["end"])
+        check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
         for choice in chosen:
             put_range(session, choice.where, choice.settings["begin"], choice.settings["end"], _recomputed)
 

@@ -5,13 +5,16 @@ A technique is put on the virtual model with the very code that runs on the card
 """
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.tape import Tape
 from tightfit.techniques.session import Session
+
+Checked = TypeVar("Checked")
 
 
 class Choice(Protocol):
@@ -55,3 +58,22 @@ class AbstractTechnique(abc.ABC):
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
         """What a person could do along these lines that a plan does not do for them; nothing by default."""
         return ()
+
+
+def check_each(chosen: Iterable[Choice], check: Callable[[Choice], Checked]) -> list[Checked]:
+    """What `check` returns of each choice.
+
+    Raises:
+        ApplyError: it raised one; the first, with the places of all for which it did, so that the others can do without them.
+    """
+    found: list[Checked] = []
+    first, places = None, []
+    for choice in chosen:
+        try:
+            found.append(check(choice))
+        except ApplyError as error:
+            first = first or error
+            places.append(choice.where)
+    if first is not None:
+        raise ApplyError(str(first), places=places) from first
+    return found

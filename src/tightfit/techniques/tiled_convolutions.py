@@ -16,7 +16,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.halos import Layer, flat, layers_along, paths, run_step
 from tightfit.techniques.sequential_ranges import Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tiled_convolutions_options import tiled_convolutions_options
 
@@ -39,12 +39,15 @@ class TiledConvolutions(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts one code around each Sequential, that runs its chains."""
-        for choice in chosen:
+
+        def check(choice: Choice) -> None:
             begin, end = choice.settings["begin"], choice.settings["end"]
             sequential = check_sequential(session, choice.where, begin, end)
             children = [child for child in sequential._modules.values() if child is not None][begin:end]
             layers_along(children, 0)
             _check(choice.where, list(flat(children)))
+
+        check_each(chosen, check)
         for choice in chosen:
             num_tiles = choice.settings["num_tiles"]
             put_range(

@@ -19,7 +19,7 @@ from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tiled_tokens_options import tiled_tokens_options
 from tightfit.techniques.token_proof import MixesTokens, check_token_wise
@@ -48,14 +48,17 @@ class TiledTokens(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
-        modules = [session.module(choice.where) for choice in chosen]
-        for choice, module in zip(chosen, modules, strict=True):
+
+        def check(choice: Choice) -> torch.nn.Module:
+            module = session.module(choice.where)
             for name, part in module.named_modules():
                 if isinstance(part, _MIXES):
                     raise ApplyError(
                         f"{choice.where} contains {name or 'itself'}, a {type(part).__name__}, which mixes tokens; leave it out"
                     )
-        for choice, module in zip(chosen, modules, strict=True):
+            return module
+
+        for choice, module in zip(chosen, check_each(chosen, check), strict=True):
             session.wrap_forward(module, _Tiles(choice.where, choice.settings["num_tiles"]))
 
 
@@ -75,9 +78,7 @@ class _Tiles:
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return forward(*args, **kwargs)
         if any(isinstance(other, torch.Tensor) for other in (*args[1:], *kwargs.values())):
-            raise ApplyError(
-                f"{self._where} is called with more than one tensor, and tiled_tokens handles one; leave it out"
-            )
+            raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")
         dim = _dimension(value, self._num_tiles)
         if dim is None:
             return forward(*args, **kwargs)
@@ -100,8 +101,11 @@ class _Tiles:
         try:
             check_token_wise(lambda part: tiling.run(tile, part), part, tiling.parameters, module.buffers())
         except MixesTokens as error:
-            raise ApplyError(f"{self._where} cannot be run in tiles: {error}; leave it out") from None
+            raise self._refusal(f"cannot be run in tiles: {error}") from None
         self._proved[module] = module.training
+
+    def _refusal(self, why: str) -> ApplyError:
+        return ApplyError(f"{self._where} {why}; leave it out", technique=TiledTokens.name, places=(self._where,))
 
 
 def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
