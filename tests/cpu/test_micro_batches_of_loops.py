@@ -1,6 +1,7 @@
 """Micro-batches where the loop of a framework computes the loss: the gradients of each of its optimizer steps, or a reason why not."""
 
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -101,6 +102,34 @@ def test_accumulation_and_clipping_of_lightning_stay_what_they_are() -> None:
     assert len(plain.gradients) == 4  # the last batch of an epoch steps by itself
     assert_same(plain, split, **CLOSE)
     assert split_logged["loss_epoch"] == pytest.approx(logged["loss_epoch"])
+
+
+def test_a_scaler_of_lightning_in_float16() -> None:
+    torch.set_default_dtype(torch.float32)
+    amp = importlib.import_module("lightning.pytorch.plugins.precision.amp")
+
+    def mixed() -> Any:
+        # So large a loss scale that gradients without it are nothing in float16.
+        return amp.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+
+    def make(base: type) -> Any:
+        class Small(type(lit(base))):  # type: ignore[misc]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return {"loss": super().training_step(batch, batch_idx)["loss"] * 1e-6}
+
+        return Small()
+
+    settings = {"precision": None, "loaded": in_single_precision}
+    plain, _ = train_lightning(PACKAGES[0], make, [], plugins=[mixed()], **settings)
+    split, _ = train_lightning(PACKAGES[0], make, parts("Lightning", 2), plugins=[mixed()], **settings)
+    assert all(gradient.abs().max() > 0 for step in plain.gradients for gradient in step.values())
+    assert_same(plain, split, rtol=2e-2, atol=1e-9)
+
+
+def in_single_precision(rows: list[Any]) -> list[torch.Tensor]:
+    """Rows of the examples as a batch."""
+    values, classes = zip(*rows, strict=True)
+    return [torch.stack(values).float(), torch.stack(classes)]
 
 
 def test_a_batch_of_lists_dicts_and_strings() -> None:

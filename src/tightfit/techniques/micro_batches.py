@@ -52,10 +52,10 @@ class MicroBatches(AbstractTechnique):
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
         """Halves, quarters and eighths of the batch, where the model itself computes the loss, or a framework's loop has a method that does."""
         run = OptimizerTape(tape, device)
-        if not run.stretches or run.scales_loss or _obstacle(tape):
+        if not run.stretches or _obstacle(run):
             return
         draws = bool(len(_operators(tape, _DRAWS)))
-        loop = {"loop": tape.loop} if _is_of_loop(tape) else {}
+        loop = {"loop": tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
             yield Option(
                 technique=self.name,
@@ -71,11 +71,10 @@ class MicroBatches(AbstractTechnique):
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
         """What the user's own loop could do, and why this technique cannot."""
         run = OptimizerTape(tape, device)
-        obstacle = _obstacle(tape)
-        if not run.stretches or not (obstacle or run.scales_loss):
+        reason = _obstacle(run)
+        if not (run.stretches and reason):
             return []
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
-        reason = obstacle or "a GradScaler scales it outside"
         if len(_operators(tape, _BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
             return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
@@ -120,20 +119,22 @@ def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
     return np.flatnonzero(np.isin(tape.operators.name, known) & (tape.operators.phase == Phase.FORWARD))
 
 
-def _obstacle(tape: Tape) -> str:
+def _obstacle(run: OptimizerTape) -> str:
     """Why a batch cannot be split, as far as a tape shows; empty where it can."""
-    if len(_operators(tape, _BATCH_NORMS)):
+    if len(_operators(run.tape, _BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
-    if _is_of_loop(tape) or _returns_loss(tape):
+    if _is_of_loop(run):
         return ""
-    return "its loss is computed outside of the model"
+    if not _returns_loss(run.tape):
+        return "its loss is computed outside of the model"
+    return "a GradScaler scales it outside" if run.scales_loss else ""
 
 
-def _is_of_loop(tape: Tape) -> bool:
-    """Whether only the step of a framework returns the loss. The Trainer's label smoother is no loss function of torch."""
-    if _returns_loss(tape):
-        return False
-    return tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
+def _is_of_loop(run: OptimizerTape) -> bool:
+    """Whether it is the step of a framework that can be split, and not the model. The Trainer's label smoother is no loss function of torch."""
+    tape = run.tape
+    has_step = tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
+    return has_step and (run.scales_loss or not _returns_loss(tape))
 
 
 def _returns_loss(tape: Tape) -> bool:

@@ -27,7 +27,7 @@ _TOLERANCE_OF_HALVES = 2e-2
 class SplitForward:
     """The code around a root's forward; `num_parts` at most, `allows_randomness` as `Watch` has it. `counted` is called once per part.
 
-    `batch_of` says what of the arguments is the batch. The two examples that are run to compare them are run inside of `unseen()`.
+    `batch_of` says what of the arguments is the batch, `scaled` is the scale of the `GradScaler` that scales the loss outside. The two examples that are run to compare them are run inside of `unseen()`.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class SplitForward:
         allows_randomness: bool,
         counted: Callable[[], None],
         batch_of: "Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None" = None,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._model = model
@@ -45,6 +46,7 @@ class SplitForward:
         self._allows_randomness = allows_randomness
         self._counted = counted
         self._batch_of = batch_of or Batch
+        self._scaled = scaled
         self._unseen = unseen
         self._is_checked = False
 
@@ -55,14 +57,16 @@ class SplitForward:
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:
             raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
-        _refuse_float16(batch.device)
+        if self._scaled is None:
+            _refuse_float16(batch.device)
         with _GradientsAside(self._model) as aside:
             sums, outputs = self._run(forward, batch, aside)
             sums.gradients = [p.grad for p in aside.parameters]
         return outputs.joined(sums, aside.parameters)
 
     def _run(self, forward: Forward, batch: "AbstractBatch", aside: "_GradientsAside") -> tuple["Sums", "Outputs"]:
-        sums, outputs = Sums(), Outputs()
+        one = torch.ones((), device=batch.device)
+        sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs()
         for begin, end in batch.parts(self._num_parts):
             args, kwargs = batch.part(begin, end)
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
@@ -78,7 +82,7 @@ class SplitForward:
             weight = sums.weight_of(term, loss)
             del term
             with torch.autocast(batch.device.type, enabled=False):
-                torch.autograd.backward(loss, weight.to(loss.dtype), inputs=aside.parameters)
+                torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
             del loss
             self._counted()
@@ -183,9 +187,13 @@ class Batch(AbstractBatch):
 
 
 class Sums:
-    """The weighted losses of the parts so far, and the sums of their gradients, to be scaled by one over the sum of the weights."""
+    """The weighted losses of the parts so far, and the sums of their gradients, to be scaled by one over the sum of the weights.
 
-    def __init__(self) -> None:
+    The gradients were computed times `loss_scale`, so that float16 holds them.
+    """
+
+    def __init__(self, loss_scale: torch.Tensor | float = 1.0) -> None:
+        self.loss_scale = loss_scale
         self.gradients: list[torch.Tensor | None] = []
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
@@ -218,7 +226,7 @@ class Sums:
 
     def scale(self) -> torch.Tensor | float:
         """What the sums of gradients are to be multiplied by."""
-        return 1.0 / self._total() if self._is_mean else 1.0
+        return 1.0 / (self._total() * self.loss_scale) if self._is_mean else 1.0 / self.loss_scale
 
     def _total(self) -> torch.Tensor:
         return torch.stack(self._weights).sum()

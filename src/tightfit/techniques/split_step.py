@@ -28,11 +28,19 @@ def split_step(
     """Puts the parts around the method of `session.loop` that computes the loss of a batch.
 
     Raises:
-        ApplyError: the loop scales the loss, compiles the step or runs it backwards by itself.
+        ApplyError: the loop compiles the step, or runs its losses backwards by itself.
     """
     module, loop = session.model, session.loop
+    holder = loop.trainer.precision_plugin if framework == "Lightning" else loop.accelerator
+    scaler = getattr(holder, "scaler", None)
     splits = functools.partial(
-        SplitForward, module, num_parts, allows_randomness=allows_randomness, counted=counted, batch_of=LoadedBatch
+        SplitForward,
+        module,
+        num_parts,
+        allows_randomness=allows_randomness,
+        counted=counted,
+        batch_of=LoadedBatch,
+        scaled=None if scaler is None else scaler.scale,
     )
     if framework == "Lightning":
         if not loop.automatic_optimization:
@@ -45,8 +53,6 @@ def split_step(
         split = splits(unseen=lambda: _unseen(loop, logged))
         session.set(loop, "training_step", _in_parts_of_lightning(loop.training_step, split, logged))
         return
-    if loop.accelerator.scaler is not None:
-        raise ApplyError("a GradScaler scales the loss outside; use bfloat16, or leave micro_batches out")
     if loop.label_smoother is not None:
         session.set(loop, "label_smoother", _watched(loop.label_smoother))
     session.set(loop, "compute_loss", _in_parts_of_trainer(loop.compute_loss, splits()))
