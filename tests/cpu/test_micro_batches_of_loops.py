@@ -1,5 +1,6 @@
 """Micro-batches where the loop of a framework computes the loss: the gradients of each of its optimizer steps, or a reason why not."""
 
+import copy
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
@@ -154,6 +155,23 @@ def test_the_comparison_of_two_examples_leaves_nothing_behind() -> None:
     assert made[0].num_steps == 6
 
 
+def test_a_copy_of_the_module_trains_itself() -> None:
+    made: list[Any] = []
+
+    def first(base: type) -> Any:
+        made.append(lit(base))
+        return made[-1]
+
+    train_lightning(PACKAGES[0], first, parts("Lightning", 2))
+    before = copy.deepcopy(made[0].state_dict())
+    other, plain = copy.deepcopy(made[0]), lit(importlib.import_module(PACKAGES[0]).LightningModule)
+    plain.load_state_dict(before)
+    expected, _ = train_lightning(PACKAGES[0], lambda _: plain, [])
+    found, _ = train_lightning(PACKAGES[0], lambda _: other, parts("Lightning", 2))
+    assert_same(expected, found, **CLOSE)
+    torch.testing.assert_close(made[0].state_dict(), before, rtol=0, atol=0)
+
+
 def test_metrics_have_seen_each_example_once() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -261,6 +279,25 @@ def test_the_trainer_steps_with_the_same_gradients(settings: Any, accumulation: 
     # The label smoother adds up in float32, whatever the scores are.
     assert_same(plain, split, **({"rtol": 1e-6, "atol": 1e-7} if "label_smoothing_factor" in settings else CLOSE))
     assert trainer.args.per_device_train_batch_size == 5
+
+
+def test_the_trainer_makes_its_model_anew(tmp_path: Path) -> None:
+    def again(base: type) -> type:
+        class Again(_own_loss(base)):  # type: ignore[misc]
+            def train(self) -> Any:
+                super().train()
+                torch.manual_seed(7)
+                self.model = self.model_wrapped = Scores()
+                self.optimizer = self.lr_scheduler = None
+                return super().train()
+
+        return Again
+
+    plain, first = train_trainer(tmp_path, [], trainer_class=again)
+    split, second = train_trainer(tmp_path, parts("Trainer", 2), trainer_class=again)
+    assert len(plain.gradients) == 12
+    assert_same(plain, split, **CLOSE)
+    torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), **CLOSE)
 
 
 def test_the_trainer_with_dropout_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.session import Session
-from tightfit.techniques.split_forward import SplitForward
+from tightfit.techniques.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.split_step import split_step
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -36,8 +36,6 @@ _DRAWS = (
     *("aten.multinomial", "aten.exponential", "aten.geometric", "aten.cauchy", "aten.log_normal", "aten.poisson"),
     *("aten.binomial", "aten.rrelu", "aten.gumbel"),
 )
-# Wrappers that do their own work around a forward and a backward pass.
-_WRAPPERS = frozenset({"OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel"})
 
 
 @final
@@ -94,7 +92,7 @@ class MicroBatches(AbstractTechnique):
         if not (loop or session.optimizers):
             raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
         for module in model.modules() if loop else (model,):
-            if type(module).__name__ in _WRAPPERS:
+            if type(module).__name__ in WRAPPERS:
                 raise ApplyError(
                     f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
                 )

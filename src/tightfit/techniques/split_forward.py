@@ -18,6 +18,9 @@ from tightfit.techniques.loss_means import Term, Watch
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
 
+WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+"""Modules that do their own work around the forward and the backward pass of the one inside."""
+
 Forward = Callable[..., Any]
 # Two orders of summation differ by less than this; a loss that parts of a batch do not make up differs by more.
 _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
@@ -41,7 +44,7 @@ class SplitForward:
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
         unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self._model = model
+        self.model = model
         self._num_parts = num_parts
         self._allows_randomness = allows_randomness
         self._counted = counted
@@ -59,7 +62,7 @@ class SplitForward:
             raise ApplyError("the batch has one example, which cannot be split; leave micro_batches out")
         if self._scaled is None:
             _refuse_float16(batch.device)
-        with _GradientsAside(self._model) as aside:
+        with _GradientsAside(self.model) as aside:
             sums, outputs = self._run(forward, batch, aside)
             sums.gradients = [p.grad for p in aside.parameters]
         return outputs.joined(sums, aside.parameters)
@@ -73,7 +76,7 @@ class SplitForward:
             with watch:
                 output = forward(*args, **kwargs)
             # A plan may be put on the modules inside by their first forward, and change what is trained.
-            _refuse_hooks(self._model)
+            _refuse_hooks(self.model)
             aside.take()
             loss = outputs.add(output, end - begin)
             index = watch.index_of(loss)
@@ -95,10 +98,10 @@ class SplitForward:
     @torch.no_grad()
     def _check(self, forward: Forward, batch: "AbstractBatch", index: int) -> None:
         """Two examples together and one by one must give the same loss: what compares examples, or mixes them, does not."""
-        versions = {name: buffer._version for name, buffer in self._model.named_buffers()}
-        was_training = [module for module in self._model.modules() if module.training]
+        versions = {name: buffer._version for name, buffer in self.model.named_buffers()}
+        was_training = [module for module in self.model.modules() if module.training]
         if self._allows_randomness:
-            self._model.eval()
+            self.model.eval()
         results = []
         for stretches in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
@@ -111,7 +114,7 @@ class SplitForward:
             results.append(sums.loss())
         for module in was_training:
             module.training = True
-        changed = [name for name, buffer in self._model.named_buffers() if buffer._version != versions.get(name)]
+        changed = [name for name, buffer in self.model.named_buffers() if buffer._version != versions.get(name)]
         if changed:
             raise ApplyError(
                 f"the forward changes the buffer {changed[0]}, which would happen once for each part; leave micro_batches out"
@@ -358,14 +361,14 @@ class _GradientsAside:
     """Takes the gradients off the parameters that are trained when `take` is first called, and puts them back at the end."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._gradients: list[torch.Tensor | None] = []
         self.parameters: list[torch.Tensor] = []
 
     def take(self) -> None:
         if self.parameters:
             return
-        self.parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._gradients = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -5,7 +5,9 @@ to them, whatever the model returns. The loader, its sampler, the number of batc
 they are: it sees one batch, one loss and one backward pass.
 """
 
+import copy
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +19,7 @@ from tightfit.techniques.loaded_batch import LoadedBatch, num_examples
 from tightfit.techniques.logged_parts import LoggedParts
 from tightfit.techniques.loss_means import Term, active_watch
 from tightfit.techniques.session import Session
-from tightfit.techniques.split_forward import SplitForward
+from tightfit.techniques.split_forward import WRAPPERS, SplitForward
 
 Step = Callable[..., Any]
 
@@ -30,13 +32,12 @@ def split_step(
     Raises:
         ApplyError: the loop compiles the step, or runs its losses backwards by itself.
     """
-    module, loop = session.model, session.loop
+    loop = session.loop
     holder = loop.trainer.precision_plugin if framework == "Lightning" else loop.accelerator
     scaler = getattr(holder, "scaler", None)
     splits = functools.partial(
         SplitForward,
-        module,
-        num_parts,
+        num_parts=num_parts,
         allows_randomness=allows_randomness,
         counted=counted,
         batch_of=LoadedBatch,
@@ -49,39 +50,60 @@ def split_step(
             )
         if loop._compiler_ctx is not None:
             raise ApplyError("the training step is compiled as a whole; leave micro_batches out")
-        logged = LoggedParts(loop)
-        split = splits(unseen=lambda: _unseen(loop, logged))
-        session.set(loop, "training_step", _in_parts_of_lightning(loop.training_step, split, logged))
+        session.set(loop, "training_step", _TrainingStep(loop, splits))
         return
     if loop.label_smoother is not None:
         session.set(loop, "label_smoother", _watched(loop.label_smoother))
-    session.set(loop, "compute_loss", _in_parts_of_trainer(loop.compute_loss, splits()))
+    session.set(loop, "compute_loss", _in_parts_of_trainer(loop.compute_loss, splits))
 
 
-def _in_parts_of_lightning(step: Step, split: SplitForward, logged: LoggedParts) -> Step:
-    @functools.wraps(step)
-    def training_step(batch: Any, *rest: Any, **kwargs: Any) -> Any:
+class _TrainingStep:
+    """The `training_step` of a LightningModule. A copy of the module has its own step, not in parts, and so has one that is read from a file."""
+
+    def __init__(self, module: Any, splits: Callable[..., SplitForward]) -> None:
+        self._module = module
+        self._step = module.training_step
+        self._logged = logged = LoggedParts(module)
+        self._split = splits(module, unseen=lambda: _unseen(module, logged))
+        functools.update_wrapper(self, self._step, updated=())
+
+    def __call__(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return step(batch, *rest, **kwargs)
+            return self._step(batch, *rest, **kwargs)
 
         def of_part(part: Any) -> Any:
-            output = step(part, *rest, **kwargs)
-            logged.end_part(_loss(output), num_examples(part))
+            output = self._step(part, *rest, **kwargs)
+            self._logged.end_part(_loss(output), num_examples(part))
             return output
 
-        with logged.gathered():
-            output = split(of_part, batch)
-        logged.hand_over(_loss(output))
+        with self._logged.gathered():
+            output = self._split(of_part, batch)
+        self._logged.hand_over(_loss(output))
         return output
 
-    return training_step
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        module = copy.deepcopy(self._module, memo)
+        return types.MethodType(type(module).training_step, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (functools.partial, (type(self._module).training_step, self._module))
 
 
-def _in_parts_of_trainer(compute: Step, split: SplitForward) -> Step:
+def _in_parts_of_trainer(compute: Step, splits: Callable[..., SplitForward]) -> Step:
+    split: SplitForward | None = None
+
     @functools.wraps(compute)
-    def compute_loss(model: torch.nn.Module, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+    def compute_loss(model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        nonlocal split
         if not torch.is_grad_enabled():
             return compute(model, inputs, *rest, **kwargs)
+        # The Trainer makes a new model for each trial of a search.
+        if split is None or split.model is not model:
+            if type(model).__name__ in WRAPPERS or model._compiled_call_impl is not None:
+                raise ApplyError(
+                    "the Trainer calls the model compiled or on several cards, which does not see parts of a batch; leave micro_batches out"
+                )
+            split = splits(model)
         return split(lambda part: compute(model, part, *rest, **kwargs), inputs)
 
     return compute_loss
