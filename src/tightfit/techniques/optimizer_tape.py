@@ -102,7 +102,9 @@ class OptimizerTape:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether a backward pass goes on after an update within it: what this class tells of gradients and of a step is then nothing."""
+        """Whether updates run within a backward pass: it goes on after one, or a step finds no gradient. Then there is no step to change."""
+        if not all(len(self.gradients(stretch)) for stretch in self.stretches):
+            return True
         phases = self.tape.operators.phase
         matters = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
         following = np.searchsorted(matters, [stretch.end for stretch in self.stretches])
