@@ -172,6 +172,23 @@ def test_a_copy_of_the_module_trains_itself() -> None:
     torch.testing.assert_close(made[0].state_dict(), before, rtol=0, atol=0)
 
 
+def test_what_looks_at_gradients_before_they_are_dropped_sees_them() -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    def make(base: type) -> Any:
+        class Looking(type(lit(base))):  # type: ignore[misc]
+            def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+                seen.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+        return Looking()
+
+    train_lightning(PACKAGES[0], make, [])
+    train_lightning(PACKAGES[0], make, parts("Lightning", 2))
+    plain, split = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert sum(map(len, plain)) == 20  # at all but the first of six steps, four parameters have gradients
+    torch.testing.assert_close(split, plain, **CLOSE)
+
+
 def test_metrics_have_seen_each_example_once() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -76,6 +76,7 @@ class _TrainingStep:
             self._logged.end_part(_loss(output), num_examples(part))
             return output
 
+        _drop_gradients(self._module)
         with self._logged.gathered():
             output = self._split(of_part, batch)
         self._logged.hand_over(_loss(output))
@@ -87,6 +88,18 @@ class _TrainingStep:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (functools.partial, (type(self._module).training_step, self._module))
+
+
+def _drop_gradients(module: Any) -> None:
+    """Has Lightning's own `zero_grad` early: it comes after the step and before the backward pass, and here the step makes the gradients.
+
+    Source: `Closure` and `_make_zero_grad_fn` of lightning/pytorch/loops/optimization/automatic.py.
+    """
+    trainer = module.trainer
+    is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    hooks = [module.optimizer_zero_grad, *(owner.on_before_zero_grad for owner in (module, *trainer.callbacks))]
+    if is_first and all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
+        module.optimizers(use_pl_optimizer=False).zero_grad()
 
 
 def _in_parts_of_trainer(compute: Step, splits: Callable[..., SplitForward]) -> Step:
