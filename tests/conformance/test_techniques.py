@@ -24,7 +24,7 @@ from tightfit.techniques.catalogue import technique, techniques
 NUM_STEPS = 4
 NUM_COMBINATIONS = 20
 # The habits of a training loop that every exact technique keeps step with.
-HABITS = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1)
+HABITS = Habits(clips=True, accumulates=2, schedules=True, scales=True, reloads_at=1, evaluates=True)
 # Techniques that work by what a loop does not do; they refuse it in so many words (tested with each).
 USES_GRADIENTS_UP = {"update_in_backward"}
 EXACT = [name for name, t in techniques().items() if t.exact]
@@ -79,7 +79,7 @@ def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_techniques_train_the_same_with_all_habits(name: str, tapes: Tapes) -> None:
-    habits = Habits(schedules=True, reloads_at=1) if name in USES_GRADIENTS_UP else HABITS
+    habits = Habits(schedules=True, reloads_at=1, evaluates=True) if name in USES_GRADIENTS_UP else HABITS
     bitwise = technique(name).exactness.startswith("bit for bit")
     tried = 0
     for model in MODELS:
@@ -103,7 +103,7 @@ def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     offered = [o for o in tapes.all_exact(model) if o.technique not in USES_GRADIENTS_UP]
     chosen = compatible(chance.sample(offered, k=min(len(offered), chance.randint(2, 8))))
     bitwise = all(technique(o.technique).exactness.startswith("bit for bit") for o in chosen)
-    habits = Habits(clips=True, schedules=True)
+    habits = Habits(clips=True, schedules=True, evaluates=True)
     num_steps = 20 if seed < len(MODELS) else NUM_STEPS
     plain = train(model, (), num_steps=num_steps, habits=habits)
     assert plain.losses[-1] != plain.losses[0]

@@ -1,7 +1,7 @@
 """Trains one of the models on the host, with or without choices on it, and keeps what it found: losses, gradients, parameters, buffers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tests.conformance.models import MODELS, ZEROING
@@ -20,11 +20,12 @@ class Habits:
     schedules: bool = False
     scales: bool = False
     reloads_at: int | None = None
+    evaluates: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`gradients` of each step, as the optimizer saw them; empty where they are used up before it."""
+    """`gradients` of each step, as the optimizer saw them; empty where they are used up before it. Losses of evaluations are among `losses`."""
 
     losses: list[float]
     gradients: list[dict[str, torch.Tensor]]
@@ -70,9 +71,20 @@ def train(name: str, options: Sequence[Option], *, num_steps: int, habits: Habit
         optimizer.zero_grad(set_to_none=name not in ZEROING)
         if habits.reloads_at == step:
             _reload(model, optimizer)
+        if habits.evaluates:
+            losses.append(_evaluated(model, loss_of, step))
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     session.undo()
     return Outcome(losses=losses, gradients=gradients, state=state)
+
+
+def _evaluated(model: torch.nn.Module, loss_of: Callable[[int], torch.Tensor], step: int) -> float:
+    """The loss in inference mode, whose tensors have no versions and no gradients."""
+    model.eval()
+    with torch.inference_mode():
+        loss = loss_of(step)
+    model.train()
+    return loss.item()
 
 
 def _reload(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

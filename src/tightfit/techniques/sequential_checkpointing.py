@@ -61,6 +61,8 @@ def _recomputed(children: Sequence[torch.nn.Module]) -> Runner:
     recomputed = Recomputed(chain)
 
     def run(value: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return chain(value)
         version = value._version if isinstance(value, torch.Tensor) else 0
         result = recomputed(chain.forward, value)
         if isinstance(value, torch.Tensor) and value._version != version:
