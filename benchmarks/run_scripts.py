@@ -42,10 +42,10 @@ ARGUMENTS = {
     "--eval_interval 2 --eval_iters 1 --gradient_accumulation_steps 2",
     "peft_lora": "--hidden_size 128 --intermediate_size 256 --num_hidden_layers 4 --num_attention_heads 4 --batch_size 16 "
     "--num_key_value_heads 2 --vocab_size 4096 --max_seq_length 256 --lora_r 4 --num_samples 96 --no_gradient_checkpointing",
-    "reinforce": "--hidden 128 --episodes 4",
+    "reinforce": "--hidden 2000000 --episodes 6 --max-steps 4",
     "run_clm": "--model_type gpt2 --num_hidden_layers 3 --hidden_size 128 --num_attention_heads 4 --vocab_size 4096 "
     "--block_size 256 --num_train_samples 96 --num_eval_samples 4 --eval_steps 2 --max_steps 3 --per_device_train_batch_size 16",
-    "sampling_rnn": "--emsize 64 --nhid 256 --epochs 1 --batch_size 64 --bptt 128 --chars 40000",
+    "sampling_rnn": "--emsize 512 --nhid 1024 --epochs 1 --batch_size 16 --bptt 32 --chars 2600",
     "segmentation_unet": "--epochs 1 --batch-size 4 --image-size 128 --num-images 80 --width 32 --depth 3",
     "seq2seq_t5": "--d_model 128 --d_ff 256 --num_layers 3 --num_heads 4 --vocab_size 4096 --max_source_length 128 "
     "--train_batch_size 32 --num_train_samples 96 --num_eval_samples 4 --num_epochs 1 --max_new_tokens 4",
