@@ -3,8 +3,7 @@
 import copy
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,10 @@ from tests.cpu.loop_training import (
     train_lightning,
     train_trainer,
 )
-from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promised_peak
+from tests.cpu.module_training import assert_same
 from torch import nn
 
-from tightfit.capture.targets import Script
-from tightfit.capture.trace import Preparation, trace
-from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Option
-from tightfit.tape import Tape
-from tightfit.techniques.micro_batches import MicroBatches
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
@@ -325,58 +318,3 @@ def test_the_trainer_with_dropout_is_refused(tmp_path: Path) -> None:
 def test_a_loop_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ApplyError, match="nothing to put it on at batch"):
         train_trainer(tmp_path, parts("Lightning", 2), trainer_class=_own_loss)
-
-
-SCRIPT = """
-import {package} as L, torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-class Lit(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)), {layers} nn.Linear(512, 10))
-        self.loss = nn.CrossEntropyLoss()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-data = TensorDataset(torch.randn(12 * 1024, 512), torch.randint(0, 10, (12 * 1024,)))
-trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, precision={precision!r})
-trainer.fit(Lit(), DataLoader(data, batch_size=3 * 1024, shuffle=True))
-"""
-
-
-def traced_script(tmp_path: Path, options: Sequence[Option] = (), **settings: Any) -> Tape:
-    """The tape of two steps of the script, with options on it."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(**{"package": PACKAGES[0], "layers": "", "precision": "32-true"} | settings))
-    chosen = [asdict(choice(o.technique, o.where, **o.settings)) for o in options]
-    preparation = Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": chosen})
-    return trace(
-        Script(path=str(script), arguments=()), label="train.py", device=DEVICE, num_steps=2, preparation=preparation
-    ).tape
-
-
-def test_the_traced_saving_is_about_the_promised_one(tmp_path: Path) -> None:
-    plain = traced_script(tmp_path, package="pytorch_lightning")
-    options = list(MicroBatches().options(plain, find(DEVICE)))
-    assert [option.settings["loop"] for option in options] == ["Lightning"] * 3
-    before, promised = int(levels(plain).max()), promised_peak(plain, options[1:2])
-    found = int(levels(traced_script(tmp_path, options[1:2], package="pytorch_lightning")).max())
-    assert found < 0.6 * before
-    assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
-
-
-def test_a_batch_norm_in_a_framework_is_advice(tmp_path: Path) -> None:
-    plain = traced_script(tmp_path, layers="nn.BatchNorm1d(512),")
-    assert plain.loop == "Lightning"
-    assert not list(MicroBatches().options(plain, find(DEVICE)))
-    (row,) = MicroBatches().advice(plain, find(DEVICE))
-    assert "statistics from the whole batch" in row.what
-    assert not row.is_exact
