@@ -92,7 +92,9 @@ class OwnLoss(Trainer):
         return nn.functional.cross_entropy(model(inputs["values"]), inputs["labels"])
 
 data = [{"values": torch.zeros(64), "labels": 1}] * 64
-arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=16, max_steps=3, report_to="none", fp16=True)
+arguments = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=16, max_steps=3, report_to="none", fp16=True, remove_unused_columns=False
+)
 OwnLoss(model=Scores(), args=arguments, train_dataset=data).train()
 """
 
