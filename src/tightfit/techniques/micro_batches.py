@@ -150,7 +150,12 @@ def _roots(tape: Tape, operators: Column) -> list[str]:
 
 
 def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
-    """All but one part of what the passes make is gone; the gradients are there from the first part on."""
+    """All but one part of what the passes make is gone; the gradients are there from the first part on.
+
+    Those of the step before that are dropped between forward and backward pass stay to the end, but in Lightning's steps, which are put in
+    parts without them.
+    """
+    drops = _is_of_loop(run) and run.tape.loop == "Lightning"
     storages = run.tape.storages
     by_operator = storages.operator >= 0
     phase = np.where(by_operator, run.tape.operators.phase[storages.operator], Phase.OTHER)
@@ -164,6 +169,9 @@ def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
     for begin, end in run.passes():
         new = gradients[(run.born[gradients] >= begin) & (run.born[gradients] < end)]
         early += changes(levels(np.full(len(new), begin), run.born[new], run.block_bytes[new]))
+        old = gradients[(run.born[gradients] < begin) & (run.died[gradients] > begin) & (run.died[gradients] < end)]
+        held = levels(np.full(len(old), begin), run.died[old], -run.block_bytes[old])
+        early += changes(held if drops else levels(run.died[old], np.full(len(old), end), run.block_bytes[old]))
     return merged((*gone, *early))
 
 
