@@ -158,3 +158,18 @@ def test_a_module_that_ran_nothing_has_no_visits() -> None:
 def test_a_container_that_is_never_called_is_a_path_nevertheless() -> None:
     tape, _ = two_steps()
     assert Anatomy(tape).paths == ["Net", "Net.h", "Net.h.0", "Net.h.0.mlp", "Net.h.1", "Net.h.1.mlp"]
+
+
+def test_a_call_without_gradients_is_no_visit() -> None:
+    scribe = Scribe()
+    for is_trained in (False, True):
+        (inner,) = scribe.operator("Net.block.0", Phase.FORWARD, 64)
+        (output,) = scribe.operator("Net.block", Phase.FORWARD, 64)
+        if not is_trained:
+            scribe.free(inner, output)
+            scribe.operator("Net.head", Phase.FORWARD, 64)
+    scribe.operator("Net.block", Phase.BACKWARD, 64)
+    scribe.free(inner, output)
+    (visit,) = Anatomy(scribe.tape()).visits("Net.block")
+    assert (visit.begin, visit.end) == (3, 5)
+    assert visit.waiting.tolist() == [inner]

@@ -29,7 +29,9 @@ from tightfit.techniques.catalogue import techniques
 MAX_CORRECTIONS = 5
 MAX_CORRECTIONS_OF_A_VARIANT = 3
 MAX_LIMITS = 16
-# A variant that could make a step faster, or, where nothing fits, hold less, by less than this share of it is not worth its traces.
+# What a variant is promised to take before it is traced is taken to be too high by this share, so that it is tried rather than not.
+_DOUBT_OF_A_VARIANT = 0.01
+# Where nothing fits, a variant that could hold less by less than this share of it is not worth its traces.
 _WORTH_A_VARIANT = 0.002
 _SECONDS_TO_RELAX = 3.0
 # Room of less than this share of the budget is not worth another trace.
@@ -125,6 +127,7 @@ class Search:
         self._forbidden: dict[str, Option] = {}
         # By the tape's identity, which holds as long as the tape is kept beside its options.
         self._offered: dict[tuple[str, int], tuple[Tape, list[Option]]] = {}
+        self._variants: dict[tuple[str, ...], Variant] = {}
 
     def run(self) -> Found:
         """Searches."""
@@ -163,18 +166,19 @@ class Search:
         trials = [m[0] for m in made if m is not None]
         fitting = [trial.seconds for trial in trials if self._fits(trial)]
         if fitting:
-            return self._seconds_at_best(bundle, start) < (1 - _WORTH_A_VARIANT) * min(fitting)
+            return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
         least_bytes = min((trial.high_bytes for trial in trials), default=start.high_bytes)
         return least_bytes - _saved(bundle) <= self.budget_bytes
 
     def _seconds_at_best(self, bundle: Sequence[Option], start: Trial) -> float:
-        """No plan with `bundle` is promised to take less: what else there is keeps the savings that it has without the bundle, which are larger."""
+        """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
         kind = _kind(bundle[0])
         own = [o for o in self._options(start.tape) if o.is_coarse and _kind(o) == kind]
-        variant = self._variant(start, with_options=own)
+        variant = self._variant(start)
+        relaxed = problems.with_taken(variant.problem, own)
         limit = self.budget_bytes - variant.gap_bytes
-        relaxed = solve(variant.problem, limit, time_limit_seconds=_SECONDS_TO_RELAX)
-        return start.seconds + _seconds(own) + relaxed.bound_seconds if relaxed.fits else math.inf
+        found = solve(relaxed, limit, time_limit_seconds=_SECONDS_TO_RELAX)
+        return start.seconds + _seconds(own) + found.seconds if found.fits else math.inf
 
     def _found(self, base: Trial, best: Trial, variant: Variant | None, solution: Solution | None) -> Found:
         return Found(
@@ -221,17 +225,19 @@ class Search:
                     self._forbidden.setdefault(option.key, option)
         return found
 
-    def _variant(self, trial: Trial, with_options: Sequence[Option] = ()) -> Variant:
-        """The run of `trial` and what else could be done to it; `with_options` are counted as they are promised."""
-        taken = {option.technique for option in (*trial.options, *with_options)}
-        slots = {slot for option in with_options for slot in option.slots}
+    def _variant(self, trial: Trial) -> Variant:
+        refused = (*self.refused, *(f"{name}@{where}" for name, where in self._refused_places))
+        key = (*sorted(_keys(trial.options)), "refused:", *refused)
+        if key not in self._variants:
+            self._variants[key] = self._made_variant(trial)
+        return self._variants[key]
+
+    def _made_variant(self, trial: Trial) -> Variant:
+        taken = {option.technique for option in trial.options}
         options = self._options(trial.tape)
         fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
-        fine = [o for o in fine if not o.slots & slots]
         tape = with_workspaces_of(self.bench.card, trial.tape, self.bench.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
-        for change in (change for option in with_options for change in option.changes):
-            levels[change.begin : change.end] += change.num_bytes
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(trial, options)]
         problem = problems.build(levels, fine, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
@@ -251,6 +257,7 @@ class Search:
     def _narrowed(self, trial: Trial, coarse: tuple[Option, ...], max_traces: int, *, only_free: bool) -> Made | None:
         """The best of the trials on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any."""
         variant = self._variant(trial)
+        settings = {option.technique for option in self._options(trial.tape) if option.is_of_the_allocator}
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
         best: Made | None = None
         made_of: dict[tuple[int, ...], Trial] = {}
@@ -264,8 +271,10 @@ class Search:
                 if traced is None:
                     variant, made_of = self._variant(trial), {}
                     continue
-                made = made_of[solution.chosen] = self._with_best_settings(traced, only_free=only_free)
-                best = self._better(best, (self._with_best_settings(traced), variant, solution))
+                free = self._with_best_settings(traced, settings, only_free=True)
+                any_ = free if self._fits(free) else self._with_best_settings(traced, settings)
+                made = made_of[solution.chosen] = free if only_free else any_
+                best = self._better(best, (any_, variant, solution))
             fits = self._fits(made)
             if (fits and not solution.chosen) or not (fits or solution.fits):
                 break
@@ -313,13 +322,13 @@ class Search:
         if not any(name in self.refused for name in names):
             self.refused[names[-1]] = str(error)
 
-    def _with_best_settings(self, trial: Trial, *, only_free: bool = False) -> Trial:
-        """The trial with the user's settings, if it fits with them; else with what the techniques do to the allocator: the fastest that fits, or
-        what holds least. `only_free`: with those that take no time."""
+    def _with_best_settings(self, trial: Trial, settings: Iterable[str], *, only_free: bool = False) -> Trial:
+        """The trial with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest
+        that fits, or what holds least. `only_free`: with those that take no time."""
         if self._fits(trial):
             return trial
-        others = self._with_all_settings(trial, self._options(trial.tape))
-        others = [t for t in others if not (only_free and t.settings_option and t.settings_option.seconds > 0)]
+        options = [o for name in sorted(settings) for o in techniques()[name].options(trial.tape, self.bench.card)]
+        others = self._with_all_settings(trial, [o for o in options if not (only_free and o.seconds > 0)])
         return min(others, key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes))
 
     def _with_all_settings(self, trial: Trial, options: Iterable[Option]) -> list[Trial]:

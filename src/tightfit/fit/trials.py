@@ -81,6 +81,7 @@ class Bench:
         self._num_steps = num_steps
         self._show_output = show_output
         self._made: dict[frozenset[str], Trial] = {}
+        self._replayed: dict[tuple[frozenset[str], str], Trial] = {}
 
     def trial(self, options: Iterable[Option]) -> Trial:
         """The workload with `options` on it, with the user's own settings of the allocator.
@@ -119,10 +120,13 @@ class Bench:
 
     def with_settings(self, trial: Trial, option: Option) -> Trial:
         """The same trial, replayed with what `option` does to the allocator, and as much slower as the option says."""
-        settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self._settings
-        found = self._estimate(with_emptied_cache(trial.tape, option.empties_at), settings)
-        found = dataclasses.replace(found, seconds_per_step=found.seconds_per_step + option.seconds)
-        return dataclasses.replace(trial, settings_option=option, estimate=found)
+        key = frozenset(o.key for o in trial.options), option.key
+        if key not in self._replayed:
+            settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self._settings
+            found = self._estimate(with_emptied_cache(trial.tape, option.empties_at), settings)
+            found = dataclasses.replace(found, seconds_per_step=found.seconds_per_step + option.seconds)
+            self._replayed[key] = dataclasses.replace(trial, settings_option=option, estimate=found)
+        return self._replayed[key]
 
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)

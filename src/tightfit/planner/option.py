@@ -43,8 +43,8 @@ class Option:
     `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
 
     Of the options that share a member of `slots` at most one is chosen: a module that is checkpointed, say, takes the slots of all that lies
-    inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it. `alloc_conf` are
-    settings of the allocator, `empties_at` events before which its cache is emptied: what these are worth is found by replaying a traced run
+    inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it; until then, where it saves
+    the others are taken to save `leaves_share` of what they do without it. `alloc_conf` are settings of the allocator, `empties_at` events before which its cache is emptied: what these are worth is found by replaying a traced run
     with them.
     """
 
@@ -57,6 +57,7 @@ class Option:
     exact: bool
     slots: frozenset[str] = frozenset()
     is_coarse: bool = False
+    leaves_share: float = 1.0
     alloc_conf: str = ""
     empties_at: tuple[int, ...] = ()
     host_bytes: int = 0

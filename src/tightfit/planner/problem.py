@@ -90,6 +90,26 @@ def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk
     )
 
 
+def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
+    """About what is left of a problem when `taken`, which need not be among its options, are settled: their changes are in what the run holds, what
+    shares a slot with them is gone, and where they save, the others save the share that they leave."""
+    saved = np.zeros_like(problem.base_bytes)
+    for change in (change for option in taken for change in option.changes):
+        saved -= np.where((change.begin <= problem.events) & (problem.events < change.end), change.num_bytes, 0)
+    slots = frozenset(slot for option in taken for slot in option.slots)
+    left = [i for i, option in enumerate(problem.options) if not option.slots & slots]
+    share = np.where(saved > 0, min((option.leaves_share for option in taken), default=1.0), 1.0)
+    changes = problem.changes[left]
+    options = tuple(problem.options[i] for i in left)
+    return dataclasses.replace(
+        problem,
+        options=options,
+        base_bytes=problem.base_bytes - saved,
+        changes=np.where(changes < 0, changes * share, changes).astype(np.int64),
+        conflicts=_conflicts(options),
+    )
+
+
 def _steps(option: Option, starts: Bytes) -> Bytes:
     """The changes as differences from stretch to stretch."""
     steps = np.zeros(len(starts) + 1, dtype=np.int64)

@@ -8,6 +8,7 @@ before the visit and in it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -139,7 +140,14 @@ class Anatomy:
             back = backward[self._round[backward] == self._round[begin]]
             if len(back):
                 found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
-        return tuple(found)
+        return tuple(visit for visit in found if self._is_run_backwards(visit, found))
+
+    def _is_run_backwards(self, visit: Visit, others: Sequence[Visit]) -> bool:
+        """A call before the backward pass of another one that left nothing for it was made without gradients."""
+        is_alone = sum(other.back_begin == visit.back_begin for other in others) == 1
+        return (
+            is_alone or len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
+        )
 
     def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
         """The visit of these operators, forward and backward, in the name of `path`."""

@@ -64,6 +64,7 @@ class MicroBatches(AbstractTechnique):
                 exact=not draws,
                 slots=frozenset({"batch"}),
                 is_coarse=True,
+                leaves_share=1 / num_parts,
             )
 
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.cost.efficiency import efficiency_of
-from tightfit.cost.roofline import is_kernel
 from tightfit.devices.device import Device
 from tightfit.planner.option import Change
 from tightfit.simulate.anatomy import Anatomy, Visit
@@ -109,6 +108,7 @@ class TileAccount:
     births: Column
     device: Device
     seconds: Column
+    kernels: Column
     share: float = 0.0
     work: float = 1.0
 
@@ -155,7 +155,7 @@ class TileAccount:
         once = float(self.seconds[visit.begin : visit.end].sum())
         again = once * self.work
         more = (once + float(self.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
-        kernels = is_kernel(self.anatomy.tape)
+        kernels = self.kernels
         num_kernels = int(2 * kernels[visit.begin : visit.end].sum() + kernels[visit.back_begin : visit.back_end].sum())
         # An output and a gradient of the input are copied into place for each tile.
         launches = (self.num_tiles - 1) * (num_kernels + 2) * efficiency.launch_seconds

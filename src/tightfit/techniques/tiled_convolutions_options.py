@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.cost.classes import operator_class
-from tightfit.cost.roofline import operator_seconds
+from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
@@ -32,7 +32,7 @@ _FLAT = ("pool2d", "nearest2d", "pixel_shuffle")
 
 def tiled_convolutions_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
     """The options of all chains of a run."""
-    anatomy, seconds, births = Anatomy(tape), operator_seconds(tape, device), births_of(tape)
+    anatomy, seconds, births, kernels = Anatomy(tape), operator_seconds(tape, device), births_of(tape), is_kernel(tape)
     least = SMALLEST_SHARE * waiting_bytes(anatomy)
     for row in rows(anatomy):
         for begin, end in _chains(row):
@@ -52,6 +52,7 @@ def tiled_convolutions_options(technique: str, tape: Tape, device: Device) -> It
                         births=births,
                         device=device,
                         seconds=seconds,
+                        kernels=kernels,
                         share=share,
                         # The first and the last tile have one neighbour.
                         work=1 + mean_halo * (num_tiles - 1),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tightfit.cost.classes import operator_class
-from tightfit.cost.roofline import operator_seconds
+from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
@@ -52,6 +52,7 @@ _CLASSES = frozenset({"elementwise", "copy", "reduction"})
 def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
     """The options of all modules of a run."""
     anatomy, seconds, births = Anatomy(tape), operator_seconds(tape, device), births_of(tape)
+    kernels, num_steps = is_kernel(tape), max(1, len(step_operators(tape)))
     is_token_wise = np.array([keeps_tokens_apart(name) for name in tape.strings], dtype=bool)
     least = SMALLEST_SHARE * waiting_bytes(anatomy)
     for path in anatomy.paths:
@@ -70,7 +71,9 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
         for num_tiles in NUMBERS_OF_TILES:
             if num_tiles > NUMBERS_OF_TILES[0] and largest.backward_bytes < num_tiles * _LEAST_TILE_BYTES:
                 continue
-            account = TileAccount(num_tiles=num_tiles, anatomy=anatomy, births=births, device=device, seconds=seconds)
+            account = TileAccount(
+                num_tiles=num_tiles, anatomy=anatomy, births=births, device=device, seconds=seconds, kernels=kernels
+            )
             is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
             for recomputed in (False, True) if is_deep else (False,):
                 slots = {f"tiles@{m}" for m in modules} | (
@@ -86,7 +89,7 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
                         *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
                         *(change for one in found if not recomputed for change in input_kept(anatomy, one.visit)),
                     ),
-                    seconds=sum(account.added_seconds(one) for one in found) / max(1, len(step_operators(tape))),
+                    seconds=sum(account.added_seconds(one) for one in found) / num_steps,
                     exact=True,
                     slots=frozenset(slots),
                 )
