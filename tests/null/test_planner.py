@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.planner.option import Change, Option
-from tightfit.planner.problem import Problem, build
+from tightfit.planner.problem import Problem, build, with_taken
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import Tricks, least, solve
 
@@ -85,6 +85,18 @@ def test_what_costs_nothing_less_is_taken_even_if_the_run_fits() -> None:
     problem = build(levels(3), [option("faster", (0, 1, 1), seconds=-1.0), option("slower", (0, 1, -1), seconds=1.0)])
     assert solve(problem, 10 * MIB).chosen == (0,)
     assert solve(problem, 3 * MIB).chosen == ()
+
+
+def test_what_is_settled_leaves_the_others_a_share_where_it_saves_and_takes_those_of_its_slots_away() -> None:
+    halves = dataclasses.replace(option("half", (1, 3, -4), (4, 5, 1), slots=("batch",)), leaves_share=0.5)
+    others = [option("a", (1, 2, -6), (3, 4, -6)), option("b", (1, 2, -6), slots=("batch",))]
+    problem = build(levels(1, 10, 9, 10, 8), others)
+    left = with_taken(problem, [halves])
+    assert [o.where for o in left.options] == ["a"]
+    at = {int(event): column for column, event in enumerate(left.events)}
+    assert [int(left.base_bytes[at[e]]) // MIB for e in (1, 3)] == [6, 10]
+    assert [int(left.changes[0, at[e]]) // MIB for e in (1, 3)] == [-3, -6]
+    assert left.peak_bytes(()) == 10 * MIB
 
 
 def test_what_is_moved_to_the_host_has_a_budget_of_its_own() -> None:
