@@ -12,6 +12,7 @@ import torch
 from tests.cpu.loop_training import (
     NUM_CLASSES,
     Scores,
+    attached,
     network,
     parts,
     score_loss,
@@ -22,6 +23,8 @@ from tests.cpu.module_training import assert_same
 from torch import nn
 
 from tightfit.errors import ApplyError
+from tightfit.runtime.apply import apply_to
+from tightfit.techniques.session import Session
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
@@ -124,6 +127,28 @@ def in_single_precision(rows: list[Any]) -> list[torch.Tensor]:
     """Rows of the examples as a batch."""
     values, classes = zip(*rows, strict=True)
     return [torch.stack(values).float(), torch.stack(classes)]
+
+
+def test_nothing_is_left_on_the_framework_and_a_session_is_undone() -> None:
+    strategy = importlib.import_module("lightning.pytorch.strategies.strategy").Strategy
+    before = strategy.training_step
+    made: list[Any] = []
+
+    def make(base: type) -> Any:
+        made.append(lit(base))
+        return made[-1]
+
+    train_lightning(PACKAGES[0], make, [])
+    module, own = made[0], set(vars(made[0]))
+    with attached([]):
+        assert strategy.training_step is before  # no choice concerns it
+    session = Session(model=module, optimizers=(), loop=module)
+    apply_to(session, parts("Lightning", 2))
+    assert "training_step" in vars(module)
+    session.undo()
+    assert set(vars(module)) == own
+    train_lightning(PACKAGES[0], make, parts("Lightning", 2))
+    assert strategy.training_step is before
 
 
 def test_a_batch_of_lists_dicts_and_strings() -> None:
