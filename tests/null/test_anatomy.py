@@ -173,3 +173,34 @@ def test_a_call_without_gradients_is_no_visit() -> None:
     (visit,) = Anatomy(scribe.tape()).visits("Net.block")
     assert (visit.begin, visit.end) == (3, 5)
     assert visit.waiting.tolist() == [inner]
+
+
+def test_visits_of_one_round_go_backwards_one_after_the_other() -> None:
+    scribe, waiting = Scribe(), []
+    for _ in range(3):
+        (saved,) = scribe.operator("Policy.inner", Phase.FORWARD, 40)
+        waiting.append((saved, *scribe.operator("Policy", Phase.FORWARD, 10)))
+        scribe.operator("", Phase.FORWARD)
+    for storages in reversed(waiting):
+        scribe.operator("", Phase.BACKWARD, 10)
+        scribe.operator("Policy", Phase.BACKWARD)
+        scribe.operator("Policy.inner", Phase.BACKWARD)
+        scribe.free(*storages)
+        scribe.operator("", Phase.BACKWARD)
+    first, second, third = Anatomy(scribe.tape()).visits("Policy")
+    assert [(v.back_begin, v.back_end) for v in (third, second, first)] == [(10, 12), (14, 16), (18, 20)]
+    assert third.back_event < third.back_end_event <= second.back_event
+
+
+def test_visits_that_go_backwards_side_by_side_share_the_backward_pass() -> None:
+    scribe, saved = Scribe(), []
+    for _ in range(2):
+        saved += scribe.operator("Net.tower", Phase.FORWARD, 40)
+        scribe.operator("Net.tower", Phase.FORWARD, 10)
+        scribe.operator("", Phase.FORWARD)
+    scribe.operator("", Phase.BACKWARD, 10)
+    for storage in saved:
+        scribe.operator("Net.tower", Phase.BACKWARD)
+        scribe.free(storage)
+    first, second = Anatomy(scribe.tape()).visits("Net.tower")
+    assert (first.back_begin, first.back_end) == (second.back_begin, second.back_end) == (7, 9)

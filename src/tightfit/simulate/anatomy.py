@@ -8,7 +8,7 @@ before the visit and in it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
 from functools import cached_property
 
 import numpy as np
@@ -140,14 +140,35 @@ class Anatomy:
             back = backward[self._round[backward] == self._round[begin]]
             if len(back):
                 found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
-        return tuple(visit for visit in found if self._is_run_backwards(visit, found))
+        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda visit: self._round[visit.begin])]
+        ran = [[v for v in group if len(group) == 1 or self._is_run_backwards(v)] for group in rounds]
+        return tuple(visit for group in ran for visit in self._one_after_the_other(group, backward))
 
-    def _is_run_backwards(self, visit: Visit, others: Sequence[Visit]) -> bool:
+    def _is_run_backwards(self, visit: Visit) -> bool:
         """A call before the backward pass of another one that left nothing for it was made without gradients."""
-        is_alone = sum(other.back_begin == visit.back_begin for other in others) == 1
-        return (
-            is_alone or len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
-        )
+        return len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
+
+    def _one_after_the_other(self, visits: list[Visit], backward: Column) -> list[Visit]:
+        """The visits of one round, each with its own stretch of `backward`, which goes from the last one to the first: a stretch ends where the
+        last of what waits for it is gone. Where these ends are in another order the visits share all of it."""
+        if len(visits) < 2:
+            return visits
+        end, ends = visits[0].back_end, []
+        for visit in reversed(visits[1:]):
+            gone = self.died[visit.waiting]
+            gone = gone[(gone >= visit.back_event) & (gone < visit.back_end_event)]
+            ends.append(int(self.tape.events.operator[gone.max()]) if len(gone) else end)
+        if max(ends) >= end:
+            return visits
+        begins = [visits[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
+        if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
+            return visits
+        return [
+            dataclasses.replace(
+                visit, back_begin=b, back_end=e, back_event=int(self.event_of(b)), back_end_event=int(self.event_of(e))
+            )
+            for visit, b, e in zip(visits, reversed(begins), reversed([*ends, end]), strict=True)
+        ]
 
     def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
         """The visit of these operators, forward and backward, in the name of `path`."""

@@ -1,6 +1,7 @@
 """Which modules of a run are worth running twice, found by structure alone, and what that is worth: for all techniques that recompute.
 
-Candidates are the modules that contain others and leave something behind for the backward pass. Those that repeat, with the same operators
+Candidates are the modules that contain others and leave something behind for the backward pass; the model itself too where it is called several
+times before a backward pass, as a policy is in a loop. Those that repeat, with the same operators
 and the same bytes, are alike: a planner may count them instead of naming them.
 """
 
@@ -35,9 +36,12 @@ def blocks(anatomy: Anatomy) -> list[Block]:
     found = []
     for path in anatomy.paths:
         inside = anatomy.modules_inside(path)
-        if "." not in path or inside == [path] or _is_list(path, inside):
+        is_root = "." not in path
+        if inside == [path] or (not is_root and _is_list(path, inside)):
             continue
         visits = anatomy.visits(path)
+        if is_root and len(visits) <= anatomy.num_rounds:
+            continue
         if visits and anatomy.bytes_of(visits[-1].waiting) >= SMALLEST_SHARE * total:
             slots = frozenset(f"activations@{module}" for module in inside)
             found.append(Block(path=path, alike=_likeness(anatomy, path, visits[-1]), visits=visits, slots=slots))
