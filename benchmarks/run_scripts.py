@@ -42,7 +42,7 @@ ARGUMENTS = {
     "--eval_interval 2 --eval_iters 1 --gradient_accumulation_steps 2",
     "peft_lora": "--hidden_size 128 --intermediate_size 256 --num_hidden_layers 4 --num_attention_heads 4 --batch_size 16 "
     "--num_key_value_heads 2 --vocab_size 4096 --max_seq_length 256 --lora_r 4 --num_samples 96 --no_gradient_checkpointing",
-    "reinforce": "--hidden 2000000 --episodes 6 --max-steps 4",
+    "reinforce": "--hidden 2000000 --episodes 4 --max-steps 12",
     "run_clm": "--model_type gpt2 --num_hidden_layers 3 --hidden_size 128 --num_attention_heads 4 --vocab_size 4096 "
     "--block_size 256 --num_train_samples 96 --num_eval_samples 4 --eval_steps 2 --max_steps 3 --per_device_train_batch_size 16",
     "sampling_rnn": "--emsize 512 --nhid 1024 --epochs 1 --batch_size 16 --bptt 32 --chars 2600",
