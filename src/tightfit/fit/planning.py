@@ -175,9 +175,12 @@ class Search:
         kind = _kind(bundle[0])
         own = [o for o in self._options(start.tape) if o.is_coarse and _kind(o) == kind]
         variant = self._variant(start)
-        relaxed = problems.with_taken(variant.problem, own)
-        limit = self.budget_bytes - variant.gap_bytes
-        found = solve(relaxed, limit, time_limit_seconds=_SECONDS_TO_RELAX)
+        left = problems.with_taken(variant.problem, own)
+        # Of what a card needs beyond the bytes that are allocated, all but the context comes and goes with them.
+        context = start.estimate.peak.device_bytes - start.estimate.peak.reserved_bytes
+        share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
+        gap = context + round(share * max(0, variant.gap_bytes - context))
+        found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX)
         return start.seconds + _seconds(own) + found.seconds if found.fits else math.inf
 
     def _found(self, base: Trial, best: Trial, variant: Variant | None, solution: Solution | None) -> Found:
@@ -259,7 +262,9 @@ class Search:
         variant = self._variant(trial)
         settings = {option.technique for option in self._options(trial.tape) if option.is_of_the_allocator}
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
-        best: Made | None = None
+        best: Made | None = (
+            (self._with_best_settings(trial, settings), variant, _nothing_more(variant)) if coarse else None
+        )
         made_of: dict[tuple[int, ...], Trial] = {}
         for _ in range(MAX_LIMITS):
             if len(made_of) == max_traces:
@@ -343,6 +348,12 @@ class Search:
             for r in (one, other)
         ]
         return one if ranks[0] <= ranks[1] else other
+
+
+def _nothing_more(variant: Variant) -> Solution:
+    """The choice of none of a variant's options."""
+    peak = variant.problem.peak_bytes(())
+    return Solution(chosen=(), fits=True, seconds=0.0, peak_bytes=peak, bound_seconds=0.0, is_proven=False)
 
 
 def _seconds(bundle: Iterable[Option]) -> float:
