@@ -29,6 +29,15 @@ def test_a_trace_that_just_fits_ends_the_search() -> None:
     assert not Limits(budget_bytes=1000, limit=900).narrow(promised=900, traced=990)
 
 
+def test_an_excess_that_does_not_shrink_is_met_with_larger_steps() -> None:
+    limits = Limits(budget_bytes=1000, limit=900)
+    found = []
+    for _ in range(4):
+        assert limits.narrow(promised=limits.limit, traced=1004)
+        found.append(limits.limit)
+    assert found == [896, 888, 872, 840]
+
+
 def test_limits_that_stand_close_end_the_search() -> None:
     limits = Limits(budget_bytes=1000, limit=900)
     limits.narrow(promised=900, traced=1003)

@@ -28,6 +28,7 @@ from tightfit.techniques.catalogue import techniques
 # Traces and limits of one search: a limit whose answer was traced before costs no trace.
 MAX_CORRECTIONS = 5
 MAX_CORRECTIONS_OF_A_VARIANT = 3
+MAX_CORRECTIONS_OF_THE_BEST = 7
 MAX_LIMITS = 16
 # What a variant is promised to take before it is traced is taken to be too high by this share, so that it is tried rather than not.
 _DOUBT_OF_A_VARIANT = 0.01
@@ -81,7 +82,8 @@ class Limits:
     """What the solver is given as its limit, until the trace of its answer just fits `budget_bytes`.
 
     By how much a trace holds more than was promised depends on the choices, so one correction may overshoot: the next limit always lies between
-    the largest whose answer has fitted and the smallest whose answer has not.
+    the largest whose answer has fitted and the smallest whose answer has not. Where the excess does not shrink with the promise (whole segments, and
+    the doubt about them, do not follow it), the step down is doubled each time.
     """
 
     def __init__(self, *, budget_bytes: int, limit: int) -> None:
@@ -89,6 +91,8 @@ class Limits:
         self.limit = limit
         self._fitted: int | None = None
         self._exceeded: int | None = None
+        self._excess = 0
+        self._step = 0
 
     def narrow(self, *, promised: int, traced: int) -> bool:
         """Takes in the trace of the answer to the present limit; whether another limit is worth a try."""
@@ -100,6 +104,11 @@ class Limits:
         if 0 <= room <= _WORTH_ANOTHER_TRY * self.budget_bytes:
             return False
         following = promised + room
+        if room < 0:
+            is_stuck = 0 < self._excess < 2 * -room
+            self._step = 2 * self._step if is_stuck else -room
+            self._excess = -room
+            following = promised - self._step
         if self._fitted is not None and self._exceeded is not None:
             if self._exceeded - self._fitted < _WORTH_ANOTHER_TRY * self.budget_bytes / 4:
                 return False
@@ -154,12 +163,25 @@ class Search:
             held = min((r[0].high_bytes for r in results if r is not None), default=base.high_bytes)
             if _saved(everything) > _WORTH_A_VARIANT * held:
                 results.append(self._best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
-        best: Made | None = None
-        for result in results:
-            best = best if result is None else self._better(best, result)
+        best = self._refined([result for result in results if result is not None], base)
         if best is None or (not self._fits(best[0]) and base.high_bytes <= best[0].high_bytes):
             return self._found(base, base, None, None)
         return self._found(base, *best)
+
+    def _refined(self, results: Sequence[Made], base: Trial) -> Made | None:
+        """The best of the results, after a closer look at those that fit and are nearly as fast as the fastest."""
+        best: Made | None = None
+        for result in results:
+            best = self._better(best, result)
+        if best is None or not self._fits(best[0]):
+            return best
+        fastest = best[0].seconds
+        for trial, variant, _ in results:
+            if self._fits(trial) and trial.seconds <= (1 + _DOUBT_OF_A_VARIANT) * fastest:
+                best = self._better(
+                    best, self._best_of(variant.trial.options, base, MAX_CORRECTIONS_OF_THE_BEST, is_last=True)
+                )
+        return best
 
     def _could_help(self, bundle: Sequence[Option], start: Trial, made: Sequence[Made | None]) -> bool:
         """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
@@ -246,19 +268,27 @@ class Search:
         problem = problems.build(levels, fine, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
         return Variant(trial=trial, problem=problem, gap_bytes=min(gaps))
 
-    def _best_of(self, coarse: tuple[Option, ...], base: Trial, max_traces: int) -> Made | None:
-        """The best trial with the coarse options on it: the fastest that fits, or else the one that holds least."""
+    def _best_of(
+        self, coarse: tuple[Option, ...], base: Trial, max_traces: int, *, is_last: bool = False
+    ) -> Made | None:
+        """The best trial with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
+        least."""
         trial = self._try(coarse) if coarse else base
         if trial is None:
             return None
-        best = self._narrowed(trial, coarse, max_traces, only_free=True)
+        best = self._narrowed(trial, coarse, max_traces, only_free=True, is_last=is_last)
         # Emptying the allocator's cache takes time at each step, so the limits are narrowed with it only where nothing fits without.
         if best is not None and not self._fits(best[0]):
-            best = self._better(best, self._narrowed(trial, coarse, max_traces, only_free=False))
+            best = self._better(best, self._narrowed(trial, coarse, max_traces, only_free=False, is_last=is_last))
         return best
 
-    def _narrowed(self, trial: Trial, coarse: tuple[Option, ...], max_traces: int, *, only_free: bool) -> Made | None:
-        """The best of the trials on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any."""
+    def _narrowed(
+        self, trial: Trial, coarse: tuple[Option, ...], max_traces: int, *, only_free: bool, is_last: bool
+    ) -> Made | None:
+        """The best of the trials on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any.
+
+        Not `is_last`: the first that fits ends it.
+        """
         variant = self._variant(trial)
         settings = {option.technique for option in self._options(trial.tape) if option.is_of_the_allocator}
         limits = Limits(budget_bytes=self.budget_bytes, limit=self.budget_bytes - variant.gap_bytes)
@@ -269,7 +299,10 @@ class Search:
         for _ in range(MAX_LIMITS):
             if len(made_of) == max_traces:
                 break
-            solution = self._solve(variant.problem, limits.limit)
+            is_last_trace = len(made_of) == max_traces - 1
+            nothing_fits = best is None or not self._fits(best[0])
+            # The last trace of a search in vain is of what holds least.
+            solution = self._solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
             made = made_of.get(solution.chosen)
             if made is None:
                 traced = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
@@ -281,7 +314,7 @@ class Search:
                 made = made_of[solution.chosen] = free if only_free else any_
                 best = self._better(best, (any_, variant, solution))
             fits = self._fits(made)
-            if (fits and not solution.chosen) or not (fits or solution.fits):
+            if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
                 break
             if not limits.narrow(promised=solution.peak_bytes, traced=made.high_bytes):
                 break
