@@ -38,6 +38,9 @@ def lines(rows: Sequence[Row]) -> Iterable[str]:
         budget = f"{name} {row.budget_bytes / _GIB:.2f}" if name else "-"
         slower = f"{row.seconds / row.plain_seconds - 1:+.1%}"
         other = f"{row.baseline} {row.baseline_seconds * 1e3:.1f} ms" if row.baseline else ("-" if name else row.name)
+        if row.kind == "baseline" and not row.fits:
+            yield f"{row.workload:16} {budget:>16} {row.name}: {row.wrong}"
+            continue
         wrong = f"  !! {row.wrong}" if row.wrong else ""
         yield (
             f"{row.workload:16} {budget:>16} {row.high_bytes / _GIB:6.2f} GiB {row.seconds * 1e3:7.1f} ms {slower:>8}  "
