@@ -30,13 +30,13 @@ ARGUMENTS = {
     "--num_train_samples 96 --num_eval_samples 12 --batch_size 32 --eval_batch_size 8 --num_epochs 1",
     "accumulation_ema": "--image_size 96 --patch_size 8 --dim 128 --depth 4 --num_images 192 --batch_size 64 "
     "--accumulation_steps 3 --epochs 1",
-    "clip_two_tower": "--batch-size 64 --num-samples 192 --image-size 64 --vision-width 32 --embed-dim 64 --vocab-size 200 "
-    "--context-length 24 --text-width 64 --text-layers 2 --text-heads 2 --epochs 1",
+    "clip_two_tower": "--batch-size 512 --num-samples 1536 --image-size 64 --vision-width 64 --embed-dim 64 --vocab-size 200 "
+    "--context-length 48 --text-width 128 --text-layers 4 --text-heads 4 --epochs 1",
     "detection": "--image-size 256 --width 32 --num-images 24 --batch-size 8 --epochs 1",
     "diffusion_unet": "--resolution 64 --block_out_channels 16 32 --layers_per_block 1 --norm_num_groups 4 --num_images 96 "
     "--train_batch_size 32 --num_epochs 1 --num_inference_steps 2",
     "gan": "--batchSize 256 --numImages 768 --nz 16 --ngf 32 --ndf 32 --niter 1 --manualSeed 1",
-    "lightning_mnist": "--batch_size 1024 --channels 16 --num_samples 4096 --max_epochs 1",
+    "lightning_mnist": "--batch_size 4096 --channels 16 --num_samples 8192 --max_epochs 1",
     "manual_sgd": "--batch_size 4096 --hidden 512 --steps 5",
     "nanogpt_train": "--n_layer 4 --n_head 4 --n_embd 128 --vocab_size 4096 --block_size 128 --batch_size 32 --max_iters 3 "
     "--eval_interval 2 --eval_iters 1 --gradient_accumulation_steps 2",

@@ -12,6 +12,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.micro_batches import MicroBatches
+from tightfit.techniques.selective_checkpointing import SelectiveCheckpointing
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 BATCH = 5  # no number of parts divides it
@@ -213,6 +214,18 @@ def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
         promised = int((levels(plain) + _by_event(option, len(plain.events))).max())
         assert found < before
         assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
+
+
+def test_blocks_that_keep_their_products_run_in_parts_under_autocast() -> None:
+    # Weights that a forward without gradients has cast would be missing when blocks are run again after the cache of casts was emptied.
+    plain = traced(models.__file__, "causal", autocast=True)
+    halves = next(iter(MicroBatches().options(plain, find(DEVICE))))
+    blocks = [
+        o for o in SelectiveCheckpointing().options(plain, find(DEVICE)) if o.where.endswith(("layers.1", "layers.2"))
+    ]
+    assert len(blocks) == 2
+    both = traced(models.__file__, "causal", [halves, *blocks], autocast=True)
+    assert levels(both).max() < levels(plain).max()
 
 
 def _by_event(option, num_events: int):

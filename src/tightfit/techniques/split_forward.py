@@ -114,6 +114,8 @@ class SplitForward:
             results.append(sums.loss())
         for module in was_training:
             module.training = True
+        # What this has cast stays in autocast's cache: a part that finds it there casts less than a block of it that is run again would.
+        torch.clear_autocast_cache()
         changed = [name for name, buffer in self.model.named_buffers() if buffer._version != versions.get(name)]
         if changed:
             raise ApplyError(
