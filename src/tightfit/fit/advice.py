@@ -1,16 +1,26 @@
-"""What a person could do that a plan does not do for them: a larger card, a second one, a smaller batch, what lossy techniques would save."""
+"""What a person could do that a plan does not do for them: a larger card, a second one, a smaller batch, a shorter sequence, a lighter model, what
+lossy techniques would save."""
 
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
 from tightfit.fit.planning import Found
-from tightfit.planner.option import Option
+from tightfit.fit.trials import Trial
+from tightfit.planner.option import Change, Option
 from tightfit.simulate.estimate import Estimate
+from tightfit.tape import Column
 from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.optimizer_tape import OptimizerTape
+from tightfit.techniques.trained_parts import TrainedParts
 from tightfit.units import format_bytes
 
 _NUM_CARDS = 2
+_NUM_DIMENSIONS_OF_TOKENS = 2  # a batch of sequences
+_SHORTEST = 64  # tokens, below which a shorter sequence is no advice
+_PART_OF_BLOCKS = 4
 
 
 def advice(found: Found, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
@@ -18,6 +28,8 @@ def advice(found: Found, card: Device, *, is_whole_card: bool) -> tuple[str, ...
     rows = [*_lossy(found.forbidden, found.base.estimate), *_from_techniques(found, card)]
     if not found.fits or found.best.options:
         rows += _batch(found.base.estimate)
+        rows += _sequence(found.base)
+        rows += _blocks(found.base, card)
     if not found.fits and is_whole_card:
         rows += _cards(found, card)
     return tuple(rows)
@@ -47,6 +59,53 @@ def _batch(base: Estimate) -> Iterable[str]:
     grows = held["activations"] + held["temporaries"] + held["inputs"]
     if grows > base.peak.device_bytes // 20:
         yield f"half the batch would hold about {format_bytes(base.peak.device_bytes - grows // 2)} without any technique"
+
+
+def _sequence(base: Trial) -> Iterable[str]:
+    """Half the tokens leave at most half of what the forward pass leaves; scores of attention, if there are any, fall by more."""
+    held = base.estimate.at_peak
+    grows = held["activations"] + held["temporaries"] + held["inputs"]
+    sizes = [
+        shape for root in base.roots for shape in root["inputs"].values() if len(shape) == _NUM_DIMENSIONS_OF_TOKENS
+    ]
+    length = max((shape[1] for shape in sizes), default=0)
+    reads_tokens = "aten.embedding" in base.tape.strings
+    if reads_tokens and length >= _SHORTEST and grows > base.estimate.peak.device_bytes // 20:
+        left = format_bytes(base.estimate.peak.device_bytes - grows // 2)
+        yield f"half the sequence ({length // 2} of {length} tokens) would hold at most about {left} without any technique"
+
+
+def _blocks(base: Trial, card: Device) -> Iterable[str]:
+    """A model with fewer of its repeated blocks: their parameters, gradients, states and activations are gone."""
+    run = OptimizerTape(base.tape, card)
+    parts = TrainedParts(run)
+    blocks = parts.blocks
+    if blocks is None or not run.stretches or not len(parts.gradients):
+        return
+    trained_bytes = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
+    if 2 * trained_bytes < base.estimate.at_peak["parameters"]:
+        return  # of weights that are frozen a tape does not tell whose they are
+    number = max(1, blocks.number // _PART_OF_BLOCKS)
+    # Counted without the first ones, which wait longest: the backward pass of the last is often where the peak is.
+    paths = [f"{blocks.path}.{i}" for i in range(number)]
+    inside = {name for path in paths for name in parts.anatomy.modules_inside(path)}
+    gone = np.array([name in inside for name in parts.modules_of(parts.gradients)], dtype=bool)
+    weight_bytes = int(run.block_bytes[_one_for_each_weight(parts, gone)].sum())
+    weights = Change(begin=0, end=len(base.tape.events), num_bytes=-weight_bytes)
+    visits = [visit for path in paths for visit in parts.anatomy.visits(path)]
+    waiting = [
+        Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.anatomy.bytes_of(v.waiting)) for v in visits
+    ]
+    left = parts.peak_with((weights, *parts.untrained(gone), *waiting))
+    yield (
+        f"a lighter model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path}, would leave about "
+        f"{format_bytes(left)} allocated instead of {format_bytes(parts.peak_with(()))} without any technique"
+    )
+
+
+def _one_for_each_weight(parts: TrainedParts, gone: Column) -> Column:
+    """Of the gradients that `gone` marks, those that live when the last optimizer step begins: one for each weight, and as large."""
+    return np.intersect1d(parts.gradients[gone], parts.run.gradients(parts.run.stretches[-1]))
 
 
 def _cards(found: Found, card: Device) -> Iterable[str]:

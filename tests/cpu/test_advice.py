@@ -1,0 +1,98 @@
+"""What a plan says a person could do: a model with fewer blocks and a shorter sequence hold what the advice says of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.devices.catalogue import find
+from tightfit.fit import advice
+from tightfit.fit.trials import Bench, Trial
+from tightfit.simulate.settings import AllocatorSettings
+from tightfit.units import parse
+
+CARD = "RTX 4090"
+WORKLOAD = """
+import torch
+from torch import nn
+
+
+class Decoder(nn.Module):
+    def __init__(self, num_blocks, width):
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(num_blocks)
+        )
+
+    def forward(self, tokens):
+        values = self.table(tokens)
+        for block in self.blocks:
+            values = values + block(values)
+        return self.head(values)
+
+
+def workload(num_blocks=8, num_tokens=256, width=512):
+    model = Decoder(num_blocks, width).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    while True:
+        tokens = torch.randint(0, 512, (16, num_tokens), device="cuda")
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("advice") / "workload.py"
+    path.write_text(WORKLOAD)
+    return path
+
+
+def trial(file: Path, **parameters: int) -> Trial:
+    bench = Bench(
+        target=GeneratorFunction(location=str(file), function="workload", parameters=parameters),
+        label="decoder",
+        device=CARD,
+        card=find(CARD),
+        settings=AllocatorSettings(),
+        calibration=None,
+        num_steps=2,
+        show_output=False,
+        say=lambda _: None,
+    )
+    return bench.trial(())
+
+
+def size_in(text: str) -> int:
+    found = re.search(r"about ([\d.]+ [KMG]iB)", text)
+    assert found, text
+    return parse(found[1].replace(" ", ""))
+
+
+def test_a_lighter_model_holds_about_what_is_said_of_it(file: Path) -> None:
+    (said,) = advice._blocks(trial(file), find(CARD))
+    assert said.startswith("a lighter model, with 6 instead of 8 blocks in Decoder.blocks, ")
+    assert size_in(said) == pytest.approx(trial(file, num_blocks=6).estimate.peak.allocated_bytes, rel=0.03)
+
+
+def test_a_shorter_sequence_holds_no_more_than_is_said_of_it(file: Path) -> None:
+    (said,) = advice._sequence(trial(file))
+    assert said.startswith("half the sequence (128 of 256 tokens) ")
+    found = trial(file, num_tokens=128).estimate.peak.device_bytes
+    assert found <= size_in(said) * 1.01
+    assert size_in(said) < 1.5 * found
+
+
+def test_a_model_without_tokens_or_blocks_is_told_nothing_of_either(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text(
+        WORKLOAD.replace("self.table(tokens)", "tokens.unsqueeze(-1) * torch.ones(1, 1, 512, device='cuda')")
+    )
+    plain = trial(path, num_blocks=1)
+    assert list(advice._sequence(plain)) == []
+    assert list(advice._blocks(plain, find(CARD))) == []
