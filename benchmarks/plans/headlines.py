@@ -34,7 +34,7 @@ def activations(tape: Tape) -> int:
 
 
 def lines(folder: Path | None) -> Iterator[str]:
-    """Exact plans, then the least that can be held with lossy techniques."""
+    """Exact plans, then the least that can be held by them, and with an optimizer's states in fewer bits."""
     workload = named("llama-8b")
     bench = bench_of(workload, folder)
     plain = bench.trial(())
@@ -45,7 +45,8 @@ def lines(folder: Path | None) -> Iterator[str]:
         found = Search(bench, int(share * plain.high_bytes), Allowed()).run()
         took = f"{summary(found.best.all_options())}  ({time.monotonic() - started:.0f} s)"
         yield _line(f"exact, {share:.0%} of it{'' if found.fits else ', does not fit'}", found.best, plain, took)
-    for name, allowed in (("exact, least", Allowed()), ("lossy, least", Allowed(all_lossy=True))):
+    small_states = Allowed(names=frozenset({"low_bit_states"}))
+    for name, allowed in (("exact, least", Allowed()), ("states in 4 or 8 bits, least", small_states)):
         trial = Search(bench, 0, allowed).run().best
         yield _line(name, trial, plain, summary(trial.all_options()))
 

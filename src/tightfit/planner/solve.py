@@ -173,6 +173,8 @@ class _Program:
         solver.silent()
         for name, value in (("threads", 1), ("mip_rel_gap", _GAP), ("mip_abs_gap", 1e-6), ("random_seed", 0)):
             solver.setOptionValue(name, value)
+        # Beginning anew with what the root has fixed costs more than it brings, for blocks that are alike most of all.
+        solver.setOptionValue("mip_allow_restart", False)
         solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
         solver.passModel(program)
         solver.run()
