@@ -269,10 +269,10 @@ def test_torchs_own_viewer_reads_it(
         with tightfit.record(path):
             train(3)
             kept.append(torch.ones(200_000))
-    # The viewer's flame graphs are drawn by a script that it would fetch from the net.
+    # The viewer's flame graphs are drawn by a script that it would fetch from the net. It writes all lines before it reads one, so this one waits.
     script = tmp_path / ".cache" / "flamegraph.pl"
     script.parent.mkdir()
-    script.write_text("#!/bin/sh\ncat\n")
+    script.write_text('#!/bin/sh\nlines=$(cat)\nprintf "%s\\n" "$lines"\n')
     script.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     output = tmp_path / "out"

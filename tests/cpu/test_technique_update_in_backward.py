@@ -1,6 +1,8 @@
 """Updates within the backward pass: the same training bit for bit, no gradient left, and errors where gradients would have been wanted."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -118,6 +120,17 @@ def test_undone_nothing_of_it_is_left():
     assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
     assert not run.optimizer._optimizer_step_pre_hooks
     assert run.model.state_dict().keys() == Tied().state_dict().keys()
+
+
+def test_what_a_program_drops_is_freed_though_nothing_was_undone():
+    model = Tied()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    hooked(model, optimizer)
+    model(torch.arange(8)[None]).square().sum().backward()
+    left = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 def test_a_copy_of_the_model_has_no_hooks():

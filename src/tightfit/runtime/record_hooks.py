@@ -45,6 +45,8 @@ class RunHooks:
 
     def install(self) -> None:
         """Begins to follow."""
+        # An optimizer that the program has dropped and that waits for a collection would be waited for: steps end with the slowest.
+        gc.collect()
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),

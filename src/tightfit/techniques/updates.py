@@ -5,6 +5,7 @@ with a wrong result. For clipping by norm the backward pass runs twice. The firs
 `clip_grad_norm_` gets the norm of them all; the second pass runs when the optimizer is stepped, and scales, updates and frees.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,8 +42,17 @@ class Updates:
 
     def install(self) -> None:
         """Hooks the parameters and the optimizer, until the session is undone."""
+        # Python's collector does not see these hooks of a tensor: if they held the optimizer, it and its parameters would never be freed. The hook
+        # of the optimizer's own step keeps this object.
+        on_gradient = weakref.WeakMethod(self._gradient_is_there)
+
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            told = on_gradient()
+            if told is not None:
+                told(parameter)
+
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            parameter.register_post_accumulate_grad_hook(gradient_is_there)
             for parameter in self._group_of
             if parameter.requires_grad
         ]
