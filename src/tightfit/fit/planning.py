@@ -236,12 +236,10 @@ class Search:
     def _options(self, tape: Tape) -> list[Option]:
         """What the techniques offer on `tape`, but for what is not allowed or was refused."""
         found = []
-        for name, technique in techniques().items():
+        for name in techniques():
             if name in self.refused:
                 continue
-            if (name, id(tape)) not in self._offered:
-                self._offered[name, id(tape)] = tape, list(technique.options(tape, self.bench.card))
-            for option in self._offered[name, id(tape)][1]:
+            for option in self._offers(name, tape):
                 if (name, option.where) in self._refused_places:
                     continue
                 if self.allowed.permits(option):
@@ -249,6 +247,12 @@ class Search:
                 else:
                     self._forbidden.setdefault(option.key, option)
         return found
+
+    def _offers(self, name: str, tape: Tape) -> list[Option]:
+        """What one technique offers on `tape`, asked once."""
+        if (name, id(tape)) not in self._offered:
+            self._offered[name, id(tape)] = tape, list(techniques()[name].options(tape, self.bench.card))
+        return self._offered[name, id(tape)][1]
 
     def _variant(self, trial: Trial) -> Variant:
         refused = (*self.refused, *(f"{name}@{where}" for name, where in self._refused_places))
@@ -310,9 +314,9 @@ class Search:
                     variant, made_of = self._variant(trial), {}
                     continue
                 free = self._with_best_settings(traced, settings, only_free=True)
-                any_ = free if self._fits(free) else self._with_best_settings(traced, settings)
-                made = made_of[solution.chosen] = free if only_free else any_
-                best = self._better(best, (any_, variant, solution))
+                fastest = free if self._fits(free) else self._with_best_settings(traced, settings)
+                made = made_of[solution.chosen] = free if only_free else fastest
+                best = self._better(best, (fastest, variant, solution))
             fits = self._fits(made)
             if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
                 break
@@ -365,7 +369,7 @@ class Search:
         that fits, or what holds least. `only_free`: with those that take no time."""
         if self._fits(trial):
             return trial
-        options = [o for name in sorted(settings) for o in techniques()[name].options(trial.tape, self.bench.card)]
+        options = [o for name in sorted(settings) for o in self._offers(name, trial.tape)]
         others = self._with_all_settings(trial, [o for o in options if not (only_free and o.seconds > 0)])
         return min(others, key=lambda t: (not self._fits(t), t.seconds if self._fits(t) else 0.0, t.high_bytes))
 
