@@ -4,15 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cpu.benches import CARD, arguments_of_bench
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.devices.catalogue import find
 from tightfit.fit import advice
 from tightfit.fit.trials import Bench, Trial
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.units import parse
 
-CARD = "RTX 4090"
 WORKLOAD = """
 import torch
 from torch import nn
@@ -54,18 +53,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trial(file: Path, **parameters: int) -> Trial:
-    bench = Bench(
-        target=GeneratorFunction(location=str(file), function="workload", parameters=parameters),
-        label="decoder",
-        device=CARD,
-        card=find(CARD),
-        settings=AllocatorSettings(),
-        calibration=None,
-        num_steps=2,
-        show_output=False,
-        say=lambda _: None,
-    )
-    return bench.trial(())
+    target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
+    return Bench(**arguments_of_bench(target, "decoder")).trial(())
 
 
 def size_in(text: str) -> int:

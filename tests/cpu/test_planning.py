@@ -3,17 +3,15 @@
 import pytest
 import torch
 from tests.conformance.models import workload
+from tests.cpu.benches import arguments_of_bench
 
 from tightfit.capture.targets import GeneratorFunction
-from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit.planning import Allowed, Limits, Search
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner.option import Option
-from tightfit.simulate.settings import AllocatorSettings
 
 torch.set_num_threads(1)
-CARD = "RTX 4090"
 
 
 def test_a_limit_is_lowered_by_what_was_too_much_and_raised_by_what_was_left() -> None:
@@ -48,19 +46,9 @@ class FailingBench(Bench):
     """A bench on which some techniques cannot be put."""
 
     def __init__(self, *failing: str) -> None:
-        super().__init__(
-            target=GeneratorFunction(
-                location=workload.__globals__["__file__"], function="workload", parameters={"model": "llama"}
-            ),
-            label="llama",
-            device=CARD,
-            card=find(CARD),
-            settings=AllocatorSettings(),
-            calibration=None,
-            num_steps=2,
-            show_output=False,
-            say=lambda _: None,
-        )
+        where = workload.__globals__["__file__"]
+        target = GeneratorFunction(location=where, function="workload", parameters={"model": "llama"})
+        super().__init__(**arguments_of_bench(target, "llama"))
         self.failing = failing
 
     def trial(self, options: tuple[Option, ...] | list[Option]) -> Trial:

@@ -1,0 +1,24 @@
+"""What a bench of trials is made of where a test cares for the workload alone."""
+
+from typing import Any
+
+from tightfit.capture.targets import Target
+from tightfit.devices.catalogue import find
+from tightfit.simulate.settings import AllocatorSettings
+
+CARD = "RTX 4090"
+
+
+def arguments_of_bench(target: Target, label: str) -> dict[str, Any]:
+    """The arguments of `Bench` for two steps of `target` on `CARD`, with torch's own settings of the allocator."""
+    return {
+        "target": target,
+        "label": label,
+        "device": CARD,
+        "card": find(CARD),
+        "settings": AllocatorSettings(),
+        "calibration": None,
+        "num_steps": 2,
+        "show_output": False,
+        "say": lambda _: None,
+    }
