@@ -111,7 +111,8 @@ class Session:
 
         for optimizer in self.optimizers:
             handle = optimizer.register_step_pre_hook(before_step)
-            optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(handle.id, last=False)
             self.when_undone(handle.remove)
         self.wrap_forward(self.model, self._checked)
 
