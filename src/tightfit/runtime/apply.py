@@ -69,6 +69,8 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
         except BaseException:
             session.undo()
             raise
+    if by_name:
+        session.guard()
 
 
 def choices_for(choices: Iterable[Choice], model: torch.nn.Module, *, is_first: bool) -> list[Choice]:
