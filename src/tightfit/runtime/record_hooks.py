@@ -6,7 +6,6 @@ it has no hook, and put back. A step ends when an optimizer has stepped; where t
 
 import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from tightfit.deaths import WeakTable
 from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
 
 # An optimizer that never steps must not keep the others' steps from ending.
@@ -36,9 +36,9 @@ class RunHooks:
         self.num_steps = 0
         self._emit = emit
         self._modules: list[str] = []
-        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._paths: WeakTable[torch.nn.Module, str] = WeakTable()
         self._phases = [OTHER]
-        self._num_steps_of: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
         self._is_told_by_user = False
         self._run_backward: Any = None
         self._handles: list[RemovableHandle] = []
@@ -47,18 +47,18 @@ class RunHooks:
         """Begins to follow."""
         # An optimizer that the program has dropped and that waits for a collection would be waited for: steps end with the slowest.
         gc.collect()
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        # One after the other, so that an interrupt on the way leaves none that `remove` does not know.
+        self._handles.append(register_module_forward_pre_hook(self._enter_module))
+        self._handles.append(register_module_forward_hook(self._leave_module, always_call=True))
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
         self._run_backward = torch.autograd._engine_run_backward
         torch.autograd._engine_run_backward = self._backward
 
     def remove(self) -> None:
         """Takes all hooks away, and notes what is held now."""
-        torch.autograd._engine_run_backward = self._run_backward
+        if self._run_backward is not None:
+            torch.autograd._engine_run_backward = self._run_backward
         for handle in self._handles:
             handle.remove()
         self._emit("held", "", held_tensors())
