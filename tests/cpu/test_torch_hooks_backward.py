@@ -111,18 +111,20 @@ def test_a_pass_that_concerns_nobody_runs_with_its_own_arguments_and_frees_its_g
 
 
 def test_observers_are_around_owners_whoever_came_first() -> None:
+    order: list[bool] = []
+
+    class Ordered(Owner):
+        def around_backward(self, backward: BackwardPass) -> Any:
+            order.append(self.parameters is None)
+            return super().around_backward(backward)
+
     for observer_first in (True, False):
-        layer, order = _layer(), []
-
-        class Ordered(Owner):
-            def around_backward(self, backward: BackwardPass) -> Any:
-                order.append(self.parameters is None)
-                return super().around_backward(backward)
-
+        layer = _layer()
         owners = [Ordered(None), Ordered(set(layer.parameters()))]
         leave = [on_backward(owner) for owner in (owners if observer_first else owners[::-1])]
         _loss(layer).backward()
         assert order == [True, False]
+        order.clear()
         for each in leave:
             each()
 

@@ -1,8 +1,10 @@
 """A name that is replaced stands for its old object again once nobody needs it, in whatever order owners and other people come and go."""
 
+import _thread
 import functools
 import gc
 import itertools
+import signal
 import subprocess
 import sys
 import types
@@ -70,6 +72,20 @@ def test_an_owner_that_is_collected_has_left(library: Any) -> None:
     name.enter(owner)
     del owner
     gc.collect()
+    assert library.compute is plain
+
+
+def test_an_interrupt_that_arrives_while_an_owner_is_collected_is_not_lost(library: Any) -> None:
+    plain, name = library.compute, replaced()
+
+    owner = Owner()
+    name.enter(owner)
+    # The youngest reference is called first, by code in C: the interrupt is handled at the next instruction of Python, wherever that is.
+    interrupt = functools.partial(next, map(_thread.interrupt_main, itertools.repeat(signal.SIGINT)))
+    interrupting = weakref.ref(owner, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        del owner
+        len(str(interrupting))
     assert library.compute is plain
 
 

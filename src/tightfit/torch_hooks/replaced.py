@@ -7,29 +7,22 @@ no owner; it is used again when an owner comes, so that nothing is stacked.
 
 import functools
 import itertools
+import operator
 import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from tightfit.torch_hooks.manifest import Name
 
 Owner = TypeVar("Owner")
-Leave = Callable[[], None]
+Leave = Callable[[], object]
 # Takes what the name stood for before and what tells the owners, and gives what stands there while there are owners.
 Put = Callable[[Callable[..., Any], Callable[[], list[Owner]]], Callable[..., Any]]
 
 _MOST_LOOKED_AT = 500
-
-
-class _OwnerReference(weakref.ref[Owner]):
-    """A weak reference that knows its number."""
-
-    __slots__ = ("number",)
-
-    number: int
 
 
 class Replaced(Generic[Owner]):
@@ -42,14 +35,15 @@ class Replaced(Generic[Owner]):
     def __init__(self, known: Name, put: Put[Owner]) -> None:
         self.known = known
         self._put = put
-        self._references: dict[int, _OwnerReference[Owner]] = {}
+        self._references: dict[int, weakref.ref[Owner]] = {}
         self._numbers = itertools.count()
         # An owner may be collected, and leave, while another one enters in the same thread.
         self._lock = threading.RLock()
-        self._holder: Any = None
-        self._ours: weakref.ref[Callable[..., Any]] | None = None
+        self._ours: Any = None
         self._inner: Any = None
         self._layer = 0
+        # What to put there instead of what stands there, by that and by how many owners there are.
+        self._instead: dict[tuple[int, int], Any] = {}
 
     def enter(self, owner: Owner) -> Leave:
         """Has `owner` among the owners until what is returned is called, or `owner` is collected.
@@ -57,58 +51,54 @@ class Replaced(Generic[Owner]):
         Raises:
             ApplyError: the installed library has no such name.
         """
+        holder = self.known.holder()
         with self._lock:
             number = next(self._numbers)
-            reference = _OwnerReference(owner, self._collected)
-            reference.number = number
-            self._references[number] = reference
+            leave = self._leave(holder, number)
+            self._references[number] = weakref.ref(owner, leave)
             try:
-                self._install()
+                self._install(holder)
             except BaseException:
-                self._leave(number)
+                leave(None)
                 raise
-        return functools.partial(self._leave, number)
+        return functools.partial(leave, None)
 
     def owners(self) -> list[Owner]:
         """The owners that are there, in the order in which they entered."""
         living = (reference() for reference in list(self._references.values()))
         return [owner for owner in living if owner is not None]
 
-    def _owners_of(self, layer: int) -> list[Owner]:
+    def _owners_of(self, holder: Any, layer: int) -> list[Owner]:
         if layer != self._layer:
             return []
-        if not self._references:
-            self._restore()  # somebody has taken away again what was around this one
+        with self._lock:
+            if not self._references and vars(holder)[self.known.name] is self._ours:
+                # Somebody has taken away again what was around this one.
+                setattr(holder, self.known.name, self._inner)
         return self.owners()
 
-    def _install(self) -> None:
-        self._holder = self.known.holder()
-        ours, current = self._ours and self._ours(), vars(self._holder)[self.known.name]
-        if ours is not None and _leads_to(current, ours):
+    def _install(self, holder: Any) -> None:
+        current = vars(holder)[self.known.name]
+        if self._ours is not None and _leads_to(current, self._ours):
             return
         self._layer += 1
-        made = self._put(current, functools.partial(self._owners_of, self._layer))
-        # The name itself keeps what is put there, or somebody who has put something around it does.
-        self._ours, self._inner = weakref.ref(made), current
-        setattr(self._holder, self.known.name, made)
+        self._inner = current
+        self._ours = self._put(current, functools.partial(self._owners_of, holder, self._layer))
+        self._instead.clear()
+        self._instead[id(self._ours), 0] = current
+        setattr(holder, self.known.name, self._ours)
 
-    def _collected(self, reference: Any) -> None:
-        # This may run while the interpreter ends, when this module's own names are gone already.
-        self._leave(reference.number)
+    def _leave(self, holder: Any, number: int) -> Callable[[object], object]:
+        """Takes the owner of this number away, and if it was the last one and ours stands there, puts back what stood there.
 
-    def _leave(self, number: int) -> None:
-        with self._lock:
-            self._references.pop(number, None)
-            self._restore()
-
-    def _restore(self) -> None:
-        with self._lock:
-            ours = self._ours and self._ours()
-            if ours is None or self._references:
-                return
-            if vars(self._holder)[self.known.name] is ours:
-                setattr(self._holder, self.known.name, self._inner)
-                self._ours = self._inner = None
+        It runs no Python code, as it is called when an owner is collected: see `tightfit.deaths`. Whatever it is called with is ignored.
+        """
+        name, always = self.known.name, itertools.repeat
+        now, now_too = itertools.tee(map(operator.getitem, always(vars(holder)), always(name)))
+        place = zip(map(id, now), map(len, always(self._references)), strict=True)
+        left = map(self._references.pop, always(number), always(None))
+        put = map(setattr, always(holder), always(name), map(self._instead.get, place, now_too))
+        return functools.partial(cast(Callable[..., object], next), zip(left, put, strict=True))
 
 
 def _leads_to(start: Any, wanted: Any) -> bool:
