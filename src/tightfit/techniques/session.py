@@ -20,7 +20,7 @@ from tightfit.techniques.forwards import Around, wrap_forward
 Undo = Callable[[], None]
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
