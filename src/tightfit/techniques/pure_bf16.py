@@ -15,7 +15,7 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Category, Tape
 from tightfit.techniques.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
-from tightfit.techniques.optimizer_steps import check_separable, replace_step
+from tightfit.techniques.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.rounding import LowPrecisionUpdate, Rounding, WideStates
 from tightfit.techniques.session import Session
@@ -69,7 +69,7 @@ class PureBf16(AbstractTechnique):
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
         for optimizer, update in zip(session.optimizers, updates, strict=True):
-            replace_step(session, optimizer, update)
+            update_within_step(session, optimizer, update)
             wide = WideStates()
             session.when_undone(optimizer.register_load_state_dict_pre_hook(wide.before).remove)
             session.when_undone(optimizer.register_load_state_dict_post_hook(wide.after).remove)

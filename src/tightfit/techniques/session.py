@@ -26,7 +26,7 @@ class Session:
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
     on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    `failure` is the first refusal that came after the plan was put on, until the session is undone.
+    `check_steps` is how many first steps are checked before what they use is relied on. `failure` is the first refusal that came after the plan was put on, until the session is undone.
     """
 
     model: torch.nn.Module
@@ -35,6 +35,7 @@ class Session:
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
     failure: ApplyError | None = None
+    check_steps: int = 2
     _is_guarded: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
 
