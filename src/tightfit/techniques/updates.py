@@ -44,6 +44,22 @@ class _Stepper:
     settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(slots=True)
+class _Standing:
+    """What stood on parameters when a backward pass came: zeros, and what an update has used up, which nothing can be added to."""
+
+    zeros: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+    used: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Zeros where no gradient has come; what is used up stays so, for the script to clear before it can step again."""
+        for parameter, gradient in self.zeros.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        for parameter, gradient in self.used.items():
+            parameter.grad = gradient
+
+
 class Updates:
     """Around the backward passes and the steps of the optimizers of one session, whose parameters `updates` update one by one.
 
@@ -117,19 +133,22 @@ class Updates:
         self.session.check()
         owned = self._owned()
         reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
-        zeroed = self._clear_way(reached)
+        standing = self._clear_way(reached)
+        for parameter in standing.used:
+            del reached[parameter]
         reason = self._reason_against(backward, reached)
         try:
-            if reason:
-                self._left_to_torch(reason)
-                return backward.run()
-            if self._is_safe_in_one_pass():
-                return self._run_and_update(backward, reached, zeroed)
-            return self._run_and_keep(backward, reached, zeroed)
+            with told_of_gradients(standing.used, _drop):
+                if not reached:
+                    return backward.run()
+                if reason:
+                    self._left_to_torch(reason)
+                    return backward.run()
+                if self._is_safe_in_one_pass():
+                    return self._run_and_update(backward, reached, standing.zeros)
+                return self._run_and_keep(backward, reached, standing.zeros)
         finally:
-            for parameter, gradient in zeroed.items():
-                if parameter.grad is None:
-                    parameter.grad = gradient
+            standing.put_back()
 
     def _run_and_keep(
         self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
@@ -158,28 +177,30 @@ class Updates:
             if parameter.requires_grad
         }
 
-    def _clear_way(self, reached: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Makes place for the gradients that come; returns the zeros that they will be added to.
+    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+        """Makes place for the gradients that come, and returns what stood there: zeros that they are added to, and what is used up.
 
         Raises:
-            ApplyError: they would be added to what is used up.
+            ApplyError: they would be added to gradients of which an update has been made, and the step that was to has not come.
         """
+        if self._used:
+            raise self.session.refuse(
+                f"a second backward pass comes before the optimizer's step, and the first one has used up its gradients; {REMEDY}"
+            )
         self._kept = [kept for kept in self._kept if kept.waiting]
-        zeroed = {}
+        standing = _Standing()
         for parameter in reached:
             deferred = deferred_gradient(parameter)
-            if deferred is None:
+            if deferred is None or parameter.grad is None:
                 continue
-            if deferred.state == "used":
-                raise self.session.refuse(
-                    f"a backward pass adds to gradients that an update has used up: they were not cleared after the step, or it has not come; {REMEDY}"
-                )
             if deferred.state == "deferred":
                 self._make_all()
             if deferred.state == "zero":
-                zeroed[parameter], parameter.grad = parameter.grad, None
+                standing.zeros[parameter], parameter.grad = parameter.grad, None
+            elif deferred.state == "used":
+                standing.used[parameter], parameter.grad = parameter.grad, None
             settle(parameter)
-        return zeroed  # type: ignore[return-value]
+        return standing
 
     def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
         """Why this pass is left to torch; empty where it is not."""
@@ -260,20 +281,20 @@ class Updates:
     def _step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; the parameters that it has nothing to do for any more."""
         stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
+        for parameter in groups:
+            deferred = deferred_gradient(parameter)
+            if deferred is None:
+                continue
+            if deferred.state == "used" and parameter not in self._used:
+                raise self.session.refuse(
+                    f"{type(optimizer).__name__} is stepped with gradients that an update has used up and that were not cleared since; {REMEDY}"
+                )
+            if deferred.state == "zero":
+                deferred.whole()
         done = self._step_after_one_pass(optimizer, groups) if self._used else self._second_pass(optimizer, groups)
         for parameter, group in groups.items():
             settle(parameter)
-            deferred = deferred_gradient(parameter)
-            if parameter in done or parameter.grad is None:
-                continue
-            if deferred is not None and deferred.state == "zero":
-                deferred.whole()
-                settle(parameter)
-            if deferred is not None and deferred.state == "used":
-                raise self.session.refuse(
-                    f"{type(optimizer).__name__} is stepped with gradients that an update has used up; {REMEDY}"
-                )
-            if stepper.updates_all:
+            if stepper.updates_all and parameter not in done and parameter.grad is not None:
                 stepper.update(parameter, group)
                 done[parameter] = None
         stepper.num_hooks = _num_hooks(optimizer)
@@ -353,6 +374,10 @@ class Updates:
         if kept:
             self._num_clean = 0
             self._num_read += 1
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _weakly(updates: Updates) -> Callable[[str], ApplyError]:

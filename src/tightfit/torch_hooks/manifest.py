@@ -121,6 +121,12 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
+STORAGE_USES = Name(
+    module="torch._C",
+    name="_storage_Use_Count",
+    purpose="to tell a gradient that somebody else has a view of",
+    versions=_TORCH,
+)
 
 REPLACED = (
     RUN_BACKWARD,
@@ -131,4 +137,4 @@ REPLACED = (
     TRAINER_STEP,
     CUDA_IS_AVAILABLE,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, STORAGE_USES)
