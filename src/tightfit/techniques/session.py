@@ -7,17 +7,47 @@ A technique that finds out while the program runs that it cannot go on rightly r
 it is undone: a program that swallows the error meets it again at its next forward or step.
 """
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import Around, wrap_forward
+from tightfit.techniques.forwards import Around, OnlyHere, wrap_forward
+from tightfit.techniques.layers import Layer
 
 Undo = Callable[[], None]
+
+
+class _Refusal(OnlyHere):
+    """The first refusal that came after the plan was put on, and the code around the model's forward and the optimizers' steps that asks for it.
+
+    It does not know its session, which would keep the model alive for as long as an optimizer lives.
+    """
+
+    def __init__(self) -> None:
+        self.error: ApplyError | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            # Not the same object: each raise would add to its traceback.
+            again = ApplyError(str(self.error), technique=self.error.technique, places=self.error.places)
+            raise again from self.error
+
+    def before_step(self, *_: object) -> None:
+        self.check()
+
+    def forget(self) -> None:
+        self.error = None
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.check()
+        return forward(*args, **kwargs)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
@@ -26,7 +56,6 @@ class Session:
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
     on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    `failure` is the first refusal that came after the plan was put on, until the session is undone.
     """
 
     model: torch.nn.Module
@@ -34,8 +63,9 @@ class Session:
     loop: Any = None
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
-    failure: ApplyError | None = None
+    _refusal: _Refusal = dataclasses.field(default_factory=_Refusal)
     _is_guarded: bool = False
+    _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
 
     def module(self, where: str) -> torch.nn.Module:
@@ -57,22 +87,50 @@ class Session:
             ) from None
 
     def when_undone(self, undo: Undo) -> None:
-        """`undo` is run when the session is undone, before all that were given earlier."""
+        """`undo` is run when the session is undone, before all that were given earlier; twice, if an interrupt cuts it short."""
         self._undo.append(undo)
+        self._is_over = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to undo."""
+        return bool(self._undo)
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again."""
+        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again.
+
+        What somebody else sets there meanwhile stays. A function that they call from there does from then on what was there before.
+        """
         own = vars(holder)
-        if name in own:
-            before = own[name]
-            self.when_undone(lambda: setattr(holder, name, before))
+        had, before = name in own, own.get(name)
+        if callable(value) and not isinstance(value, type | torch.nn.Module):
+            value = Layer(holder, name, value, before)
+            self.when_undone(value.take_off)
         else:
-            self.when_undone(lambda: delattr(holder, name))
+            self.when_undone(lambda: _put_back(holder, name, value, had=had, before=before))
         setattr(holder, name, value)
 
     def wrap_forward(self, module: torch.nn.Module, around: Around) -> None:
-        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given."""
-        self.set(module, "forward", wrap_forward(module, around))
+        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given.
+
+        A copy of the module is wrapped likewise, by the same function or by a copy of what has `__deepcopy__`, but not by an `OnlyHere`.
+        """
+        wrapped = wrap_forward(module, around)
+        self.when_undone(wrapped.take_off)
+        wrapped.put_on()
+
+    def hook(self, register: Callable[[Any], RemovableHandle], function: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook for the time of the session: `session.hook(optimizer.register_step_pre_hook, function)`."""
+        handles: list[RemovableHandle] = []
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        self.when_undone(remove)
+        # In one call of C, so that no interrupt comes between.
+        handles.extend(map(register, (function,)))
+        return handles[0]
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """The error to raise where user code runs already: `raise session.refuse(...)`.
@@ -80,10 +138,18 @@ class Session:
         From here on the model's forwards with gradients and its optimizers' steps raise it again, until the session is undone. Of several
         refusals the first one stays; threads of the backward pass may call this.
         """
-        if self.failure is None:
-            self.failure = ApplyError(message, technique=technique, places=places)
+        if self._is_over:
+            # What is left of a backward pass, say, from before the session was undone.
+            return ApplyError(message, technique=technique, places=places)
+        if self._refusal.error is None:
+            self._refusal.error = ApplyError(message, technique=technique, places=places)
             self.guard()
-        return self.failure
+        return self._refusal.error
+
+    @property
+    def failure(self) -> ApplyError | None:
+        """The first refusal that came after the plan was put on, until the session is undone."""
+        return self._refusal.error
 
     def check(self) -> None:
         """Does nothing in a session that has refused nothing.
@@ -91,10 +157,7 @@ class Session:
         Raises:
             ApplyError: it has; the message is that of the first refusal.
         """
-        if self.failure is not None:
-            # Not the same object: each raise would add to its traceback.
-            failure = self.failure
-            raise ApplyError(str(failure), technique=failure.technique, places=failure.places) from failure
+        self._refusal.check()
 
     def guard(self) -> None:
         """Has the model's forwards with gradients and its optimizers' steps call `check`, before all else that is around them.
@@ -104,33 +167,64 @@ class Session:
         if self._is_guarded:
             return
         self._is_guarded = True
-        self.when_undone(self._is_free)
-
-        def before_step(*_: object) -> None:
-            self.check()
-
+        self.when_undone(self._refusal.forget)
         for optimizer in self.optimizers:
-            handle = optimizer.register_step_pre_hook(before_step)
+            handle = self.hook(optimizer.register_step_pre_hook, self._refusal.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
-            self.when_undone(handle.remove)
-        self.wrap_forward(self.model, self._checked)
-
-    def _is_free(self) -> None:
-        self._is_guarded, self.failure = False, None
-
-    def _checked(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.check()
-        return forward(*args, **kwargs)
+        self.wrap_forward(self.model, self._refusal)
 
     def undo(self) -> None:
-        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them."""
+        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them.
+
+        All steps of it are taken. If some fail, the first error is raised at the end, and tells of the others. What an interrupt has cut short is
+        done again.
+        """
+        self._is_over, self._is_guarded = True, False
+        errors: list[BaseException] = []
+        try:
+            self._undo_all(errors)
+        except KeyboardInterrupt as interrupt:
+            errors.append(interrupt)
+            self._undo_all(errors)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and while undoing: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def _undo_all(self, errors: list[BaseException]) -> None:
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo[-1]()
+            except Exception as error:  # noqa: BLE001 - the other steps are taken first
+                errors.append(error)
+            self._undo.pop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        """In a copy of an object that holds a session, one with nothing on the copied model and optimizers."""
+        return Session(
+            model=copy.deepcopy(self.model, memo),
+            optimizers=[copy.deepcopy(optimizer, memo) for optimizer in self.optimizers],
+            loop=copy.deepcopy(self.loop, memo),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_plan, (self.model, list(self.optimizers))
+
+
+def _without_plan(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+    return Session(model=model, optimizers=optimizers)
+
+
+def _put_back(holder: Any, name: str, value: Any, *, had: bool, before: Any) -> None:
+    if vars(holder).get(name) is value:
+        if had:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
