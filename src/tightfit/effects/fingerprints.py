@@ -61,9 +61,9 @@ class Fingerprints(TorchDispatchMode):
         _entered().append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _entered().remove(self)
-        super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
