@@ -69,11 +69,12 @@ class Closeness:
             or next((f"the random state of {n} differs" for n, s in plain.random.items() if not _same(s, found.random[n])), "")
         )  # fmt: skip
 
-    def weights_differ(self, begin: Snapshot, plain: Snapshot, found: Snapshot) -> str:
-        """Only the weights."""
+    def weights_differ(self, begin: Snapshot, plain: Snapshot, found: Snapshot, but: tuple[str, ...] = ()) -> str:
+        """Only the weights, but those whose names end with one of `but`."""
+        of_plain, of_found = ({n: v for n, v in s.weights.items() if not n.endswith(but)} for s in (plain, found))
         if self.is_lossy:
-            return _moved_elsewhere(begin.weights, plain.weights, found.weights)
-        return Closeness(is_bitwise=False, is_lossy=False).difference(plain.weights, found.weights, "weights")
+            return _moved_elsewhere(begin.weights, of_plain, of_found)
+        return Closeness(is_bitwise=False, is_lossy=False).difference(of_plain, of_found, "weights")
 
 
 def _moved_elsewhere(begin: Values, plain: Values, found: Values) -> str:

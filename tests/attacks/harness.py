@@ -123,7 +123,7 @@ def _trained_wrongly(closeness: Closeness, plain: Trial, trial: Trial, refusal: 
     begin, number = plain.snapshots[0], refusal.num_steps
     # A refusal may come after an update that was right.
     right = plain.snapshots[max(0, number) : number + 2]
-    differences = [closeness.weights_differ(begin, each, refusal.snapshot) for each in right]
+    differences = [closeness.weights_differ(begin, each, refusal.snapshot, trial.volatile) for each in right]
     if all(differences):
         return differences[0]
     after = [*(each.snapshot for each in trial.refusals[1:]), *trial.snapshots[number + 1 :]]

@@ -52,6 +52,7 @@ class Trial:
         self.notes: list[tuple[str, Any]] = []
         self.refusals: list[Refusal] = []
         self.num_choices = 0
+        self.volatile: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Session | None:
         """Puts the technique on the model with its optimizers, where it has a place there; the session, None in a plain run."""
@@ -72,6 +73,10 @@ class Trial:
         self.models.append(model)
         if len(self.snapshots) < 2:
             self.snapshots[:] = [self.snapshot()]
+
+    def forward_writes(self, *endings: str) -> None:
+        """Weights whose names end so are written by the program's own forward: a refusal in the middle of one may find them written or not."""
+        self.volatile += endings
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a value that the program sees: a loss, a gradient, what a hook was called with."""
