@@ -57,6 +57,7 @@ def run(attack: Attack, variant_name: str) -> Verdict:
         return _judged(variant, plain, found)
     finally:
         _take_off(found.trial)
+        _put_torch_back()
 
 
 @functools.cache
@@ -172,6 +173,16 @@ def _left_behind(trial: Trial) -> str:
 # torch wraps the step of an optimizer's class when the first is made.
 for _optimizer in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):
     _optimizer([torch.zeros(1)])
+
+
+def _put_torch_back() -> None:
+    """What a session left in torch is in its own verdict, and not in the next one's."""
+    for owner, names in _TORCH.items():
+        for name, value in names.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
 _TORCH = {
     owner: dict(vars(owner))
     for owner in (
