@@ -67,7 +67,7 @@ class Verdict:
         return Verdict()
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
