@@ -20,7 +20,9 @@ Around = Callable[..., Any]
 
 
 class OnlyHere:
-    """Code around a forward that belongs to this module and its session: copies of the module do without it."""
+    """Code around a forward, or what has a method that is, that belongs to one module and its session: copies of the module do without it."""
+
+    __slots__ = ()
 
 
 def through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +102,7 @@ class WrappedForward:
         module, previous = copy.deepcopy(self.module, memo), self.previous
         if isinstance(previous, types.MethodType | WrappedForward):
             previous = copy.deepcopy(previous, memo)
-        if self.around is through or isinstance(self.around, OnlyHere):
+        if self.around is through or isinstance(getattr(self.around, "__self__", self.around), OnlyHere):
             return types.MethodType(type(module).forward, module) if previous is None else previous
         # Code that is an object of its own may belong to the module; a function is shared, as functions are.
         around = copy.deepcopy(self.around, memo) if hasattr(self.around, "__deepcopy__") else self.around

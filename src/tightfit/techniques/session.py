@@ -21,33 +21,53 @@ from tightfit.techniques.forwards import Around, OnlyHere, wrap_forward
 from tightfit.techniques.layers import Layer
 
 Undo = Callable[[], None]
+CHECK_STEPS = 2
+"""In how many of its first calls what a technique does is compared with the plain run."""
 
 
-class _Refusal(OnlyHere):
-    """The first refusal that came after the plan was put on, and the code around the model's forward and the optimizers' steps that asks for it.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Verdict(OnlyHere):
+    """Whether something was refused after a plan was put on: `failure` is the first such error."""
 
-    It does not know its session, which would keep the model alive for as long as an optimizer lives.
-    """
+    failure: ApplyError | None = None
 
-    def __init__(self) -> None:
-        self.error: ApplyError | None = None
+    def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
+        """As `Session.refuse`, for code around a model, which must not keep the model's session."""
+        if self.failure is None:
+            self.failure = ApplyError(message, technique=technique, places=places)
+        return self.error()
+
+    def error(self) -> ApplyError:
+        """What to raise: another object each time, since each raise adds to a traceback."""
+        assert self.failure is not None
+        return ApplyError(str(self.failure), technique=self.failure.technique, places=self.failure.places)
 
     def check(self) -> None:
-        if self.error is not None:
-            # Not the same object: each raise would add to its traceback.
-            again = ApplyError(str(self.error), technique=self.error.technique, places=self.error.places)
-            raise again from self.error
+        """Does nothing where nothing was refused.
 
-    def before_step(self, *_: object) -> None:
-        self.check()
+        Raises:
+            ApplyError: something was; the message is that of the first refusal.
+        """
+        if self.failure is not None:
+            raise self.error() from self.failure
 
     def forget(self) -> None:
-        self.error = None
+        """Nothing is refused any more."""
+        self.failure = None
 
-    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def before_step(self, *_: object) -> None:
+        """A hook before the step of an optimizer."""
+        self.check()
+
+    def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The code around the forward of a model."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
         return forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Verdict":
+        # A copy of the model or of its optimizer trains by itself.
+        return Verdict()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
@@ -55,15 +75,18 @@ class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
-    on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
+    on the model; None elsewhere. In the first `check_steps` calls of what a technique was put on, its results are compared with plain ones; 0 where
+    tensors have no values, on the virtual GPU. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
+    What is around the model keeps the `verdict`, and neither the session nor the model.
     """
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     loop: Any = None
+    check_steps: int = CHECK_STEPS
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
-    _refusal: _Refusal = dataclasses.field(default_factory=_Refusal)
+    verdict: Verdict = dataclasses.field(default_factory=Verdict)
     _is_guarded: bool = False
     _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
@@ -141,15 +164,15 @@ class Session:
         if self._is_over:
             # What is left of a backward pass, say, from before the session was undone.
             return ApplyError(message, technique=technique, places=places)
-        if self._refusal.error is None:
-            self._refusal.error = ApplyError(message, technique=technique, places=places)
+        if self.verdict.failure is None:
+            self.verdict.refuse(message, technique=technique, places=places)
             self.guard()
-        return self._refusal.error
+        return self.verdict.error()
 
     @property
     def failure(self) -> ApplyError | None:
         """The first refusal that came after the plan was put on, until the session is undone."""
-        return self._refusal.error
+        return self.verdict.failure
 
     def check(self) -> None:
         """Does nothing in a session that has refused nothing.
@@ -157,7 +180,7 @@ class Session:
         Raises:
             ApplyError: it has; the message is that of the first refusal.
         """
-        self._refusal.check()
+        self.verdict.check()
 
     def guard(self) -> None:
         """Has the model's forwards with gradients and its optimizers' steps call `check`, before all else that is around them.
@@ -167,12 +190,12 @@ class Session:
         if self._is_guarded:
             return
         self._is_guarded = True
-        self.when_undone(self._refusal.forget)
+        self.when_undone(self.verdict.forget)
         for optimizer in self.optimizers:
-            handle = self.hook(optimizer.register_step_pre_hook, self._refusal.before_step)
+            handle = self.hook(optimizer.register_step_pre_hook, self.verdict.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
-        self.wrap_forward(self.model, self._refusal)
+        self.wrap_forward(self.model, self.verdict.before_forward)
 
     def undo(self) -> None:
         """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them.
