@@ -27,11 +27,12 @@ from tightfit.runtime.apply import (
     num_parameters,
     planned_for,
     root_of,
+    undo_after,
     watch_inputs,
 )
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.loops import LoopWatch, is_of_loop
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
 
@@ -60,7 +61,7 @@ class _Live:
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
-    `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
+    `check_steps` is as in `Session`: none on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Attachment:
         planned: Sequence[Mapping[str, Any]] = (),
         on_apply: Callable[[Session], None] | None = None,
         tell: Tell = lambda _: None,
+        check_steps: int = CHECK_STEPS,
     ) -> None:
+        self._check_steps = check_steps
         self._choices = [c for c in choices if not is_of_loop(c)]
         self._of_loops = [c for c in choices if is_of_loop(c)]
         self._loops = LoopWatch(self._of_loops, lambda choice: self._applied.add((choice.technique, choice.where)))
@@ -180,7 +183,7 @@ class Attachment:
         else:
             planned = planned_for(self._planned, module)
         choices = self._those_inside(module, choices_for(self._choices, module, is_first=is_first))
-        session = apply_choices(choices, module, own)
+        session = apply_choices(choices, module, own, check_steps=self._check_steps)
         check = self._keep(session, choices, planned)
         root = Root(
             name=name,
@@ -202,7 +205,11 @@ class Attachment:
         for optimizer in session.optimizers:
             self._optimizers[optimizer] = weakref.ref(session.model)
         if choices or planned is not None:
-            return watch_inputs(session, planned, self._tell)
+            try:
+                return watch_inputs(session, planned, self._tell)
+            except BaseException as error:
+                undo_after(session, error)
+                raise
         return InputCheck(session, planned, self._tell)
 
     def _free_optimizers(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -236,7 +243,8 @@ class Attachment:
         # An optimizer that the program has dropped is gone with the session that knew it.
         del check
         gc.collect()
-        session = apply_choices(self._with_optimizers(live), module, self._free_optimizers(module))
+        optimizers = self._free_optimizers(module)
+        session = apply_choices(self._with_optimizers(live), module, optimizers, check_steps=self._check_steps)
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
         self._applied |= {(c.technique, c.where) for c in live.choices}
@@ -288,6 +296,8 @@ class Attachment:
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """As `tightfit.capture.trace.Preparation` has it: attaches the choices, and reports when the run is over."""
-    attachment = Attachment([Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()))
+    attachment = Attachment(
+        [Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()), check_steps=0
+    )
     attachment.install()
     return attachment.report
