@@ -110,10 +110,7 @@ def update_within_step(
     The parameters that it returns are not updated by the step itself.
     """
     innermost = _Innermost(update)
-    before, after = (
-        optimizer.register_step_pre_hook(innermost.before),
-        optimizer.register_step_post_hook(innermost.after),
-    )
-    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
-    session.when_undone(before.remove)
-    session.when_undone(after.remove)
+    session.hook(optimizer.register_step_pre_hook, innermost.before)
+    after = session.hook(optimizer.register_step_post_hook, innermost.after)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(after.id, last=False)

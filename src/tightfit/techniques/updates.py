@@ -16,14 +16,16 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
+from tightfit.techniques.forwards import OnlyHere
 from tightfit.techniques.kept_passes import REMEDY, KeptPass, told_of_gradients
 from tightfit.techniques.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
+from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
 # What one sees in a graph of hooks on modules, and of a recomputation in a backward pass of its own.
 _NODES_WITH_MORE = {
@@ -95,6 +97,7 @@ class Updates:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
         self.session.when_undone(on_backward(self))
+        self.session.when_undone(on_tensor_hooks(self))
         self.session.when_undone(self._end)
 
     def _end(self) -> None:
@@ -216,6 +219,8 @@ class Updates:
         for node in backward.nodes():
             if (reason := _NODES_WITH_MORE.get(type(node).__name__)) is not None:
                 return reason
+            if is_hooked(node):
+                return "a tensor inside the model has a hook on its gradient, or keeps it"
         return ""
 
     def _left_to_torch(self, reason: str) -> None:
@@ -229,8 +234,8 @@ class Updates:
 
     def _is_safe_in_one_pass(self) -> bool:
         """Whether the first steps have shown that each pass is followed by one step, and nothing about the optimizers' hooks is new."""
-        is_virtual = any(isinstance(parameter, FakeTensor) for parameter in self._owned())
-        needed = min(1, self.session.check_steps) if is_virtual else self.session.check_steps
+        # On the virtual GPU nothing is compared, and one step in two passes shows what it holds.
+        needed = max(1, self.session.check_steps)
         if any(_num_hooks(optimizer) != stepper.num_hooks for optimizer, stepper in self._steppers.items()):
             self._num_clean = 0
         return self._in_one_pass and self._num_clean >= needed and len(self._steppers) == 1 and not self._kept
@@ -328,7 +333,7 @@ class Updates:
         (kept,) = mine
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
         is_clean = self._is_clean(kept, optimizer)
-        if self._num_checked < self.session.check_steps and not isinstance(next(iter(parameters)), FakeTensor):
+        if self._num_checked < self.session.check_steps:
             kept.try_out()
             self._num_checked += 1
         try:
@@ -365,7 +370,7 @@ class Updates:
         """A sum over the bits of each parameter, which a write past its version changes; nothing where no step in one pass may follow."""
         if not self._in_one_pass:
             return {}
-        return {p: _sum_of_bits(p) for p in parameters if not isinstance(p, FakeTensor)}
+        return {p: _sum_of_bits(p) for p in parameters} if self.session.check_steps else {}
 
     def _make_all(self) -> None:
         kept, self._kept = self._kept, []
@@ -391,21 +396,20 @@ def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
     return refuse
 
 
-class _Between:
-    """Around the model's forward; around that of a copy, which nobody updates in a backward pass, it does nothing."""
+class _Between(OnlyHere):
+    """Around the model's forward; a copy of the model does without it."""
 
-    def __init__(self, updates: Updates | None) -> None:
-        self._updates = None if updates is None else weakref.ref(updates)
+    __slots__ = ("_updates",)
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        updates = None if self._updates is None else self._updates()
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        updates = self._updates()
         # What a recomputation calls is part of the backward pass.
-        if updates is not None and torch._C._current_graph_task_id() == -1:
+        if updates is not None and GRAPH_TASK_ID.value()() == -1:
             updates.forward_comes()
         return forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Between":
-        return _Between(None)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -5,12 +5,11 @@ pass makes new ones to add to them. What stands on a parameter instead is zeros 
 from then on only. A gradient that somebody else has a name or a view of is filled where it is.
 """
 
-import copy
 import functools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
@@ -72,10 +71,10 @@ class ZeroGrad(AbstractTechnique):
         """Puts a `zero_grad` that frees on the model and on every optimizer."""
         freed = _Freed()
         for optimizer in session.optimizers:
-            session.set(optimizer, "zero_grad", _FreeingOptimizer(optimizer, freed))
+            session.set(optimizer, "zero_grad", functools.partial(_zero_optimizer, weakref.ref(optimizer), freed))
             # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
             update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
-        session.set(session.model, "zero_grad", _FreeingModule(session.model, freed))
+        session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
         session.when_undone(freed.end)
 
 
@@ -133,40 +132,26 @@ def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
     return ()
 
 
-class _FreeingOptimizer:
+def _zero_optimizer(
+    known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True
+) -> None:
     """In place of `Optimizer.zero_grad`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, freed: _Freed) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._freed = freed
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        if set_to_none:
-            type(optimizer).zero_grad(optimizer)
-        else:
-            self._freed.zero(p for group in optimizer.param_groups for p in group["params"])
+    optimizer = known()
+    assert optimizer is not None
+    if set_to_none:
+        type(optimizer).zero_grad(optimizer)
+    else:
+        freed.zero(p for group in optimizer.param_groups for p in group["params"])
 
 
-class _FreeingModule:
-    """In place of `Module.zero_grad`; a copy or a pickle of the model has its own."""
-
-    def __init__(self, module: torch.nn.Module, freed: _Freed | None) -> None:
-        self._module = module
-        self._freed = freed
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        if set_to_none or self._freed is None:
-            type(self._module).zero_grad(self._module, set_to_none=set_to_none)
-        else:
-            self._freed.zero(self._module.parameters())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_FreeingModule":
-        return _FreeingModule(copy.deepcopy(self._module, memo), None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "zero_grad")
+def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_none: bool = True) -> None:
+    """In place of `Module.zero_grad`."""
+    module = known()
+    assert module is not None
+    if set_to_none:
+        type(module).zero_grad(module)
+    else:
+        freed.zero(module.parameters())
 
 
 def _kept(run: OptimizerTape) -> Column:
