@@ -19,8 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tightfit import faults, programs
 from tightfit.capture import targets
-from tightfit.errors import TightfitError
+from tightfit.errors import CaptureError, TightfitError, apply_error
 
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
@@ -45,17 +46,34 @@ def main(path: str) -> None:
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
     terminal = os.dup(2)
+    sys.unraisablehook = _note_unraisable
     try:
         with _quiet(request.show_output):
             answer = {"ok": True, "report": _trace(request, terminal)}
-    except TightfitError as error:
-        answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "details": vars(error)}
-    except SystemExit as error:
-        answer = {"ok": False, "kind": "CaptureError", "message": _ended_itself(request.label, error.code)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        answer = {"ok": False, "kind": "CaptureError", "message": _one_line(request.label, error)}
+        answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
     os._exit(0)
+
+
+def _failure(label: str, error: BaseException) -> dict[str, Any]:
+    """What is answered where `error` ended the trace: our own error, also where the program made another one of it, or the program's."""
+    own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
+    if own is None:
+        if isinstance(error, SystemExit):
+            own = CaptureError(_ended_itself(label, error.code))
+        else:
+            own = CaptureError(programs.one_line(label, error))
+    details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
+    trace = own.trace or "".join(traceback.format_exception(error))
+    return {"ok": False, "kind": type(own).__name__, "message": str(own), "details": details, "trace": trace}
+
+
+def _note_unraisable(unraisable: Any) -> None:
+    """Python drops what a callback of a weak reference raises; a fault of ours there would leave a wrong tape."""
+    if unraisable.exc_value is not None:
+        faults.note(unraisable.exc_value, "the capture")
+    sys.__unraisablehook__(unraisable)
 
 
 def _trace(request: Request, terminal: int) -> Any:
@@ -74,8 +92,16 @@ def _trace(request: Request, terminal: int) -> Any:
     report = _prepare(request.preparation)
     session.run(_target(request.target))
     progress.end()
+    _raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
+
+
+def _raise_what_was_swallowed() -> None:
+    """A program that goes on after an error of ours has run without what was asked for: its tape is not the answer."""
+    swallowed = faults.noted() or apply_error()
+    if swallowed is not None:
+        raise swallowed
 
 
 def _prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
@@ -143,17 +169,6 @@ def _quiet(show_output: bool) -> Iterator[None]:
 def _ended_itself(label: str, code: object) -> str:
     how = code if isinstance(code, str) else f"exit code {code or 0}"
     return f"{label} ended itself before its steps were over: {how} (--show-output shows what it printed)"
-
-
-def _one_line(label: str, error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "tightfit" not in f.filename.split(os.sep)]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    place = own[-1] if own else frames[-1] if frames else None
-    where = f" at {os.path.relpath(place.filename)}:{place.lineno}" if place else ""
-    said = str(error).strip().splitlines()
-    return f"{label} raised {type(error).__name__}{where}: {said[0] if said else '(no message)'}"
 
 
 if __name__ == "__main__":

@@ -86,7 +86,9 @@ def trace(
             raise errors.CaptureError(_death(label, child.returncode, said.decode(errors="replace")))
         result = json.loads(answer.read_text())
         if not result["ok"]:
-            raise getattr(errors, result["kind"])(result["message"], **result.get("details", {}))
+            error = getattr(errors, result["kind"])(result["message"], **result["details"])
+            error.trace = result["trace"]
+            raise error
         return Traced(tape=Tape.load(tape), report=result["report"])
 
 

@@ -26,9 +26,9 @@ class Bounds:
     budget
         What the process may hold on the card, such as 22GiB. Default: all of it.
     host
-        What techniques may move to the host's memory, such as 64GiB; nothing if not given.
+        Not used yet, and refused: what techniques may move to the host's memory.
     disk
-        What techniques may move to disk; nothing if not given.
+        Not used yet, and refused: what techniques may move to disk.
     allow
         A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
     """
@@ -106,6 +106,8 @@ def plan(
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
+        if bounds.host is not None or bounds.disk is not None:
+            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, **settings)
     if output is not None:

@@ -11,6 +11,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
+from tightfit.faults import answering, theirs
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
@@ -21,6 +22,7 @@ from tightfit.tape import Assumption, Tape
 from tightfit.units import parse
 
 
+@answering("the capture")
 def capture(
     target: str,
     *,
@@ -48,10 +50,16 @@ def capture(
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
     return trace(
-        parsed, label=target, device=device, num_steps=steps, show_output=show_output, meanwhile=meanwhile
+        parsed,
+        label=target,
+        device=device,
+        num_steps=steps,
+        show_output=show_output,
+        meanwhile=meanwhile and theirs(meanwhile),
     ).tape
 
 
+@answering("the estimate")
 def estimate(
     target: str | Tape,
     device: str,
@@ -94,6 +102,7 @@ def estimate(
     return cost(tape, card, settings, measured)
 
 
+@answering("the estimate")
 def cost(tape: Tape, card: Device, settings: AllocatorSettings, calibration: Calibration | None = None) -> Estimate:
     """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
     found = estimate_peak(tape, card, settings, calibration)
@@ -111,6 +120,7 @@ def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
     return AllocatorSettings.parse(alloc_conf)
 
 
+@answering("the replay")
 def replay(
     recording: str | os.PathLike[str],
     *,

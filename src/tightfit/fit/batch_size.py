@@ -14,6 +14,7 @@ from tightfit.capture.trace import DEFAULT_NUM_STEPS
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
+from tightfit.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.plan import allowed
 from tightfit.fit.planning import Found, Search
@@ -32,6 +33,7 @@ _CLOSE_ENOUGH = 0.02
 _CLOSE_ENOUGH_PLANNED = 0.1
 
 
+@answering("the search for a batch size")
 def batch_sizes(
     target: str,
     device: str,
@@ -63,7 +65,7 @@ def batch_sizes(
     budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
-    talk = say or (lambda _: None)
+    talk = theirs(say) if say is not None else lambda _: None
 
     def bench(size: int) -> Bench:
         return Bench(

@@ -23,6 +23,7 @@ from tightfit.devices.calibration import SCHEMA
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import TightfitError, UnknownDevice
+from tightfit.faults import internal_error
 from tightfit.runtime.calibrate import disk, host, kernels, launches, links, memory
 from tightfit.runtime.calibrate.card import CardInstruments
 from tightfit.runtime.calibrate.instruments import Findings, Instruments
@@ -35,7 +36,10 @@ def main(path: str) -> None:
     try:
         answer = {"ok": True, "content": _content(request)}
     except TightfitError as error:
-        answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+        answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "trace": error.trace}
+    except Exception as error:  # noqa: BLE001 - only our own code runs here
+        own = internal_error(error, "the calibration")
+        answer = {"ok": False, "kind": "InternalError", "message": str(own), "trace": own.trace}
     Path(f"{path}.answer").write_text(json.dumps(answer))
 
 

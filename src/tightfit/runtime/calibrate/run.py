@@ -41,5 +41,7 @@ def measure(*, device: str | None, virtual: bool, disk_folder: Path) -> dict[str
             )
         result = json.loads(answer.read_text())
     if not result["ok"]:
-        raise getattr(errors, result["kind"])(result["message"])
+        error = getattr(errors, result["kind"])(result["message"])
+        error.trace = result["trace"]
+        raise error
     return result["content"]
