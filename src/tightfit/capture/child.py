@@ -1,6 +1,6 @@
 """The process that a workload is traced in. Told what to do by a request file; leaves a tape, or one line that says why not.
 
-    python -m tightfit.capture.child REQUEST.json
+    python -m tightfit.capture.child REQUEST.json PARENT
 
 It imitates a card in torch's name throughout, so it is used for one capture and then ends.
 """
@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit import faults, programs
 from tightfit.capture import targets
+from tightfit.children import die_with_parent
 from tightfit.errors import CaptureError, TightfitError, apply_error
+
+if TYPE_CHECKING:
+    from tightfit.capture.steps import StepWatch
 
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
@@ -37,19 +41,21 @@ class Request:
     device: str
     num_steps: int
     tape: str
+    timeout_seconds: float
     show_output: bool
     preparation: dict[str, Any] | None
 
 
-def main(path: str) -> None:
-    """Traces what the request at `path` says, and ends the process."""
+def main(path: str, parent: str) -> None:
+    """Traces what the request at `path` says, and ends the process; at once where the process `parent` ends."""
+    die_with_parent(int(parent))
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
     terminal = os.dup(2)
     sys.unraisablehook = _note_unraisable
     try:
         with _quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, terminal)}
+            answer = {"ok": True, "report": _trace(request, path, terminal)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
@@ -76,7 +82,7 @@ def _note_unraisable(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def _trace(request: Request, terminal: int) -> Any:
+def _trace(request: Request, path: str, terminal: int) -> Any:
     try:
         from tightfit.capture.session import Session
     except ModuleNotFoundError as error:
@@ -90,11 +96,29 @@ def _trace(request: Request, terminal: int) -> Any:
     session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = _prepare(request.preparation)
-    session.run(_target(request.target))
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):
+        session.run(_target(request.target))
     progress.end()
     _raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
+
+
+@contextmanager
+def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Iterator[None]:
+    """Where no step ends for `timeout_seconds`, the process ends, and the stacks of all threads are in the file at `path`."""
+    with open(path, "w") as file:
+
+        def expect_a_step() -> None:
+            # The thread that waits runs no Python, so nothing that the program does can keep it.
+            faulthandler.dump_traceback_later(timeout_seconds, file=file, exit=True)
+
+        watch.on_step = expect_a_step
+        expect_a_step()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _raise_what_was_swallowed() -> None:
@@ -172,4 +196,4 @@ def _ended_itself(label: str, code: object) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -29,6 +29,7 @@ app = App(
     help_format="plaintext",
     help_epilogue="With --debug, any command shows the traceback of an error.",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative=(), show_default=False),
 )
 # The help of each is said here, so that `tightfit --help` imports none of them.

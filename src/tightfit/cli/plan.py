@@ -49,6 +49,7 @@ def plan(
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
+    timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     search: str | None = None,
@@ -72,6 +73,8 @@ def plan(
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
         How many steps to trace, 3 if not given; the worst one counts.
+    timeout
+        Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -100,6 +103,7 @@ def plan(
         "parameters": parameter,
         "options": model.given(),
         "steps": steps,
+        "timeout": timeout,
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,

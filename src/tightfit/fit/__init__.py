@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, trace
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -31,6 +31,7 @@ def capture(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tape:
@@ -54,6 +55,7 @@ def capture(
         label=target,
         device=device,
         num_steps=steps,
+        timeout_seconds=timeout,
         show_output=show_output,
         meanwhile=meanwhile and theirs(meanwhile),
     ).tape
@@ -68,6 +70,7 @@ def estimate(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -77,7 +80,7 @@ def estimate(
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced.
 
     Raises:
@@ -96,6 +99,7 @@ def estimate(
         parameters=parameters,
         options=options,
         steps=steps,
+        timeout=timeout,
         show_output=show_output,
         meanwhile=meanwhile,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
@@ -45,6 +45,7 @@ def batch_sizes(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -76,6 +77,7 @@ def batch_sizes(
             settings=settings,
             calibration=measured,
             num_steps=steps,
+            timeout_seconds=timeout,
             show_output=show_output,
             say=lambda what: talk(f"{parameter} {size}: {what}"),
         )
@@ -100,6 +102,7 @@ def batch_sizes(
         planned_too_large=planned_too_large,
         fastest=fastest(tried),
         tried=tuple(sorted(tried, key=lambda row: (row.size, bool(row.techniques)))),
+        failed=plain.failed | planned.failed,
     )
 
 
@@ -110,6 +113,7 @@ class _Plain:
         self.budget_bytes = budget_bytes
         self.rows: dict[int, BatchSize] = {}
         self.fault: CaptureError | None = None
+        self.failed: dict[int, str] = {}
         self._bench = bench
         self._benches: dict[int, Bench] = {}
 
@@ -124,6 +128,7 @@ class _Plain:
         except CaptureError as error:
             # A model may take no batch of this size; that is an end as well.
             self.fault = error
+            self.failed[size] = str(error)
             return None
         self.rows[size] = BatchSize(
             size=size,
@@ -142,6 +147,7 @@ class _Planned:
 
     def __init__(self, plain: _Plain, permitted: Any) -> None:
         self.rows: dict[int, BatchSize] = {}
+        self.failed: dict[int, str] = {}
         self._plain = plain
         self._permitted = permitted
 
@@ -149,7 +155,8 @@ class _Planned:
         """As `close_in` has it."""
         try:
             found: Found = Search(self._plain.bench(size), self._plain.budget_bytes, self._permitted).run()
-        except CaptureError:
+        except CaptureError as error:
+            self.failed[size] = str(error)
             return None
         best = found.best
         taken: tuple[Option, ...] = best.all_options()

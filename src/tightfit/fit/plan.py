@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, Preparation, trace
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -42,6 +42,7 @@ def plan(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -78,6 +79,7 @@ def plan(
         settings=settings,
         calibration=measured,
         num_steps=steps,
+        timeout_seconds=timeout,
         show_output=show_output,
         say=theirs(say) if say is not None else lambda _: None,
     )
