@@ -69,6 +69,8 @@ _CLASSES = {
     "accelerate.accelerator": ("Accelerator",),
     "accelerate.optimizer": ("AcceleratedOptimizer",),
 }
+# What these put in the place of names of torch when they are imported, or when something is first compiled, is not ours to answer for.
+_BY_LIBRARIES = ("/torch/_dynamo/", "/torch/_compile.py", "/lightning/fabric/", "/lightning_fabric/")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks")
 _MORE_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_module_registration_hooks")
 _OF_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -131,12 +133,8 @@ def _kinds_of_modules(nn: types.ModuleType) -> list[type]:
 
 
 def _is_same(before: Any, after: Any) -> bool:
-    if after is before:
-        return True
-    # torch keeps some of its functions from its compiler when that is imported.
     code = getattr(after, "__code__", None)
-    is_of_compiler = code is not None and "/torch/_" in code.co_filename
-    return is_of_compiler and getattr(after, "__wrapped__", None) is before
+    return after is before or (code is not None and any(part in code.co_filename for part in _BY_LIBRARIES))
 
 
 def _step(kind: type) -> Any:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.errors import ApplyError, CaptureError
+from tightfit.faults import answering
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
@@ -251,7 +252,8 @@ class Search:
     def _offers(self, name: str, tape: Tape) -> list[Option]:
         """What one technique offers on `tape`, asked once."""
         if (name, id(tape)) not in self._offered:
-            self._offered[name, id(tape)] = tape, list(techniques()[name].options(tape, self.bench.card))
+            with answering(f"technique {name}", technique=name):
+                self._offered[name, id(tape)] = tape, list(techniques()[name].options(tape, self.bench.card))
         return self._offered[name, id(tape)][1]
 
     def _variant(self, trial: Trial) -> Variant:

@@ -9,6 +9,7 @@ import torch
 
 from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
+from tightfit.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
@@ -85,12 +86,14 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
             session.guard()
     except BaseException as error:
         undo_after(session, error)
+        note(error, "the run")
         raise
 
 
 def _put_on(session: Session, name: str, known: AbstractTechnique, choices: Sequence[Choice]) -> None:
     try:
-        known.apply(session, choices)
+        with answering(f"technique {name}", technique=name):
+            known.apply(session, choices)
     except ApplyError as error:
         raise ApplyError(f"{name}: {error}", technique=name, places=error.places) from error
 
