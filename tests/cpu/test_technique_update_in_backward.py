@@ -56,9 +56,7 @@ def test_the_fused_kernel_differs_by_rounding_only():
 def test_clipping_by_norm_is_kept_by_a_second_pass(optimizer, max_norm):
     plain = train(optimizer=optimizer, max_norm=max_norm, reload_at=2)
     given = PLAIN | {"clips": True}
-    run = train(
-        UpdateInBackward(), given, optimizer=optimizer, max_norm=max_norm, reload_at=2, watches_gradients=False
-    )
+    run = train(UpdateInBackward(), given, optimizer=optimizer, max_norm=max_norm, reload_at=2, watches_gradients=False)
     assert_same(plain, run)
     assert run.session.statistics["parameters updated in backward"] == 6 * len(plain.gradients[0])
 
@@ -194,7 +192,9 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
     assert options["fused"].seconds < options["same"].seconds
     option = options[kernel]
     assert option.settings["clips"] is bool(max_norm)
-    actual = traced(technique=NAME, settings=f"kernel:{kernel}+clips:{bool(max_norm)}+one_pass:{not max_norm}", max_norm=max_norm)
+    actual = traced(
+        technique=NAME, settings=f"kernel:{kernel}+clips:{bool(max_norm)}+one_pass:{not max_norm}", max_norm=max_norm
+    )
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 30e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=UpdateInBackward.tolerance)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.capture.loops import loop_around
