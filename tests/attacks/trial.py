@@ -46,6 +46,7 @@ class Trial:
     def __init__(self, variant: Variant | None) -> None:
         self._variant = variant
         self.models: list[nn.Module] = []
+        self.applied: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.sessions: list[Session] = []
         self.snapshots: list[Snapshot] = []
@@ -57,6 +58,7 @@ class Trial:
     def apply(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Session | None:
         """Puts the technique on the model with its optimizers, where it has a place there; the session, None in a plain run."""
         self.track(model)
+        self.applied.append(model)
         self.optimizers += optimizers
         if self._variant is None:
             return None

@@ -381,7 +381,9 @@ def returns_input_or_view(t: Trial) -> None:
 @attack("recomputation", "blocks that are called by keywords alone, with a flag and a mask")
 def keywords_only(t: Trial) -> None:
     class Keyed(Block):
-        def forward(self, *, hidden: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        def forward(
+            self, *, hidden: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0
+        ) -> torch.Tensor:
             inner = self.inner(hidden)
             return hidden + scale * (inner if mask is None else inner * mask)
 

@@ -519,7 +519,11 @@ def weight_used_by_loop(t: Trial) -> None:
     t.apply(model, optimizer)
     for step in range(4):
         optimizer.zero_grad()
-        loss = model(*tokens(step)) + 0.1 * model.head.weight.square().sum() + 0.1 * (model.stem.weight @ model.blocks[0].wide.weight.T).norm()
+        loss = (
+            model(*tokens(step))
+            + 0.1 * model.head.weight.square().sum()
+            + 0.1 * (model.stem.weight @ model.blocks[0].wide.weight.T).norm()
+        )
         loss.backward()
         optimizer.step()
         t.note("loss", loss)
