@@ -1,13 +1,12 @@
 """A run on the host is recorded as torch records one on a card, and is not changed by it."""
 
 import json
-import os
 import pickle
 import runpy
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.fit import capture
 from tightfit.runtime import record_card
+from tightfit.runtime.record_host import HostRecorder
 from tightfit.simulate.history import CATEGORIES
 from tightfit.snapshots.marks import KEY, Marks
 from tightfit.snapshots.write import snapshot_of_tape, write_tape
@@ -357,16 +357,106 @@ def test_however_a_script_ends_its_recording_is_written_and_its_exit_code_is_its
     assert 4000 in [event["size"] for event in trace]
 
 
-def test_an_interrupt_from_outside_ends_it_with_a_recording(
-    workload: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> None:
+    """The script says that it has begun, and then waits for a line that never comes."""
+    (workload / "waits.py").write_text(
+        "import signal, sys, torch\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nkept = torch.ones(1000)\n"
+        "print('begun', flush=True)\nsys.stdin.readline()\nprint('went on')\n"
+    )
+    program = str(Path(sys.executable).with_name("tightfit"))
+    with subprocess.Popen(
+        [program, "record", "waits.py"],
+        cwd=workload,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, out) == (130, "")
+    assert "KeyboardInterrupt\ntightfit: wrote waits.recording.pickle" in err
+    assert 4000 in [event["size"] for event in read(workload / "waits.recording.pickle")[0]]
+
+
+# A callback that runs no Python: the interrupt is there when the callbacks of older references to the same object are called.
+INTERRUPTED_DEATH = """
+import _thread, functools, itertools, signal, sys, torch, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupts = map(_thread.interrupt_main, itertools.repeat(signal.SIGINT))
+{made}
+reference = weakref.ref({dies}, functools.partial(next, interrupts))
+del x
+for _ in range(10):
+    pass
+print('the interrupt was lost')
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "dies"),
+    [
+        pytest.param("x = torch.ones(1000)", "x.untyped_storage()", id="storage"),
+        pytest.param(
+            "p = torch.ones(2, requires_grad=True)\np.sum().backward()\nx = torch.optim.SGD([p])\nx.step()",
+            "x",
+            id="optimizer",
+        ),
+    ],
+)
+def test_an_interrupt_at_the_death_of_what_is_followed_is_not_lost(
+    made: str, dies: str, workload: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    script = INTERRUPTED_DEATH.format(made=made, dies=dies)
+    before = signal.getsignal(signal.SIGINT)
     try:
-        assert in_this_process(workload, monkeypatch, "import time\ntime.sleep(30)\n") == 130
+        assert in_this_process(workload, monkeypatch, script) == 130
     finally:
-        timer.cancel()
-    assert "tightfit: wrote other.pickle" in capsys.readouterr().err
+        signal.signal(signal.SIGINT, before)
+    said = capsys.readouterr()
+    assert "lost" not in said.out
+    assert "KeyboardInterrupt\ntightfit: wrote other.pickle" in said.err
+
+
+def test_a_death_stands_where_it_happened_and_has_its_own_time(tmp_path: Path) -> None:
+    """Nothing runs between the death and the end that the recorder could see; the death is not of the time of the end."""
+    with tightfit.record(tmp_path / "x.pickle"):
+        first = torch.ones(1000)
+        address = first.untyped_storage()._cdata
+        del first
+        after_us = time.time_ns() // 1000
+        while time.time_ns() // 1000 <= after_us + 1:
+            pass
+        kept = torch.ones(2000)
+        again = torch.ones(1000)
+    sizes = [(e["action"], e["size"]) for e in read(tmp_path / "x.pickle")[0] if e["size"] in (4000, 8000)]
+    frees = [e for e in read(tmp_path / "x.pickle")[0] if (e["action"], e["size"]) == ("free_requested", 4000)]
+    assert address and kept is not again
+    assert sizes == [
+        ("alloc", 4000),
+        ("free_requested", 4000),
+        ("free_completed", 4000),
+        ("alloc", 8000),
+        ("alloc", 4000),
+    ]
+    assert [event["time_us"] <= after_us for event in frees] == [True]
+
+
+def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.autograd._engine_run_backward
+    recording = tightfit.record(tmp_path / "x.pickle")
+    monkeypatch.setattr(HostRecorder, "__enter__", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), recording:
+        pytest.fail("the block ran")
+    assert torch.autograd._engine_run_backward is plain
+    assert not torch.nn.modules.module._global_forward_hooks
+    monkeypatch.undo()
+    with tightfit.record(tmp_path / "x.pickle"):
+        train(1)
+    assert tightfit.replay(tmp_path / "x.pickle").agrees
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ data is written to it. Initialisers of a blank storage are skipped, casts and co
 a script builds on the host before `.to("cuda")` takes no host memory. Data loading, tokenising and shape arithmetic see real tensors.
 """
 
+import functools
 import mmap
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._ops import OpOverload
 from tightfit.capture.recorder import Recorder
 
 aten = torch.ops.aten
+
+_Reference = weakref.ref[torch.UntypedStorage]
 
 MIN_BLANK_BYTES = 1 << 20
 MIN_MAPPED_BYTES = 1 << 28
@@ -69,9 +72,9 @@ class HostMemory:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blank: dict[int, _Reference] = {}
+        self._held: dict[int, _Reference] = {}
+        self._pinned: dict[int, _Reference] = {}
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether nothing has been written to the storage of `tensor`."""
@@ -115,7 +118,7 @@ class HostMemory:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             address = storage._cdata
-            self._pinned[address] = weakref.ref(storage, lambda _reference: self._pinned.pop(address, None))
+            self._pinned[address] = weakref.ref(storage, _taking(self._pinned, address))
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -146,7 +149,7 @@ class HostMemory:
     def _set_blank(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        self._blank[address] = weakref.ref(storage, lambda _reference: self._blank.pop(address, None))
+        self._blank[address] = weakref.ref(storage, _taking(self._blank, address))
 
     def _blank_copy(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         how = {
@@ -157,6 +160,11 @@ class HostMemory:
         self.hold(copy)
         self._set_blank(copy)
         return copy
+
+
+def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference], object]:
+    """A callback that takes a dead reference out of `table`. It runs no Python code, in which an interrupt could be lost."""
+    return functools.partial(table.pop, address)
 
 
 def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

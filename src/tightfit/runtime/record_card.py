@@ -38,7 +38,12 @@ class CardRecorder:
             max_entries=self._max_events,
             clear_history=True,
         )
-        self.hooks.install()
+        try:
+            self.hooks.install()
+        except BaseException:
+            self.hooks.remove()
+            torch.cuda.memory._record_memory_history(None)
+            raise
 
     def stop(self) -> CardRun:
         """Ends the recording and returns it."""

@@ -1,5 +1,6 @@
 """Records tensors on the host, where there is no card: a dispatch mode sees each operator's outputs, weak references see storages die.
 
+A death is noted with its time where it happens (`tightfit.deaths`) and worked off before the next birth or note, so that their order is the run's.
 What a kernel allocates for itself is not seen. A tensor that no operator made, such as one over a numpy array, is taken to be born when an
 operator first reads it.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.deaths import Deaths
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
 from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind, is_own_frame
 
@@ -25,11 +27,14 @@ _BETWEEN = tuple(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_fr
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which storage it is about."""
+    """A weak reference that knows which storage it is about. `clock` is a second one, whose callback notes the time before this one is noted:
+    callbacks run from the youngest reference to the oldest.
+    """
 
-    __slots__ = ("cdata", "num_bytes", "number")
+    __slots__ = ("cdata", "clock", "num_bytes", "number")
 
     cdata: int
+    clock: weakref.ref[torch.UntypedStorage]
     num_bytes: int
     number: int
 
@@ -50,25 +55,33 @@ class HostRecorder(TorchDispatchMode):
         self._has_stacks = stacks
         self._events: list[HostEvent | Note] = []
         self._references: dict[int, _StorageReference] = {}
+        self._deaths = Deaths()
         self._num_storages = 0
         self._num_at_start = 0
         self._is_on = False
         self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
 
     def start(self) -> None:
-        """Begins to record; the tensors that are there already belong to its start."""
-        self._is_on = True
+        """Begins to record; the tensors that are there already belong to its start. What interrupts it leaves nothing behind."""
         for tensor in all_tensors():
             self._see(tensor)
+        self._work_off()
         self._num_at_start = len(self._events)
-        self.hooks.install()
-        self.__enter__()
+        try:
+            self.hooks.install()
+            self.__enter__()
+            self._is_on = True
+        except BaseException:
+            self.hooks.remove()
+            raise
 
     def stop(self) -> HostRun:
         """Ends the recording and returns it."""
-        self.__exit__(None, None, None)
+        if self._is_on:
+            self._is_on = False
+            self.__exit__(None, None, None)
         self.hooks.remove()
-        self._is_on = False
+        self._work_off()
         self._references.clear()
         return HostRun(
             events=self._events,
@@ -93,29 +106,35 @@ class HostRecorder(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         if not _is_plain(tensor):
             return
+        self._work_off()
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         reference = self._references.get(storage._cdata)
         if reference is not None and reference.num_bytes == num_bytes:
             return
         if reference is not None:
-            self._died(reference)
-        reference = _StorageReference(storage, self._died)
+            self._died(reference, time.time_ns())
+        reference = _StorageReference(storage, self._deaths.note)
+        reference.clock = weakref.ref(storage, self._deaths.note_time)
         reference.cdata, reference.num_bytes, reference.number = storage._cdata, num_bytes, self._num_storages
         self._num_storages += 1
         self._references[storage._cdata] = reference
-        self._add(reference.number, num_bytes)
+        self._add(reference.number, num_bytes, self._stack(), time.time_ns())
 
-    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(reference, _StorageReference)
-        if self._is_on:
-            self._add(reference.number, _DEAD)
-            del self._references[reference.cdata]
+    def _work_off(self) -> None:
+        """Writes down the deaths since it was last called."""
+        for reference, time_ns in self._deaths:
+            assert isinstance(reference, _StorageReference)
+            # What was resized has a younger reference by now, and what died before its storage's address was used again comes before that.
+            if self._references.get(reference.cdata) is reference:
+                self._died(reference, time_ns)
 
-    def _add(self, storage: int, num_bytes: int) -> None:
-        stack = self._stack() if num_bytes != _DEAD else 0
-        time_us = time.time_ns() // 1000
-        self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_us))
+    def _died(self, reference: _StorageReference, time_ns: int) -> None:
+        self._add(reference.number, _DEAD, 0, time_ns)
+        self._references.pop(reference.cdata, None)
+
+    def _add(self, storage: int, num_bytes: int, stack: int, time_ns: int) -> None:
+        self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_ns // 1000))
 
     def _stack(self) -> int:
         """The Python stack that asks, without this package's own frames, as a number."""
@@ -129,6 +148,7 @@ class HostRecorder(TorchDispatchMode):
         return self._stacks.setdefault(tuple(stack), len(self._stacks))
 
     def _note(self, kind: NoteKind, text: str, held: HeldTensors) -> None:
+        self._work_off()
         numbers = tuple((category, tuple(self._numbers(tensors))) for category, tensors in held.items())
         self._events.append(Note(kind=kind, text=text, time_us=time.time_ns() // 1000, held=numbers))
 

@@ -76,10 +76,13 @@ class Recording:
             raise MissingExtra(
                 "recording runs with torch, which is not installed here; pip install 'tightfit[torch]'"
             ) from error
-        recorder = new_recorder(stacks=self._stacks, max_events=self._max_events)
-        recorder.start()
+        recorder = self._recorder = new_recorder(stacks=self._stacks, max_events=self._max_events)
         Recording.is_under_way = True
-        self._recorder = recorder
+        try:
+            recorder.start()
+        except BaseException:
+            self._recorder, Recording.is_under_way = None, False
+            raise
         return self
 
     def __exit__(

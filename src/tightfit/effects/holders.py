@@ -1,0 +1,236 @@
+"""Things that hold other things by name or place (attributes, dicts, lists, sets), as a snapshot takes and puts back what they hold."""
+
+import abc
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, final
+
+import torch
+
+PLAIN = (int, float, bool, str, bytes, complex, type(None))
+# A longer container than this (a vocabulary, say) is told from a changed one by its length and its last element.
+_LARGEST_CONTAINER = 1_000
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether a read gives the same: by equality for plain values, by identity for all else."""
+    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
+
+
+class Holder(abc.ABC):
+    """One holder at `path`, the words by which a person finds it; `key` is the same for the same object."""
+
+    def __init__(self, path: str, key: Any) -> None:
+        self.path = path
+        self.key = key
+
+    @abc.abstractmethod
+    def content(self, *, is_kept: bool) -> Any:
+        """What it holds now. `is_kept`: for a snapshot that may outlive the step, which must not keep graphs alive."""
+
+    @abc.abstractmethod
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two contents are the same."""
+
+    @abc.abstractmethod
+    def changed(self, one: Any, other: Any) -> Iterable[str]:
+        """What to append to the path, for each thing that differs."""
+
+    @abc.abstractmethod
+    def put(self, content: Any) -> None:
+        """Has it hold `content` again."""
+
+    @abc.abstractmethod
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        """`content` with `others` in place of the values whose `id` they are given by; the same object where there is none of them."""
+
+
+class _InGraph:
+    """Stands in a snapshot for a tensor with a graph, which would otherwise keep the graph of every earlier call alive."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _InGraph) and self.tensor() is not None and self.tensor() is other.tensor()
+
+    __hash__ = object.__hash__
+
+
+def _kept(value: Any) -> Any:
+    return _InGraph(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+
+
+def _same_item(one: Any, other: Any) -> bool:
+    if isinstance(one, _InGraph):
+        one = one.tensor()
+    if isinstance(other, _InGraph):
+        other = other.tensor()
+    return same_value(one, other)
+
+
+@final
+class Names(Holder):
+    """A dict, or the attributes of an object; `mapping` gives it, None once the object is gone. With `only`, these names alone."""
+
+    def __init__(
+        self,
+        path: str,
+        key: Any,
+        mapping: Callable[[], MutableMapping[Any, Any] | None],
+        *,
+        only: tuple[str, ...] | None = None,
+        is_attributes: bool = False,
+        keeps_graphs: bool = False,
+    ) -> None:
+        super().__init__(path, key)
+        self._mapping = mapping
+        self._only = only
+        self._is_attributes = is_attributes
+        # Parameters that are computed (`torch.func.functional_call`) have a graph, and a second run needs them.
+        self._keeps_graphs = keeps_graphs
+
+    def content(self, *, is_kept: bool) -> dict[Any, Any]:
+        mapping = self._mapping()
+        if mapping is None:
+            return {}
+        held = dict(mapping) if self._only is None else {n: mapping[n] for n in self._only if n in mapping}
+        if is_kept and not self._keeps_graphs:
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    held[name] = _InGraph(value)
+        return held
+
+    def same(self, one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+        if len(one) == len(other) and all(map(operator.is_, one.values(), other.values())) and list(one) == list(other):
+            return True
+        return not any(True for _ in self._changed(one, other))
+
+    def _changed(self, one: dict[Any, Any], other: dict[Any, Any]) -> Iterable[Any]:
+        for name in {**one, **other}:
+            if (name in one) is not (name in other) or not _same_item(one.get(name), other.get(name)):
+                yield name
+
+    def changed(self, one: dict[Any, Any], other: dict[Any, Any]) -> Iterable[str]:
+        for name in self._changed(one, other):
+            yield f".{name}" if self._is_attributes or self._only is not None else f"[{name!r}]"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        if not others or not any(id(value) in others for value in content.values()):
+            return content
+        return {name: others.get(id(value), value) for name, value in content.items()}
+
+    def put(self, content: dict[Any, Any]) -> None:
+        mapping = self._mapping()
+        if mapping is None:
+            return
+        names = list(mapping) if self._only is None else [n for n in self._only if n in mapping]
+        content = {n: v.tensor() if isinstance(v, _InGraph) else v for n, v in content.items() if not is_gone(v)}
+        for name in names:
+            if name not in content:
+                del mapping[name]
+        for name, value in content.items():
+            if name not in mapping or mapping[name] is not value:
+                mapping[name] = value
+
+
+def is_gone(value: Any) -> bool:
+    """Whether a snapshot had a tensor with a graph there that nobody keeps any more."""
+    return isinstance(value, _InGraph) and value.tensor() is None
+
+
+@final
+class Items(Holder):
+    """A list or a deque."""
+
+    def __init__(self, path: str, sequence: list[Any] | deque[Any]) -> None:
+        super().__init__(path, id(sequence))
+        self._sequence = sequence
+
+    def content(self, *, is_kept: bool) -> Any:
+        if len(self._sequence) > _LARGEST_CONTAINER:
+            return len(self._sequence), self._sequence[-1]
+        return [_kept(value) for value in self._sequence] if is_kept else list(self._sequence)
+
+    def same(self, one: Any, other: Any) -> bool:
+        return len(one) == len(other) and type(one) is type(other) and all(map(_same_item, one, other))
+
+    def changed(self, one: Any, other: Any) -> Iterable[str]:
+        yield "[...]"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        if isinstance(content, tuple):
+            return content
+        return [others.get(id(value), value) for value in content] if any(id(v) in others for v in content) else content
+
+    def put(self, content: Any) -> None:
+        if isinstance(content, tuple):
+            for _ in range(len(self._sequence) - content[0]):
+                self._sequence.pop()
+            return
+        values = [v.tensor() if isinstance(v, _InGraph) else v for v in content]
+        self._sequence.clear()
+        self._sequence.extend(values)
+
+
+@final
+class Members(Holder):
+    """A set."""
+
+    def __init__(self, path: str, members: set[Any]) -> None:
+        super().__init__(path, id(members))
+        self._members = members
+
+    def content(self, *, is_kept: bool) -> Any:
+        return set(self._members)
+
+    def same(self, one: Any, other: Any) -> bool:
+        return one == other
+
+    def changed(self, one: Any, other: Any) -> Iterable[str]:
+        yield "{...}"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return {others.get(id(value), value) for value in content}
+
+    def put(self, content: Any) -> None:
+        self._members.clear()
+        self._members.update(content)
+
+
+@final
+class ClassAttributes(Holder):
+    """What a class of the user's keeps on itself, as a counter over all its objects does; methods are left out."""
+
+    def __init__(self, path: str, kind: type) -> None:
+        super().__init__(path, id(kind))
+        self._kind = kind
+
+    def content(self, *, is_kept: bool) -> dict[str, Any]:
+        return {
+            name: _kept(value) if is_kept else value
+            for name, value in vars(self._kind).items()
+            if isinstance(value, (*PLAIN, torch.Tensor, list, dict, set)) and not name.startswith("__")
+        }
+
+    def same(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        return one.keys() == other.keys() and all(_same_item(value, other[name]) for name, value in one.items())
+
+    def changed(self, one: dict[str, Any], other: dict[str, Any]) -> Iterable[str]:
+        for name in {**one, **other}:
+            if not _same_item(one.get(name), other.get(name)):
+                yield f".{name}"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return {name: others.get(id(value), value) for name, value in content.items()}
+
+    def put(self, content: dict[str, Any]) -> None:
+        for name in self.content(is_kept=False).keys() - content.keys():
+            delattr(self._kind, name)
+        for name, value in content.items():
+            if not is_gone(value):
+                setattr(self._kind, name, value.tensor() if isinstance(value, _InGraph) else value)

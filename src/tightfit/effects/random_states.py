@@ -1,0 +1,94 @@
+"""The states of Python's and numpy's own random generators, read in under a microsecond, since a forward is checked in every call.
+
+Both are Mersenne Twisters, 624 words and a position. Their public readers build a tuple or an array each time (16 and 56 microseconds measured
+on one core of a small server); the words themselves are copied here instead, from where the public reader is first seen to find them.
+"""
+
+import ctypes
+import random
+from typing import Any
+
+import numpy as np
+
+_NUM_WORDS = 624
+_NUM_BYTES = 4 * (_NUM_WORDS + 1)
+# CPython, Modules/_randommodule.c, RandomObject: the object's head, the position, the words.
+_PYTHON_ADDRESS = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+
+
+def _python_words() -> bytes:
+    return ctypes.string_at(_PYTHON_ADDRESS, _NUM_BYTES)
+
+
+def _is_where_expected() -> bool:
+    *words, position = random.getstate()[1]
+    return np.frombuffer(_python_words(), dtype=np.uint32).tolist() == [position, *words]
+
+
+_READS_MEMORY = (
+    object.__basicsize__ + _NUM_BYTES <= type(random._inst).__mro__[1].__basicsize__ and _is_where_expected()
+)  # type: ignore[attr-defined]
+
+
+def python_state() -> Any:
+    """What `put_python_state` takes; equal if and only if the generator would draw the same."""
+    if not _READS_MEMORY:
+        return random.getstate()
+    return _python_words(), random._inst.gauss_next  # type: ignore[attr-defined]
+
+
+def put_python_state(state: Any) -> None:
+    """Has Python's generator draw again what it drew after `state`."""
+    if _READS_MEMORY:
+        content, gauss = state
+        position, *words = np.frombuffer(content, dtype=np.uint32).tolist()
+        state = (random.Random.VERSION, (*words, position), gauss)
+    random.setstate(state)
+
+
+class NumpyState:
+    """Reads the state of numpy's global generator.
+
+    A normal draw of the legacy kind may take the second half of an earlier pair, which moves no word: while nobody is seen to draw, the words tell
+    enough; once somebody has been, the whole state is read each time.
+    """
+
+    def __init__(self) -> None:
+        self._words = b""
+        self._state: Any = None
+        self._generator: Any = None
+        self._address = 0
+        self.is_drawn_from = False
+
+    def get(self) -> Any:
+        """Equal by `same` if and only if the generator would draw the same."""
+        generator = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+        if type(generator) is not np.random.MT19937:
+            return np.random.get_state(legacy=False)
+        if generator is not self._generator:
+            self._generator, self._address = generator, generator.ctypes.state_address
+        words = ctypes.string_at(self._address, _NUM_BYTES)
+        if self.is_drawn_from or words != self._words:
+            self._words, self._state = words, np.random.get_state(legacy=False)
+        return self._state
+
+    def put(self, state: Any) -> None:
+        """Has numpy's generator draw again what it drew after `state`."""
+        np.random.set_state(state)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two states are."""
+        if one is other:
+            return True
+        same = _frozen(one) == _frozen(other)
+        self.is_drawn_from |= not same
+        return same
+
+
+def _frozen(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _frozen(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+numpy_state = NumpyState()

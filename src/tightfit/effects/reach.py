@@ -1,0 +1,421 @@
+"""What the forward of a module can reach: a walk from its modules through attributes, containers, objects, and the code of the user's functions.
+
+Code is read, not run: the globals, closures, defaults and class attributes that a user's function names. Code of libraries is taken to keep its
+state in modules and in what these refer to. The walk ends after a bounded number of objects; what lies beyond is left to the comparison of values.
+"""
+
+import builtins
+import dataclasses
+import dis
+import functools
+import itertools
+import operator
+import random
+import sys
+import sysconfig
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Members, Names
+
+_MOST_OBJECTS = 4_000
+_MOST_ITEMS = 256
+_LARGEST_ARRAY_BYTES = 1 << 16
+_LIBRARIES = tuple(
+    {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
+)
+_IN_GRAPH = object()
+# Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
+_BAGS = ("types", "argparse")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Something that gives another answer each time, such as a generator of random numbers. `put` is None where it cannot go back."""
+
+    path: str
+    key: int
+    state: Callable[[], Any]
+    put: Callable[[Any], None] | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Reach:
+    """What was found. `contents` are those of the holders when last looked at."""
+
+    holders: list[Holder] = dataclasses.field(default_factory=list)
+    contents: list[Any] = dataclasses.field(default_factory=list)
+    # Those of the holders that are dicts, by position, with what they held when last looked at: looked through together, without a call for each.
+    modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
+    dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
+    others: list[int] = dataclasses.field(default_factory=list)
+    values: list[Any] = dataclasses.field(default_factory=list)
+    # The dicts of hooks in which there is none.
+    empty: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    tensor_paths: list[str] = dataclasses.field(default_factory=list)
+    drawn: list[Drawn] = dataclasses.field(default_factory=list)
+
+    def _mappings(self) -> list[dict[Any, Any]]:
+        attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
+        return attributes + self.dicts
+
+    def remember(self) -> None:
+        """Takes what the dicts hold now for what they held when last looked at."""
+        # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
+        self.values = [
+            _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+            for mapping in self._mappings()
+            for value in mapping.values()
+        ]
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether something held a tensor with a graph when last looked at."""
+        return any(value is _IN_GRAPH for value in self.values)
+
+    def is_same(self) -> bool:
+        """Whether the dicts hold what they held when last looked at, and no hook was added."""
+        mappings = self._mappings()
+        return (
+            not any(self.empty)
+            and sum(map(len, mappings)) == len(self.values)
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, mappings)), self.values))
+        )
+
+
+@functools.cache
+def is_users_file(file: str) -> bool:
+    """Whether code in `file` is the user's own, and not a library's, Python's or ours."""
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
+
+
+def reach_of(module: torch.nn.Module) -> Reach:
+    """What the forward of `module` can reach now."""
+    walk = _Walk({id(part) for part in module.modules()})
+    name = type(module).__name__
+    for path, part in module.named_modules():
+        walk.module(f"{name}.{path}" if path else name, part)
+    walk.found.remember()
+    return walk.found
+
+
+def reach_of_arguments(arguments: Mapping[str, Any]) -> Reach:
+    """What can be reached from what a forward is called with, by name."""
+    walk = _Walk(frozenset())
+    for name, argument in arguments.items():
+        walk.argument(name, argument)
+    return walk.found
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals and the attributes that a function names, those of the functions inside it included."""
+    names, attributes = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            names.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_names, inner_attributes = _names_in(constant)
+            names |= inner_names
+            attributes |= inner_attributes
+    return frozenset(names), frozenset(attributes)
+
+
+@final
+class _Cell(Holder):
+    """A variable that a function shares with the one around it."""
+
+    def __init__(self, path: str, cell: types.CellType) -> None:
+        super().__init__(path, id(cell))
+        self._names = Names(path, id(cell), lambda: _CellMapping(cell), only=("cell_contents",))
+
+    def content(self, *, is_kept: bool) -> Any:
+        return self._names.content(is_kept=is_kept)
+
+    def same(self, one: Any, other: Any) -> bool:
+        return self._names.same(one, other)
+
+    def changed(self, one: Any, other: Any) -> Iterable[str]:
+        yield ""
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return self._names.with_replaced(content, others)
+
+    def put(self, content: Any) -> None:
+        self._names.put(content)
+
+
+class _CellMapping(MutableMapping[str, Any]):
+    """A cell as a dict of at most one entry."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in ("cell_contents",) if name in self)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _Walk:
+    """One walk; `inside` are the modules of the region, whose children are walked through as well."""
+
+    def __init__(self, inside: Collection[int]) -> None:
+        self.found = Reach()
+        self._seen: set[int] = set()
+        # Keeps what was seen alive for as long as the walk takes: ids are only unique among the living.
+        self._alive: list[Any] = []
+        self._inside = inside
+
+    def _hold(self, holder: Holder, *, is_other: bool = False) -> bool:
+        if len(self.found.holders) >= _MOST_OBJECTS:
+            return False
+        if is_other:
+            self.found.others.append(len(self.found.holders))
+        self.found.holders.append(holder)
+        self.found.contents.append(holder.content(is_kept=True))
+        return True
+
+    def _hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
+        get = functools.partial(_same, value)
+        if self._hold(Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)):
+            self.found.dicts.append(value)
+
+    def _hold_attributes(self, path: str, module: torch.nn.Module) -> None:
+        reference = weakref.ref(module)
+        if self._hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
+            self.found.modules.append(reference)
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._alive.append(value)
+        return True
+
+    def module(self, path: str, module: torch.nn.Module) -> None:
+        """A module of the region."""
+        if not self._is_new(module):
+            return
+        self._hold_attributes(path, module)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, dict) and name.startswith("_") and not value:
+                self.found.empty.append(value)
+            elif isinstance(value, dict) and name.startswith("_"):
+                # Parameters, buffers, children and hooks: `_buffers` is no word that a person looks for.
+                shown = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
+                if self._is_new(value):
+                    self._hold_dict(shown, value, is_attributes=shown == path, keeps_graphs=name == "_parameters")
+                for key, inner in list(value.items()):
+                    if not isinstance(inner, torch.nn.Module):
+                        self._value(f"{shown}.{key}", inner)
+            elif name != "forward":
+                self._value(f"{path}.{name}", value)
+        self._class(type(module), path)
+
+    def _class(self, kind: type, path: str) -> None:
+        """The code of a class's `forward`, and of what it calls on itself."""
+        waiting, seen = ["forward"], {"forward"}
+        while waiting:
+            name = waiting.pop()
+            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+            function = vars(owner)[name] if owner is not None else None
+            if isinstance(function, staticmethod | classmethod):
+                function = function.__func__
+            elif isinstance(function, property):
+                function = function.fget
+            if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
+                self._function(f"{kind.__name__}.{name}", function)
+                more = _names_in(function.__code__)[1] - seen
+                waiting += more
+                seen |= more
+        for base in kind.__mro__:
+            if is_users_class(base) and self._is_new(base):
+                self._hold(ClassAttributes(base.__name__, base), is_other=True)
+                for name, value in list(vars(base).items()):
+                    if isinstance(value, (torch.Tensor, list, dict, set)) and not name.startswith("__"):
+                        self._value(f"{base.__name__}.{name}", value)
+
+    def _function(self, path: str, function: types.FunctionType) -> None:
+        if not self._is_new(function) or not is_users_file(function.__code__.co_filename):
+            return
+        names, attributes = _names_in(function.__code__)
+        space = function.__globals__
+        plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], _CODE)))
+        plain = tuple(n for n in plain if n in space or n not in vars(builtins))
+        module = function.__module__ or ""
+        if plain:
+            self._hold(Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True)
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, type):
+                if is_users_class(value) and not issubclass(value, torch.nn.Module):
+                    self._class(value, name)
+            elif isinstance(value, types.ModuleType):
+                self._python_module(value, attributes)
+            else:
+                self._value(f"{module}.{name}", value)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if variable != "__class__" and self._is_new(cell):
+                self._hold(_Cell(f"{path}:{variable}", cell), is_other=True)
+                for value in _CellMapping(cell).values():
+                    self._value(f"{path}:{variable}", value)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(f"{path}()", value)
+
+    def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        if not is_users_file(getattr(module, "__file__", None) or "<frozen") or not self._is_new(module):
+            return
+        named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
+        self._hold(Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True)
+        for name in named:
+            self._value(f"{module.__name__}.{name}", vars(module)[name])
+
+    def argument(self, path: str, value: Any) -> None:
+        """What the forward is called with; tensors among them are watched whether they have a graph or not."""
+        for number, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor) and self._is_new(leaf):
+                self.found.tensors.append(leaf)
+                self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
+        self._value(path, value)
+
+    def _value(self, path: str, value: Any) -> None:
+        """Whatever was found somewhere."""
+        if isinstance(value, PLAIN) or len(self._seen) > 4 * _MOST_OBJECTS or not _can_hold(value):
+            return
+        if isinstance(value, torch.nn.Module):
+            # One that is not inside the region: its own attributes, not all that lies below it.
+            if id(value) not in self._inside and self._is_new(value):
+                self._hold_attributes(path, value)
+            return
+        if isinstance(value, types.MethodType):
+            self._value(path, value.__self__)
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            self._function(path, value)
+        elif self._is_new(value):
+            self._object(path, value)
+
+    def _object(self, path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is None:
+                self.found.tensors.append(value)
+                self.found.tensor_paths.append(path)
+        elif isinstance(value, dict):
+            self._hold_dict(path, value, is_attributes=False)
+            for name, inner in itertools.islice(list(value.items()), _MOST_ITEMS):
+                self._value(f"{path}[{name!r}]", inner)
+        elif isinstance(value, list | deque | tuple | frozenset):
+            if isinstance(value, list | deque):
+                self._hold(Items(path, value), is_other=True)
+            for number, inner in enumerate(itertools.islice(value, _MOST_ITEMS)):
+                self._value(f"{path}[{number}]", inner)
+        elif isinstance(value, set):
+            self._hold(Members(path, value), is_other=True)
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                self._value(path, inner)
+        elif (drawn := _drawn(path, value)) is not None:
+            self.found.drawn.append(drawn)
+        else:
+            self._instance(path, value)
+
+    def _instance(self, path: str, value: Any) -> None:
+        """An object of another class: its attributes, and what they refer to where the class is the user's."""
+        kind = type(value)
+        origin = kind.__module__.partition(".")[0]
+        is_bag = origin in _BAGS
+        if not is_bag and origin in ("tightfit", "torch", *sys.stdlib_module_names):
+            return
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._hold_dict(path, own, is_attributes=True)
+        if not is_bag and not is_users_class(kind):
+            return
+        slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ()) if isinstance(name, str)]
+        for name in (*(own or ()), *slots):
+            inner = own[name] if own and name in own else getattr(value, name, None)
+            self._value(f"{path}.{name}", inner)
+        self._class(kind, path)
+        call = vars(kind).get("__call__")
+        if isinstance(call, types.FunctionType):
+            self._function(f"{kind.__name__}.__call__", call)
+
+
+def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:
+    module = reference()
+    return None if module is None else vars(module)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _can_hold(value: Any) -> bool:
+    return not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.dtype | torch.device)
+
+
+def _drawn(path: str, value: Any) -> Drawn | None:
+    state: Callable[[], Any]
+    put: Callable[[Any], None] | None = None
+    if isinstance(value, torch.Generator):
+        state = lambda: value.get_state().numpy().tobytes()  # noqa: E731
+        put = lambda content: _put_torch(value, content)  # noqa: E731
+    elif isinstance(value, random.Random):
+        state, put = value.getstate, value.setstate
+    elif isinstance(value, np.random.Generator | np.random.RandomState):
+        bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
+        state = lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state)  # noqa: E731
+    elif isinstance(value, np.ndarray):
+        if value.nbytes > _LARGEST_ARRAY_BYTES:
+            return None
+        state = value.tobytes
+        put = lambda content: np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))  # noqa: E731
+    elif isinstance(value, types.GeneratorType):
+        state = lambda: None if value.gi_frame is None else (value.gi_frame.f_lasti, repr(value.gi_frame.f_locals))  # noqa: E731
+    elif isinstance(value, itertools.count):
+        state = value.__repr__
+    else:
+        return None
+    return Drawn(path=path, key=id(value), state=state, put=put)
+
+
+def _put_torch(generator: torch.Generator, content: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def _words(state: Any) -> Any:
+    return state["state"]["pos"], state["state"]["key"].tobytes()

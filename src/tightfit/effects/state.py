@@ -1,0 +1,206 @@
+"""The state that the forward of a module can read or write besides its inputs: taken, compared and put back.
+
+A technique that runs code again needs that code to see, the second time, what it saw the first time, and to leave nothing behind. What can be
+seen is: attributes, buffers, parameters, hooks and modes of the modules inside; containers and objects that they refer to; globals, closures and
+class attributes that the user's functions name; and the random states of Python, numpy and the model's own generators. A snapshot holds
+references, not copies: it is cheap enough to be taken in every call.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tightfit.effects.holders import PLAIN, is_gone
+from tightfit.effects.random_states import numpy_state, put_python_state, python_state
+from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not what it was. A snapshot can put it back unless `is_in_place`: a tensor was written to or given other data, or
+    something that only goes forward went on. `tensor` is the tensor."""
+
+    path: str
+    what: str
+    is_in_place: bool = False
+    tensor: torch.Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state at one time, in the order of `reach`."""
+
+    reach: Reach
+    contents: list[Any]
+    versions: list[int]
+    storages: list[Any]
+    drawn: list[Any]
+    python_random: Any
+    numpy_random: Any
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether something held a tensor with a graph, which this snapshot does not keep."""
+        return self.reach.has_graphs
+
+
+class RegionState:
+    """Takes snapshots of what the forward of a module can reach; the module is handed in with each call, and not kept."""
+
+    def __init__(self) -> None:
+        self._reach: Reach | None = None
+
+    def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False) -> Snapshot:
+        """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive."""
+        return _taken(*self._looked_through(module, is_kept=is_kept))
+
+    def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
+        reach = self._reach or reach_of(module)
+        if reach.is_same():
+            # The holders that are dicts have what they had: only the others are asked.
+            contents = list(reach.contents) if reach.others else reach.contents
+            for number in reach.others:
+                contents[number] = reach.holders[number].content(is_kept=is_kept)
+            is_same = all(reach.holders[n].same(reach.contents[n], contents[n]) for n in reach.others)
+            contents = reach.contents if is_same else contents
+        else:
+            contents = [holder.content(is_kept=is_kept) for holder in reach.holders]
+            is_same = False
+        if not is_same and not _reaches_the_same(reach, contents):
+            reach = reach_of(module)
+            contents = reach.contents if is_kept else [holder.content(is_kept=False) for holder in reach.holders]
+        elif not is_same and is_kept:
+            reach.contents = contents
+            reach.remember()
+        self._reach = reach
+        return reach, contents
+
+
+def snapshot_of_arguments(arguments: Mapping[str, Any]) -> Snapshot:
+    """The state of what a forward is called with: versions of tensors, contents of containers and objects."""
+    reach = reach_of_arguments(arguments)
+    return _taken(reach, reach.contents)
+
+
+def again(snapshot: Snapshot) -> Snapshot:
+    """The state now of what a snapshot of arguments was taken of."""
+    return _taken(snapshot.reach, [holder.content(is_kept=False) for holder in snapshot.reach.holders])
+
+
+def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Snapshot:
+    """The snapshot with other tensors in place of those whose `id` they are given by."""
+    holders = zip(snapshot.reach.holders, snapshot.contents, strict=True)
+    return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
+
+
+def _taken(reach: Reach, contents: list[Any]) -> Snapshot:
+    return Snapshot(
+        reach=reach,
+        contents=contents,
+        versions=[_version(tensor) for tensor in reach.tensors],
+        storages=[_storage(tensor) for tensor in reach.tensors],
+        drawn=[each.state() for each in reach.drawn],
+        python_random=python_state(),
+        numpy_random=numpy_state.get(),
+    )
+
+
+def _reaches_the_same(reach: Reach, contents: list[Any]) -> bool:
+    """Whether nothing that refers to other things was replaced since `reach` was found; plain values may differ."""
+    if any(reach.empty):
+        return False
+    for then, now in zip(reach.contents, contents, strict=True):
+        values = (then.values(), now.values()) if isinstance(then, dict) else (then, now)
+        if isinstance(then, set) or (len(then) == len(now) and all(map(operator.is_, *values))):
+            continue
+        if len(then) != len(now) or (isinstance(then, dict) and list(then) != list(now)):
+            return False
+        if not all(one is other or _refers_to_nothing(one, other) for one, other in zip(*values, strict=True)):
+            return False
+    return True
+
+
+def _refers_to_nothing(*values: Any) -> bool:
+    return all(isinstance(value, PLAIN) or type(value).__name__ == "_InGraph" for value in values)
+
+
+def differences(before: Snapshot, after: Snapshot) -> list[Difference]:
+    """What of the state is not the same: values by equality where they are plain, all else by identity, version and storage."""
+    found = []
+    if before.python_random != after.python_random:
+        found.append(Difference(path="Python's random", what="was drawn from"))
+    if not numpy_state.same(before.numpy_random, after.numpy_random):
+        found.append(Difference(path="numpy.random", what="was drawn from"))
+    found += _different_contents(before, after)
+    found += _different_tensors(before, after)
+    found += _different_drawn(before, after)
+    return found
+
+
+def restore(to: Snapshot) -> None:
+    """Puts back what can be put back: everything but what is changed in place."""
+    if python_state() != to.python_random:
+        put_python_state(to.python_random)
+    if not numpy_state.same(numpy_state.get(), to.numpy_random):
+        numpy_state.put(to.numpy_random)
+    for holder, content in zip(to.reach.holders, to.contents, strict=True):
+        if not holder.same(holder.content(is_kept=False), content):
+            holder.put(content)
+    for hooks in to.reach.empty:
+        hooks.clear()
+    for each, state in zip(to.reach.drawn, to.drawn, strict=True):
+        if each.put is not None and each.state() != state:
+            each.put(state)
+
+
+def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+    if before.contents is after.contents:
+        return
+    later = {holder.key: content for holder, content in zip(after.reach.holders, after.contents, strict=True)}
+    for holder, first in zip(before.reach.holders, before.contents, strict=True):
+        # What is not reached any more hangs on something that is, and that has changed.
+        second = later.get(holder.key, first)
+        if not holder.same(first, second):
+            lost = {name for name, value in first.items() if is_gone(value)} if isinstance(first, dict) else ()
+            for name in holder.changed(first, second):
+                is_lost = bool(lost) and name.strip(".[]'") in lost
+                yield Difference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
+    empty = set(map(id, before.reach.empty))
+    yield from (Difference(path=h.path, what="was added to") for h in after.reach.holders if h.key in empty)
+
+
+def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+    same_storages = before.reach is after.reach and all(map(operator.is_, before.storages, after.storages))
+    if same_storages and before.versions == after.versions:
+        return
+    later = dict(zip(map(id, after.reach.tensors), zip(after.versions, after.storages, strict=True), strict=True))
+    places = zip(before.reach.tensor_paths, before.reach.tensors, before.versions, before.storages, strict=True)
+    for path, tensor, version, storage in places:
+        now = later.get(id(tensor)) or (_version(tensor), _storage(tensor))
+        if now[1] is not storage:
+            yield Difference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
+        elif now[0] != version:
+            yield Difference(path=path, what="was written to", is_in_place=True, tensor=tensor)
+
+
+def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+    later = {each.key: state for each, state in zip(after.reach.drawn, after.drawn, strict=True)}
+    for each, state in zip(before.reach.drawn, before.drawn, strict=True):
+        if later.get(each.key, state) != state:
+            yield Difference(path=each.path, what="was drawn from", is_in_place=each.put is None)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    """The storage, which the snapshot keeps alive: another one could be made at its address. None for what wraps other tensors."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return None if is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()
