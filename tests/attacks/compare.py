@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import torch
-
 from tests.attacks.trial import Snapshot, Values
 
 # Models of attacks train in float64 (lossy techniques: float32); sums in another order differ by far less than this.

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from tests.attacks.trial import Trial
 from torch import nn
 from torch.nn import functional
-
-from tests.attacks.trial import Trial
 
 WIDTH, NUM_CLASSES = 8, 7
 BATCH, TOKENS = 4, 6

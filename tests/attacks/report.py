@@ -20,6 +20,7 @@ HEAD = '''"""Pairs of attack and technique that are wrong or crash today, each w
 Written by `python -m tests.attacks.report --write-known`.
 """
 
+# fmt: off
 KNOWN_WRONG: dict[tuple[str, str], str] = {
 '''
 BAD = (Outcome.WRONG, Outcome.CRASHED)

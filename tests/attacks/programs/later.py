@@ -1,19 +1,15 @@
 """Models, modules and optimizers that are changed, copied, saved or cast after the plan was put on."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Images, Net, adamw, images, sgd, tokens, train
+from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Images, Net, images, sgd, tokens, train
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
-
 
 # Each takes seconds.
 COMPILED = (
@@ -25,7 +21,7 @@ COMPILED = (
 )
 
 
-def _changed(t: Trial, model: nn.Module, change: Callable[[], Any], *, at: int = 1, **kwargs: Any) -> None:
+def changed(t: Trial, model: nn.Module, change: Callable[[], Any], *, at: int = 1, **kwargs: Any) -> None:
     """The plain loop, with `change` after one of its steps."""
 
     def after(step: int) -> None:
@@ -54,7 +50,7 @@ def activation_replaced(t: Trial) -> None:
     def change() -> None:
         model.blocks[0].activation = nn.Softmax(dim=0)
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a function held by a block is replaced by one that mixes examples")
@@ -72,7 +68,7 @@ def function_replaced(t: Trial) -> None:
     def change() -> None:
         model.blocks[0].act = lambda y: y - y.mean((0, 1))
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a whole block is replaced by a new one, whose weights the optimizer gets")
@@ -84,7 +80,7 @@ def block_replaced(t: Trial) -> None:
         model.blocks[0] = Block()
         optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
 
-    _changed(t, model, change, optimizer=optimizer)
+    changed(t, model, change, optimizer=optimizer)
 
 
 @attack("changes", "a block is appended to the Sequential (a growing network)")
@@ -96,7 +92,7 @@ def block_appended(t: Trial) -> None:
         model.blocks.append(Block())
         optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
 
-    _changed(t, model, change, optimizer=optimizer)
+    changed(t, model, change, optimizer=optimizer)
 
 
 @attack("changes", "two blocks of the Sequential change places")
@@ -106,7 +102,7 @@ def blocks_swapped(t: Trial) -> None:
     def change() -> None:
         model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a block is deleted from the Sequential")
@@ -116,7 +112,7 @@ def block_deleted(t: Trial) -> None:
     def change() -> None:
         del model.blocks[1]
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "the forward of a block is replaced on the object (a monkey patch after the plan)")
@@ -128,7 +124,7 @@ def forward_patched(t: Trial) -> None:
         own = block.forward
         block.forward = lambda x: own(x) * 0.5
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "the same, and the session undone afterwards: the program's own wrapper stays")
@@ -149,7 +145,7 @@ def forward_patched_then_undone(t: Trial) -> None:
 
 
 @attack("changes", "the class of a block is changed (block.__class__ = ...)")
-def class_changed(t: Trial) -> None:
+def classchanged(t: Trial) -> None:
     class Other(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x - self.inner(x).mean(1, keepdim=True)
@@ -159,7 +155,7 @@ def class_changed(t: Trial) -> None:
     def change() -> None:
         model.blocks[0].__class__ = Other
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "the forward of a block's class is replaced (a patch of the library)")
@@ -173,7 +169,7 @@ def class_patched(t: Trial) -> None:
     def change() -> None:
         Patched.forward = lambda self, x: x + self.inner(x - x.mean((0, 1)))
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a parametrisation is added to a layer of the block")
@@ -188,7 +184,7 @@ def parametrisation_added(t: Trial) -> None:
         # The optimizer goes on with the tensor that is the parametrisation's original.
         parametrize.register_parametrization(model.blocks[0].wide, "weight", Symmetric())
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "spectral_norm is on the head from the beginning (its weight is computed at each read)")
@@ -207,7 +203,7 @@ def weight_norm_added_to_head(t: Trial) -> None:
         parametrizations.weight_norm(model.head)
         optimizer.add_param_group({"params": list(model.head.parametrizations.parameters())})
 
-    _changed(t, model, change, optimizer=optimizer)
+    changed(t, model, change, optimizer=optimizer)
 
 
 @attack("changes", "the orthogonal parametrisation on the head")
@@ -222,7 +218,7 @@ def pruned(t: Trial) -> None:
     model = Net()
     prune.l1_unstructured(model.head, "weight", 0.3)
     prune.l1_unstructured(model.blocks[0].wide, "weight", 0.3)
-    _changed(t, model, lambda: model.head.weight_mask.mul_(0.5))
+    changed(t, model, lambda: model.head.weight_mask.mul_(0.5))
 
 
 @attack("changes", "the head's weight is tied to another layer while training")
@@ -242,7 +238,7 @@ def tied_later(t: Trial) -> None:
     def change() -> None:
         model.other.weight = model.head.weight
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a tied head is untied, its copy added to the optimizer")
@@ -264,7 +260,7 @@ def untied_later(t: Trial) -> None:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
         optimizer.add_param_group({"params": [model.head.weight]})
 
-    _changed(t, model, change, optimizer=optimizer)
+    changed(t, model, change, optimizer=optimizer)
 
 
 @attack("changes", "a parameter is replaced by a new one that the optimizer does not hold (a reset head)")
@@ -274,7 +270,7 @@ def head_reset(t: Trial) -> None:
     def change() -> None:
         model.head.weight = nn.Parameter(0.5 * model.head.weight.detach())
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 class Masked(Block):
@@ -302,7 +298,7 @@ def mask_mutated(t: Trial) -> None:
     def change() -> None:
         mask[:, 3:] = False
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a cached bias is written in place between forward and backward pass")
@@ -352,7 +348,7 @@ def module_added(t: Trial) -> None:
             return x + (self.extra(y) if hasattr(self, "extra") else y)
 
     model = Net([Growing(), Growing()])
-    _changed(t, model, lambda: model.blocks[0].add_module("extra", nn.Softmax(dim=0)))
+    changed(t, model, lambda: model.blocks[0].add_module("extra", nn.Softmax(dim=0)))
 
 
 @attack("changes", "a hook is registered in a block after two steps")
@@ -362,7 +358,7 @@ def hook_added_later(t: Trial) -> None:
     def change() -> None:
         model.blocks[0].wide.register_forward_hook(lambda _, __, output: output - output.mean((0, 1)))
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "a hook that counts is registered in a block after two steps")
@@ -373,7 +369,7 @@ def counting_hook_added_later(t: Trial) -> None:
     def change() -> None:
         model.blocks[0].wide.register_forward_hook(lambda *_: calls.append(1))
 
-    _changed(t, model, change)
+    changed(t, model, change)
     t.note("calls", len(calls))
 
 
@@ -381,134 +377,18 @@ def counting_hook_added_later(t: Trial) -> None:
 def cast_and_back(t: Trial) -> None:
     model = Net()
     dtype = torch.get_default_dtype()
-    _changed(t, model, lambda: model.to(torch.bfloat16).to(dtype))
+    changed(t, model, lambda: model.to(torch.bfloat16).to(dtype))
 
 
 @attack("changes", "the model is cast to float32 (model.float()) and goes on so")
 def cast_to_float(t: Trial) -> None:
     model = Net()
-    _changed(t, model, model.float, batch=lambda step: _as_weights(model, tokens(step)))
+    changed(t, model, model.float, batch=lambda step: _as_weights(model, tokens(step)))
 
 
 def _as_weights(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     weight = next(model.parameters())
     return batch[0].to(weight.dtype if weight.dtype != torch.bfloat16 else torch.float32), batch[1]
-
-
-@attack("changes", "model and optimizer are deep-copied in the middle, and the copy is trained")
-def copied_and_trained(t: Trial) -> None:
-    _goes_on_with(t, lambda model, optimizer: copy.deepcopy((model, optimizer)))
-
-
-@attack("changes", "model and optimizer are pickled in the middle, and what is read is trained")
-def pickled_and_trained(t: Trial) -> None:
-    _goes_on_with(t, lambda model, optimizer: pickle.loads(pickle.dumps((model, optimizer))))
-
-
-@attack("changes", "model and optimizer are saved whole with torch.save, and what is loaded is trained")
-def saved_whole_and_trained(t: Trial) -> None:
-    def through_file(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        file = io.BytesIO()
-        torch.save({"model": model, "optimizer": optimizer}, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        return loaded["model"], loaded["optimizer"]
-
-    _goes_on_with(t, through_file)
-
-
-@attack("changes", "a copy of the model gets an optimizer of its own and is trained beside the first")
-def copy_with_own_optimizer(t: Trial) -> None:
-    model = Net()
-    optimizer = sgd(model)
-    t.apply(model, optimizer)
-    other = copy.deepcopy(model)
-    t.track(other)
-    of_other = sgd(other)
-    for step in range(3):
-        for each, stepped in ((model, optimizer), (other, of_other)):
-            stepped.zero_grad()
-            loss = each(*tokens(step + 10 * (each is other)))
-            loss.backward()
-            stepped.step()
-            t.note("loss", loss)
-        t.end_step()
-
-
-@attack("changes", "the model is copied, the first one dropped, and the copy trained with a new optimizer")
-def copied_and_first_dropped(t: Trial) -> None:
-    _goes_on_with(t, lambda model, _: (other := copy.deepcopy(model), adamw(other)))
-
-
-def _goes_on_with(t: Trial, through: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> None:
-    model: nn.Module = Net()
-    optimizer = adamw(model)
-    t.apply(model, optimizer)
-    for step in range(4):
-        if step == 2:
-            model, optimizer = through(model, optimizer)
-            t.track(model)
-        optimizer.zero_grad()
-        loss = model(*tokens(step))
-        loss.backward()
-        optimizer.step()
-        t.note("loss", loss)
-        t.end_step()
-
-
-@attack("changes", "load_state_dict(assign=True) puts other tensors in the place of the parameters")
-def loaded_by_assignment(t: Trial) -> None:
-    model = Net()
-
-    def change() -> None:
-        saved = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(saved, assign=True)
-
-    _changed(t, model, change)
-
-
-@attack("changes", "load_state_dict of other weights in place (a population, a rollback)")
-def rolled_back(t: Trial) -> None:
-    model = Net()
-    first = copy.deepcopy(model.state_dict())
-    _changed(t, model, lambda: model.load_state_dict({n: v.to(model.state_dict()[n].dtype) for n, v in first.items()}))
-
-
-@attack("changes", "an average of the model (deepcopy, EMA) is evaluated after every step")
-def average_evaluated(t: Trial) -> None:
-    model = Net()
-    optimizer = sgd(model)
-    t.apply(model, optimizer)
-    average = copy.deepcopy(model).eval().requires_grad_(False)
-
-    def update(step: int) -> None:
-        with torch.no_grad():
-            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                kept.lerp_(parameter.to(kept.dtype), 0.2)
-            t.note("average", average(*tokens(step + 50)))
-
-    train(t, model, optimizer, after=update, applied=True)
-
-
-@attack("changes", "a momentum encoder (deepcopy before the plan) gives targets in every step")
-def momentum_encoder(t: Trial) -> None:
-    model = Net()
-    teacher = copy.deepcopy(model)
-    optimizer = sgd(model)
-    t.apply(model, optimizer)
-    for step in range(4):
-        x, _ = tokens(step)
-        with torch.no_grad():
-            target = teacher(x)
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x + 0.1), target + 1)
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for kept, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
-                kept.lerp_(parameter.to(kept.dtype), 0.1)
-        t.note("loss", loss)
-        t.end_step()
 
 
 @attack("changes", "the model is wrapped by torch.compile(backend='eager') after the plan was put on", only=COMPILED)
@@ -555,7 +435,7 @@ def reinitialised(t: Trial) -> None:
         for parameter in model.parameters():
             parameter.data = torch.full_like(parameter.data, 0.05) + 0.5 * parameter.data
 
-    _changed(t, model, change)
+    changed(t, model, change)
 
 
 @attack("changes", "the number of classes grows: a wider head replaces the first (continual learning)")
@@ -570,7 +450,7 @@ def head_widened(t: Trial) -> None:
         model.head = wider
         optimizer.add_param_group({"params": list(wider.parameters())})
 
-    _changed(t, model, change, optimizer=optimizer)
+    changed(t, model, change, optimizer=optimizer)
 
 
 @attack("changes", "a convolution of a chain gets other padding and dilation while training")
@@ -580,7 +460,7 @@ def convolution_reconfigured(t: Trial) -> None:
     def change() -> None:
         model.chain[0].padding, model.chain[0].dilation = (2, 2), (2, 2)
 
-    _changed(t, model, change, batch=images)
+    changed(t, model, change, batch=images)
 
 
 @attack("changes", "images grow while training (progressive resizing)")

@@ -415,7 +415,7 @@ def updated_by_hand(t: Trial) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
         t.note("loss", loss)
         t.end_step()
 
@@ -454,7 +454,7 @@ def swa(t: Trial) -> None:
     model = Net()
     averaged = torch.optim.swa_utils.AveragedModel(model)
     train(t, model, after=lambda _: averaged.update_parameters(model))
-    t.note("averaged", [p for p in averaged.module.parameters()])
+    t.note("averaged", list(averaged.module.parameters()))
 
 
 @attack("gradients", "an optimizer of the program's own, a subclass of SGD that reads all gradients in step")
