@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--bad", action="store_true", help="only those that are wrong or crashed")
     parser.add_argument("--kind", help="only those of a kind")
+    parser.add_argument("--techniques", help="only those whose names contain one of these, by commas")
     parser.add_argument("--write-known", action="store_true", help="write known_wrong.py")
     given = parser.parse_args(arguments)
     counts: Counter[str] = Counter()
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> int:
         if (given.names and name not in given.names) or (given.kind and attack.kind != given.kind):
             continue
         for variant in VARIANTS:
+            if given.techniques and not any(part in variant for part in given.techniques.split(",")):
+                continue
             verdict = run(attack, variant)
             counts[verdict.outcome] += 1
             if verdict.outcome in BAD:
