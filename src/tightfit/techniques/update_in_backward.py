@@ -13,11 +13,12 @@ from tightfit.planner.option import Advice, Change, Option
 from tightfit.tape import Tape
 from tightfit.techniques.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
-from tightfit.techniques.updates import Clipping, Updates
+from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
     gradients_used_up,
     obstacle,
@@ -72,17 +73,18 @@ class UpdateInBackward(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Hooks every parameter that an optimizer holds."""
+        """Takes over the gradients of every parameter that an optimizer holds."""
         (choice,) = chosen
+        settings = UpdateSettings.of(choice.settings, in_backward=True)
         for optimizer in session.optimizers:
             check_separable(optimizer, self.name)
-            if choice.settings["kernel"] == "fused":
+            if settings.kernel == "fused":
                 check_kernel(optimizer, session.model, "fused")
-        clipping = Clipping(session) if choice.settings["clips"] in (True, "True") else None
         for optimizer in session.optimizers:
-            if choice.settings["kernel"] == "fused":
+            if settings.kernel == "fused":
                 set_kernel(session, optimizer, "fused")
-            Updates(session, optimizer, update_alone(optimizer), clipping).install()
+        updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
+        Updates(session, updates, in_one_pass=settings.may_update_in_one_pass).install()
 
 
 def _update_seconds(run: OptimizerTape, kernel: str) -> float:
