@@ -151,7 +151,7 @@ class _Defer(torch.autograd.Function):
         return DeferredLogits.of(origin, form)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("chunked_loss")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         origin: Origin = ctx.origin
         inputs = [origin.hidden, origin.weight] + ([] if origin.bias is None else [origin.bias])

@@ -107,7 +107,7 @@ class _Defer(torch.autograd.Function):
         return DeferredScores.of(attention)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("attention")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         tensors = ctx.attention.tensors()
         leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}

@@ -309,7 +309,7 @@ class _Joined(torch.autograd.Function):
         return sums.loss(), *others
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("micro_batches")
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
         gradient, *others = grad_outputs
         if any(other is not None for other in others):

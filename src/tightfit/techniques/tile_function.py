@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.first_order import Refuse, first_order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class _Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order("tiles")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         tiling = ctx.tiling
