@@ -27,10 +27,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The run with all rows that was followed, and what it returned."""
+    """The run with all rows that was followed, what it was given, and what it returned."""
 
     flow: Flow
+    inputs: Sequence[torch.Tensor]
     result: Any
+
+
+class Leaves(Mixes):
+    """Something is left behind. Where a first real call makes what later ones find there, another proof may come to another end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,34 +65,34 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
     sizes = sorted({size for size in parts if size != num_rows}) or [max(1, num_rows // 2)]
     if num_rows < 2:
         raise Mixes("has one row, which is no part of anything")
-    state = RegionState()
-    with _as_it_was(subject.module, state):
-        tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
-        settings = {
-            "fake": fake_mode_for(tensors),
-            "reads": reads,
-            "allows_randomness": subject.allows_randomness,
-            "allows_votes": subject.allows_votes,
-        }
-        first: Run | None = None
-        for size in sizes:
-            run = Run(size, **settings)
-            _run(subject, run, num_rows)
-            if first is None:
-                first = run
-            else:
-                compare(first, run)
-        assert first is not None
-        flow = Flow(num_rows, first, RULES, **settings)
-        result = _run(subject, flow, num_rows)
-        compare(flow, first)
-    return Proof(flow=flow, result=result)
+    tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
+    settings = {
+        "fake": fake_mode_for(tensors),
+        "reads": reads,
+        "allows_randomness": subject.allows_randomness,
+        "allows_votes": subject.allows_votes,
+    }
+    first, left = None, ""
+    for size in sizes:
+        run = Run(size, **settings)
+        left = _run(subject, run, num_rows)[2] or left
+        if first is not None:
+            compare(first, run)
+        first = first or run
+    assert first is not None
+    flow = Flow(num_rows, first, RULES, **settings)
+    inputs, result, left_last = _run(subject, flow, num_rows)
+    compare(flow, first)
+    if left or left_last:
+        raise Leaves(f"{left or left_last} in a forward, which would happen once for each part")
+    return Proof(flow=flow, inputs=inputs, result=result)
 
 
-def _run(subject: Subject, run: Run, num_rows: int) -> Any:
+def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, str]:
+    """The inputs, the result, and what of the state was changed."""
     # A checkpoint around this counts what is saved in its first run, and this is no part of it. Detached, or a result would hold itself.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
-    with torch.enable_grad(), without_modes(), _without_cache(), _quiet(), apart:
+    with _as_it_was(subject.module) as left, torch.enable_grad(), without_modes(), _without_cache(), _quiet(), apart:
         inputs = [_input(run, t, d, num_rows, subject.is_contiguous) for t, d in zip(subject.inputs, subject.dims, strict=True)]
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:
@@ -103,7 +108,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> Any:
                 raise Mixes(f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
         if run.failure is not None:
             raise run.failure
-        return result
+    return inputs, result, "".join(left)
 
 
 def _line(error: BaseException) -> str:
@@ -130,20 +135,17 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 @contextlib.contextmanager
-def _as_it_was(module: torch.nn.Module, state: RegionState) -> Iterator[None]:
-    """Raises Mixes if what runs inside leaves something behind in what the module can reach, and puts it back in any case."""
+def _as_it_was(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Puts back what the module can reach. The list then has the first of what was changed in it, if anything was."""
+    state, left = RegionState(), list[str]()
     before = state.snapshot(module)
     generator = torch.get_rng_state()
-    written = ""
     try:
-        yield
-        found = differences(before, state.snapshot(module))
-        written = str(found[0]) if found else ""
+        yield left
     finally:
+        left += [str(found) for found in differences(before, state.snapshot(module))[:1]]
         restore(before)
         torch.set_rng_state(generator)
-    if written:
-        raise Mixes(f"{written} in a forward, which would happen once for each part")
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ class Session:
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
     on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    `failure` is the first refusal that came after the plan was put on, until the session is undone.
+    `failure` is the first refusal that came after the plan was put on, until the session is undone. `check_steps` is for how many steps what runs
+    in parts or again is compared by value with what does not, in a real run.
     """
 
     model: torch.nn.Module
@@ -35,6 +36,7 @@ class Session:
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
     failure: ApplyError | None = None
+    check_steps: int = 2
     _is_guarded: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
 
