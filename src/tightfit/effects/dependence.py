@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.effects.reach import is_users_file
 from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
@@ -90,7 +90,7 @@ class _Operation:
 
     func: Any
     values: tuple[Any, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -98,6 +98,8 @@ class _Operation:
 def _schema(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
     """Of each argument its name, whether it is a size, and whether it is written to."""
     sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
+    if func.overloadpacket is aten.arange:
+        sizes |= {"start", "end"}
     return tuple(
         (a.name, a.name in sizes, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
     )
@@ -125,7 +127,11 @@ def line_of_code() -> str:
         file = frame.f_code.co_filename
         if is_users_file(file):
             return f"{Path(file).name}:{frame.f_lineno}"
-        if not found and not file.startswith((here, there, "<")) and "lib/python" not in file.replace("site-packages", ""):
+        if (
+            not found
+            and not file.startswith((here, there, "<"))
+            and "lib/python" not in file.replace("site-packages", "")
+        ):
             found = f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return found
@@ -137,6 +143,11 @@ class Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.values: list[Any] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -191,6 +202,7 @@ class Run(TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
             with self.fake:
                 out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -251,6 +263,11 @@ class Run(TorchDispatchMode):
         return out
 
 
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor is made of it, for which torch asks after its gradient, which only leaves have."""
+    return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
+
+
 def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether to run an operator for real: what is on the host and no input went into has values; so has a view of a weight."""
     device = arguments.get("device")
@@ -266,11 +283,11 @@ def _at() -> str:
 
 def _operation(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> _Operation:
     values: list[Any] = []
-    sizes: list[int] = []
+    sizes: list[Any] = []
     for name, is_size, _ in _schema(func):
         leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if _is_plain(leaf)]
         if is_size:
-            sizes += [-1 if leaf is None else int(leaf) for leaf in leaves]
+            sizes += [-1 if leaf is None else leaf for leaf in leaves]
         else:
             values += leaves
     return _Operation(
@@ -555,12 +572,34 @@ class Flow(Run):
 
 
 _UNIFORM = frozenset(
-    """zeros ones full empty new_zeros new_ones new_full new_empty empty_strided new_empty_strided zeros_like ones_like full_like empty_like
-    zero fill scalar_tensor rand randn rand_like randn_like empty_permuted""".split()
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "zero",
+        "fill",
+        "scalar_tensor",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "empty_permuted",
+    ]
 )
-_KEEPS_TOTAL = frozenset("mul div _to_copy clone neg".split())
-_KEEPS_COUNT = frozenset("_to_copy clone lift_fresh_copy".split())
-_KEEPS_VOTE = frozenset("logical_not bitwise_not _to_copy clone".split())
+_KEEPS_TOTAL = frozenset(["mul", "div", "_to_copy", "clone", "neg"])
+_KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
+_KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 
 
 class Functions(TorchFunctionMode):

@@ -104,7 +104,9 @@ def distances(flow: Flow, call: Call) -> Result:
     raise Mixes("compares rows with others")
 
 
-@rule("linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp")
+@rule(
+    "linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp"
+)
 def matrices(flow: Flow, call: Call) -> Result:
     """Of each matrix by itself."""
     layout = behind(flow, call.tensors[0], 2)

@@ -261,7 +261,9 @@ def convolution(flow: Flow, call: Call) -> Result:
     if layout.dim > 1:
         at = layout.dim - 2
         geometry = [
-            tree_leaves(call.get(n))[at % len(tree_leaves(call.get(n)))] for n in ("stride", "padding", "output_padding") if call.get(n)
+            tree_leaves(call.get(n))[at % len(tree_leaves(call.get(n)))]
+            for n in ("stride", "padding", "output_padding")
+            if call.get(n)
         ]
         if weight.shape[layout.dim] != 1 or any(g != d for g, d in zip(geometry, (1, 0, 0), strict=False)):
             raise Mixes("takes neighbouring rows together")
@@ -312,5 +314,3 @@ def grid(flow: Flow, call: Call) -> Result:
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:
         raise Mixes("samples one row for another")
     return found[0]
-
-

@@ -6,8 +6,11 @@ user's own, and gradients go nowhere but to the inputs and the parameters.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import traceback
+import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +45,7 @@ class Leaves(Mixes):
 class Subject:
     """What is proved: `call(inputs)`, where each of `inputs` has its rows in the dimension of the same place in `dims`, or None in none.
 
-    `module` is what it runs, `aside` are contexts to be in for each run; what they give is handed to `call` as `context`.
+    `module` is what it runs, `around` a context to be in for each run, what it gives is handed to `call` too.
     """
 
     call: Callable[..., Any]
@@ -92,8 +95,18 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
     """The inputs, the result, and what of the state was changed."""
     # A checkpoint around this counts what is saved in its first run, and this is no part of it. Detached, or a result would hold itself.
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
-    with _as_it_was(subject.module) as left, torch.enable_grad(), without_modes(), _without_cache(), _quiet(), apart:
-        inputs = [_input(run, t, d, num_rows, subject.is_contiguous) for t, d in zip(subject.inputs, subject.dims, strict=True)]
+    with (
+        _as_it_was(subject.module) as left,
+        torch.enable_grad(),
+        without_modes(),
+        _without_cache(),
+        _quiet(),
+        apart,
+    ):
+        inputs = [
+            _input(run, t, d, num_rows, subject.is_contiguous)
+            for t, d in zip(subject.inputs, subject.dims, strict=True)
+        ]
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:
                 result = subject.call(inputs) if context is None else subject.call(inputs, context)
@@ -105,7 +118,9 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
             raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
         except Exception as error:
             if run.failure is None:
-                raise Mixes(f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+                raise Mixes(
+                    f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                ) from error
         if run.failure is not None:
             raise run.failure
     return inputs, result, "".join(left)
@@ -119,7 +134,11 @@ def _line(error: BaseException) -> str:
 def _input(run: Run, tensor: torch.Tensor, dim: int | None, num_rows: int, is_contiguous: bool) -> torch.Tensor:
     if dim is None:
         return tensor
-    strides = tensor.stride() if all(tensor.stride()) and not is_contiguous else torch.empty(tensor.shape, device="meta").stride()
+    strides = (
+        tensor.stride()
+        if all(tensor.stride()) and not is_contiguous
+        else torch.empty(tensor.shape, device="meta").stride()
+    )
     with run.fake:
         made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=_device(tensor))
         if run.num_rows != num_rows:
@@ -161,12 +180,14 @@ def _without_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what fake tensors cannot do, with a traceback."""
+    """Torch logs what fake tensors cannot do, with a traceback; and what the code warns of, it warns of in its real run too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.disabled = before
 
@@ -183,10 +204,11 @@ def check_hooks(module: torch.nn.Module, *, is_inside: bool = True) -> None:
 
 
 def _is_of_library(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
-    return code is not None and not is_users_file(code.co_filename)
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    function = function.__func__ if isinstance(function, types.MethodType) else function
+    if isinstance(function, types.FunctionType):
+        return not is_users_file(function.__code__.co_filename)
+    return not is_users_class(type(function))
 
 
 def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:

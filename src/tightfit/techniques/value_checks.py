@@ -77,7 +77,10 @@ def halves_differ(
 
 
 def _passes(
-    run: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], dim: int, trained: Sequence[torch.Tensor]
+    run: Callable[[torch.Tensor], torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    dim: int,
+    trained: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """The output, the gradient of the input and those of the parameters, put together."""
     outputs, inputs = [], []
