@@ -38,6 +38,7 @@ class Request:
     tape: str
     show_output: bool
     preparation: dict[str, Any] | None
+    with_effects: bool = False
 
 
 def main(path: str) -> None:
@@ -69,7 +70,8 @@ def _trace(request: Request, terminal: int) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
-    session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
+    by_yield = request.target["kind"] != "Script"
+    session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = _prepare(request.preparation)
     session.run(_target(request.target))

@@ -24,9 +24,10 @@ from tightfit.tape import Tape
 
 
 class Session:
-    """Turns this process into one that has the card `device`, for one run of a target."""
+    """Turns this process into one that has the card `device`, for one run of a target. `with_effects`: what modules and the program do besides
+    computing is watched too."""
 
-    def __init__(self, device: str, num_steps: int, *, by_yield: bool) -> None:
+    def __init__(self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False) -> None:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
@@ -46,11 +47,14 @@ class Session:
         torch_api.install(self.gpu)
         self._routes = install.install(card)
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
+        if with_effects:
+            self.watch.watch_effects()
         self.watch.install()
         self._tape: Tape | None = None
 
     def _take(self) -> None:
-        self._tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        self._tape = dataclasses.replace(tape, effects=self.watch.effects())
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run, as it stood when the last step was over."""
