@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -88,3 +89,16 @@ def promised_peak(tape: Tape, options: Sequence[Option]) -> int:
     """The peak that options promise on the plain run `tape`."""
     problem = problems.build(levels(tape), options)
     return problem.peak_bytes(range(len(problem.options)))
+
+
+class Counting(TorchDispatchMode):
+    """Counts how often an operator runs: what a hook of the user's counts is put back after a second run."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.operator
+        return func(*args, **(kwargs or {}))

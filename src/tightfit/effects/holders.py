@@ -4,7 +4,7 @@ import abc
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, final
 
 import torch
@@ -41,6 +41,10 @@ class Holder(abc.ABC):
     @abc.abstractmethod
     def put(self, content: Any) -> None:
         """Has it hold `content` again."""
+
+    @abc.abstractmethod
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        """`content` with `others` in place of the values whose `id` they are given by; the same object where there is none of them."""
 
 
 class _InGraph:
@@ -81,18 +85,21 @@ class Names(Holder):
         *,
         only: tuple[str, ...] | None = None,
         is_attributes: bool = False,
+        keeps_graphs: bool = False,
     ) -> None:
         super().__init__(path, key)
         self._mapping = mapping
         self._only = only
         self._is_attributes = is_attributes
+        # Parameters that are computed (`torch.func.functional_call`) have a graph, and a second run needs them.
+        self._keeps_graphs = keeps_graphs
 
     def content(self, *, is_kept: bool) -> dict[Any, Any]:
         mapping = self._mapping()
         if mapping is None:
             return {}
         held = dict(mapping) if self._only is None else {n: mapping[n] for n in self._only if n in mapping}
-        if is_kept:
+        if is_kept and not self._keeps_graphs:
             for name, value in held.items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     held[name] = _InGraph(value)
@@ -112,12 +119,17 @@ class Names(Holder):
         for name in self._changed(one, other):
             yield f".{name}" if self._is_attributes or self._only is not None else f"[{name!r}]"
 
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        if not others or not any(id(value) in others for value in content.values()):
+            return content
+        return {name: others.get(id(value), value) for name, value in content.items()}
+
     def put(self, content: dict[Any, Any]) -> None:
         mapping = self._mapping()
         if mapping is None:
             return
         names = list(mapping) if self._only is None else [n for n in self._only if n in mapping]
-        content = {n: v.tensor() if isinstance(v, _InGraph) else v for n, v in content.items() if not _is_gone(v)}
+        content = {n: v.tensor() if isinstance(v, _InGraph) else v for n, v in content.items() if not is_gone(v)}
         for name in names:
             if name not in content:
                 del mapping[name]
@@ -126,7 +138,8 @@ class Names(Holder):
                 mapping[name] = value
 
 
-def _is_gone(value: Any) -> bool:
+def is_gone(value: Any) -> bool:
+    """Whether a snapshot had a tensor with a graph there that nobody keeps any more."""
     return isinstance(value, _InGraph) and value.tensor() is None
 
 
@@ -148,6 +161,11 @@ class Items(Holder):
 
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield "[...]"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        if isinstance(content, tuple):
+            return content
+        return [others.get(id(value), value) for value in content] if any(id(v) in others for v in content) else content
 
     def put(self, content: Any) -> None:
         if isinstance(content, tuple):
@@ -175,6 +193,9 @@ class Members(Holder):
 
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield "{...}"
+
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return {others.get(id(value), value) for value in content}
 
     def put(self, content: Any) -> None:
         self._members.clear()
@@ -204,9 +225,12 @@ class ClassAttributes(Holder):
             if not _same_item(one.get(name), other.get(name)):
                 yield f".{name}"
 
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return {name: others.get(id(value), value) for name, value in content.items()}
+
     def put(self, content: dict[str, Any]) -> None:
         for name in self.content(is_kept=False).keys() - content.keys():
             delattr(self._kind, name)
         for name, value in content.items():
-            if not _is_gone(value):
+            if not is_gone(value):
                 setattr(self._kind, name, value.tensor() if isinstance(value, _InGraph) else value)

@@ -16,12 +16,13 @@ import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Members, Names
 
@@ -78,6 +79,11 @@ class Reach:
             for value in mapping.values()
         ]
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether something held a tensor with a graph when last looked at."""
+        return any(value is _IN_GRAPH for value in self.values)
+
     def is_same(self) -> bool:
         """Whether the dicts hold what they held when last looked at, and no hook was added."""
         mappings = self._mappings()
@@ -102,9 +108,20 @@ def is_users_class(kind: type) -> bool:
 
 def reach_of(module: torch.nn.Module) -> Reach:
     """What the forward of `module` can reach now."""
-    found = _Walk(module).found
-    found.remember()
-    return found
+    walk = _Walk({id(part) for part in module.modules()})
+    name = type(module).__name__
+    for path, part in module.named_modules():
+        walk.module(f"{name}.{path}" if path else name, part)
+    walk.found.remember()
+    return walk.found
+
+
+def reach_of_arguments(arguments: Mapping[str, Any]) -> Reach:
+    """What can be reached from what a forward is called with, by name."""
+    walk = _Walk(frozenset())
+    for name, argument in arguments.items():
+        walk.argument(name, argument)
+    return walk.found
 
 
 @functools.cache
@@ -141,6 +158,9 @@ class _Cell(Holder):
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield ""
 
+    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
+        return self._names.with_replaced(content, others)
+
     def put(self, content: Any) -> None:
         self._names.put(content)
 
@@ -171,17 +191,14 @@ class _CellMapping(MutableMapping[str, Any]):
 
 
 class _Walk:
-    """The walk from one module."""
+    """One walk; `inside` are the modules of the region, whose children are walked through as well."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
+    def __init__(self, inside: Collection[int]) -> None:
         self.found = Reach()
         self._seen: set[int] = set()
         # Keeps what was seen alive for as long as the walk takes: ids are only unique among the living.
         self._alive: list[Any] = []
-        self._inside = {id(part) for part in root.modules()}
-        name = type(root).__name__
-        for path, part in root.named_modules():
-            self._module(f"{name}.{path}" if path else name, part)
+        self._inside = inside
 
     def _hold(self, holder: Holder, *, is_other: bool = False) -> bool:
         if len(self.found.holders) >= _MOST_OBJECTS:
@@ -192,8 +209,9 @@ class _Walk:
         self.found.contents.append(holder.content(is_kept=True))
         return True
 
-    def _hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool) -> None:
-        if self._hold(Names(path, id(value), functools.partial(_same, value), is_attributes=is_attributes)):
+    def _hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
+        get = functools.partial(_same, value)
+        if self._hold(Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)):
             self.found.dicts.append(value)
 
     def _hold_attributes(self, path: str, module: torch.nn.Module) -> None:
@@ -208,7 +226,8 @@ class _Walk:
         self._alive.append(value)
         return True
 
-    def _module(self, path: str, module: torch.nn.Module) -> None:
+    def module(self, path: str, module: torch.nn.Module) -> None:
+        """A module of the region."""
         if not self._is_new(module):
             return
         self._hold_attributes(path, module)
@@ -219,7 +238,7 @@ class _Walk:
                 # Parameters, buffers, children and hooks: `_buffers` is no word that a person looks for.
                 shown = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
                 if self._is_new(value):
-                    self._hold_dict(shown, value, is_attributes=shown == path)
+                    self._hold_dict(shown, value, is_attributes=shown == path, keeps_graphs=name == "_parameters")
                 for key, inner in list(value.items()):
                     if not isinstance(inner, torch.nn.Module):
                         self._value(f"{shown}.{key}", inner)
@@ -284,6 +303,14 @@ class _Walk:
         self._hold(Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True)
         for name in named:
             self._value(f"{module.__name__}.{name}", vars(module)[name])
+
+    def argument(self, path: str, value: Any) -> None:
+        """What the forward is called with; tensors among them are watched whether they have a graph or not."""
+        for number, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor) and self._is_new(leaf):
+                self.found.tensors.append(leaf)
+                self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
+        self._value(path, value)
 
     def _value(self, path: str, value: Any) -> None:
         """Whatever was found somewhere."""

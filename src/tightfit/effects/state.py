@@ -8,14 +8,14 @@ references, not copies: it is cheap enough to be taken in every call.
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from tightfit.effects.holders import PLAIN
+from tightfit.effects.holders import PLAIN, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
-from tightfit.effects.reach import Reach, reach_of
+from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,11 @@ class Snapshot:
     python_random: Any
     numpy_random: Any
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether something held a tensor with a graph, which this snapshot does not keep."""
+        return self.reach.has_graphs
+
 
 class RegionState:
     """Takes snapshots of what the forward of a module can reach; the module is handed in with each call, and not kept."""
@@ -53,16 +58,7 @@ class RegionState:
 
     def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False) -> Snapshot:
         """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive."""
-        reach, contents = self._looked_through(module, is_kept=is_kept)
-        return Snapshot(
-            reach=reach,
-            contents=contents,
-            versions=[_version(tensor) for tensor in reach.tensors],
-            storages=[_storage(tensor) for tensor in reach.tensors],
-            drawn=[each.state() for each in reach.drawn],
-            python_random=python_state(),
-            numpy_random=numpy_state.get(),
-        )
+        return _taken(*self._looked_through(module, is_kept=is_kept))
 
     def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
         reach = self._reach or reach_of(module)
@@ -79,12 +75,40 @@ class RegionState:
         if not is_same and not _reaches_the_same(reach, contents):
             reach = reach_of(module)
             contents = reach.contents if is_kept else [holder.content(is_kept=False) for holder in reach.holders]
-        elif not is_same:
-            if is_kept:
-                reach.contents = contents
+        elif not is_same and is_kept:
+            reach.contents = contents
             reach.remember()
         self._reach = reach
         return reach, contents
+
+
+def snapshot_of_arguments(arguments: Mapping[str, Any]) -> Snapshot:
+    """The state of what a forward is called with: versions of tensors, contents of containers and objects."""
+    reach = reach_of_arguments(arguments)
+    return _taken(reach, reach.contents)
+
+
+def again(snapshot: Snapshot) -> Snapshot:
+    """The state now of what a snapshot of arguments was taken of."""
+    return _taken(snapshot.reach, [holder.content(is_kept=False) for holder in snapshot.reach.holders])
+
+
+def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Snapshot:
+    """The snapshot with other tensors in place of those whose `id` they are given by."""
+    holders = zip(snapshot.reach.holders, snapshot.contents, strict=True)
+    return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
+
+
+def _taken(reach: Reach, contents: list[Any]) -> Snapshot:
+    return Snapshot(
+        reach=reach,
+        contents=contents,
+        versions=[_version(tensor) for tensor in reach.tensors],
+        storages=[_storage(tensor) for tensor in reach.tensors],
+        drawn=[each.state() for each in reach.drawn],
+        python_random=python_state(),
+        numpy_random=numpy_state.get(),
+    )
 
 
 def _reaches_the_same(reach: Reach, contents: list[Any]) -> bool:
@@ -121,8 +145,10 @@ def differences(before: Snapshot, after: Snapshot) -> list[Difference]:
 
 def restore(to: Snapshot) -> None:
     """Puts back what can be put back: everything but what is changed in place."""
-    put_python_state(to.python_random)
-    numpy_state.put(to.numpy_random)
+    if python_state() != to.python_random:
+        put_python_state(to.python_random)
+    if not numpy_state.same(numpy_state.get(), to.numpy_random):
+        numpy_state.put(to.numpy_random)
     for holder, content in zip(to.reach.holders, to.contents, strict=True):
         if not holder.same(holder.content(is_kept=False), content):
             holder.put(content)
@@ -141,8 +167,10 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Differenc
         # What is not reached any more hangs on something that is, and that has changed.
         second = later.get(holder.key, first)
         if not holder.same(first, second):
+            lost = {name for name, value in first.items() if is_gone(value)} if isinstance(first, dict) else ()
             for name in holder.changed(first, second):
-                yield Difference(path=f"{holder.path}{name}", what="was changed")
+                is_lost = bool(lost) and name.strip(".[]'") in lost
+                yield Difference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
     empty = set(map(id, before.reach.empty))
     yield from (Difference(path=h.path, what="was added to") for h in after.reach.holders if h.key in empty)
 

@@ -11,7 +11,7 @@ from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
 from tightfit.techniques.forwards import WrappedForward
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import CHECK_STEPS, Session
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -41,10 +41,14 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Ses
 
 
 def apply_choices(
-    choices: Iterable[Choice], model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    choices: Iterable[Choice],
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    check_steps: int = CHECK_STEPS,
 ) -> Session:
     """The same for bare choices, in the order in which their techniques are put on."""
-    session = Session(model=model, optimizers=optimizers)
+    session = Session(model=model, optimizers=optimizers, check_steps=check_steps)
     apply_to(session, choices)
     return session
 

@@ -1,7 +1,7 @@
 """Puts a plan on a program that knows nothing of it: waits until its model and optimizers are there, and applies just before the first forward.
 
-Two entry points of torch are watched, `Optimizer.__init__` and, while there is something to wait for, `Module.__call__`. The outermost module
-that is called with gradients and has parameters to train is a root; a program may have several (a generator and a discriminator), and each gets
+Two entry points of torch are watched (`torch_hooks.calls`): optimizers that are made and, while there is something to wait for, modules that are
+called. The outermost module that is called with gradients and has parameters to train is a root; a program may have several (a generator and a discriminator), and each gets
 the choices that name its class. Choices that name no module concern optimizers, and go to the first root that each optimizer is seen with. An
 optimizer that comes later, or in place of another, has its root's session made anew before the next forward. Models that the program drops are
 not kept. The same code runs in a capture on the virtual GPU (`prepare`) and in a real run (`tightfit run`).
@@ -9,12 +9,14 @@ not kept. The same code runs in a capture on the virtual GPU (`prepare`) and in 
 
 import dataclasses
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import (
@@ -29,7 +31,9 @@ from tightfit.runtime.apply import (
 )
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.loops import LoopWatch, is_of_loop
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import CHECK_STEPS, Session
+from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
+from tightfit.torch_hooks.replaced import Leave
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -56,7 +60,7 @@ class _Live:
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
-    `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
+    `check_steps` is as in `Session`: none on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class Attachment:
         planned: Sequence[Mapping[str, Any]] = (),
         on_apply: Callable[[Session], None] | None = None,
         tell: Tell = lambda _: None,
+        check_steps: int = CHECK_STEPS,
     ) -> None:
+        self._check_steps = check_steps
         self._choices = [c for c in choices if not is_of_loop(c)]
         self._of_loops = [c for c in choices if is_of_loop(c)]
         self._loops = LoopWatch(self._of_loops, lambda choice: self._applied.add((choice.technique, choice.where)))
@@ -73,23 +79,51 @@ class Attachment:
         self._on_apply = on_apply
         self._tell = tell
         self._applied: set[tuple[str, str]] = set()
-        self._parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._called_without_gradients: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._live: weakref.WeakKeyDictionary[torch.nn.Module, _Live] = weakref.WeakKeyDictionary()
+        self._parts: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._called_without_gradients: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._live: WeakTable[torch.nn.Module, _Live] = WeakTable()
         # Each optimizer with the model whose session has it; None until there is one.
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._depth = 0
-        self._unwatch: Callable[[], None] | None = None
+        self._optimizers: WeakTable[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = WeakTable()
+        # A thread may evaluate one model while another one trains the next.
+        self._lock = threading.RLock()
+        self._leave: Leave | None = None
+        self._unwatch: Leave | None = None
         self.roots: list[Root] = []
 
     def install(self) -> Callable[[], None]:
-        """Begins to watch; returns what ends it."""
-        construct = torch.optim.Optimizer.__init__
+        """Begins to watch; returns what ends it.
 
-        def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            construct(optimizer, *args, **kwargs)
+        Raises:
+            ApplyError: this torch has other entry points.
+        """
+        try:
+            self._leave = on_new_optimizer(self)
+            self._loops.look()
+            self._watch()
+        except BaseException:
+            self.end()
+            raise
+        return self.end
+
+    def end(self) -> None:
+        """Watches no longer; what was put on models stays."""
+        if self._leave is not None:
+            self._leave()
+        self._loops.end()
+        self._watch_no_longer()
+
+    def _watch(self) -> None:
+        if self._unwatch is None:
+            self._unwatch = on_outermost_call(self)
+
+    def _watch_no_longer(self) -> None:
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+    def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that comes is put into the session of its model before that is called next."""
+        with self._lock:
             self._optimizers.setdefault(optimizer, None)
             self._loops.look()
             if self.roots:
@@ -97,47 +131,20 @@ class Attachment:
                 gc.collect()
             self._watch()
 
-        torch.optim.Optimizer.__init__ = constructed  # type: ignore[method-assign]
-        self._loops.look()
-        self._watch()
+    def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Puts what concerns a model on it, if it is called with gradients for the first time or has an optimizer that is new.
 
-        def end() -> None:
-            torch.optim.Optimizer.__init__ = construct  # type: ignore[method-assign]
-            self._loops.end()
-            if self._unwatch is not None:
-                self._unwatch()
-
-        return end
-
-    def _watch(self) -> None:
-        if self._unwatch is not None:
-            return
-        call = torch.nn.Module.__call__
-
-        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # What a recomputation calls in the backward pass is a part of a model, whatever calls it.
-            if not self._depth and torch._C._current_graph_task_id() == -1:
-                self._outermost(module, args, kwargs)
-            self._depth += 1
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        def unwatch() -> None:
-            # Somebody else may have put something around it meanwhile; then this stays inside.
-            if torch.nn.Module.__call__ is called:
-                torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-                self._unwatch = None
-
-        torch.nn.Module.__call__ = called  # type: ignore[method-assign]
-        self._unwatch = unwatch
+        Raises:
+            ApplyError: that cannot be put on it, or what was put on has refused something since.
+        """
+        with self._lock:
+            self._outermost(module, args, kwargs)
 
     def _outermost(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = innermost(module)
         self._loops.look()
         if not torch.is_grad_enabled():
-            self._called_without_gradients.add(module)
+            self._called_without_gradients.setdefault(module, None)
             return
         live = self._live.get(module)
         if live is not None:
@@ -149,8 +156,8 @@ class Attachment:
                 self._meet(part, is_first=False)
             live = self._meet(module, is_first=True)
         live.root.inputs.note(input_shapes(args, kwargs))
-        if self._planned and self._unwatch is not None and not self._waits():
-            self._unwatch()
+        if self._planned and not self._waits():
+            self._watch_no_longer()
 
     def _is_root_to_a_capture(self, part: torch.nn.Module) -> bool:
         """Whether places within `part` begin with its own class: a path is named by the first outermost call, also one without gradients."""
@@ -175,7 +182,7 @@ class Attachment:
         else:
             planned = planned_for(self._planned, module)
         choices = self._those_inside(module, choices_for(self._choices, module, is_first=is_first))
-        session = apply_choices(choices, module, own)
+        session = apply_choices(choices, module, own, check_steps=self._check_steps)
         check = self._keep(session, choices, planned)
         root = Root(
             name=name,
@@ -185,7 +192,8 @@ class Attachment:
             statistics=session.statistics,
         )
         live = self._live[module] = _Live(root=root, choices=choices, planned=planned, check=weakref.ref(check))
-        self._parts.update(module.modules())
+        for part in module.modules():
+            self._parts[part] = None
         self.roots.append(root)
         self._applied |= {(c.technique, c.where) for c in choices}
         if self._on_apply is not None and (planned is not None or not self._planned):
@@ -221,6 +229,8 @@ class Attachment:
     def _make_anew_for_optimizers(self, module: torch.nn.Module, live: _Live) -> None:
         """Takes the session off and puts it on again, if an optimizer has come that it does not know."""
         check = live.check()
+        if check is not None:
+            check.session.check()
         if not any(self._optimizers[o] is None for o in self._free_optimizers(module)):
             return
         if check is not None:
@@ -228,7 +238,8 @@ class Attachment:
         # An optimizer that the program has dropped is gone with the session that knew it.
         del check
         gc.collect()
-        session = apply_choices(self._with_optimizers(live), module, self._free_optimizers(module))
+        optimizers = self._free_optimizers(module)
+        session = apply_choices(self._with_optimizers(live), module, optimizers, check_steps=self._check_steps)
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
         self._applied |= {(c.technique, c.where) for c in live.choices}
@@ -280,6 +291,8 @@ class Attachment:
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """As `tightfit.capture.trace.Preparation` has it: attaches the choices, and reports when the run is over."""
-    attachment = Attachment([Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()))
+    attachment = Attachment(
+        [Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()), check_steps=0
+    )
     attachment.install()
     return attachment.report

@@ -1,7 +1,7 @@
 """Puts what concerns a framework's training loop on it: Lightning's `LightningModule`, the Trainer of transformers.
 
-These compute the loss of a batch in a method of their own, before which there is no forward of a model to wait for. So the class method that calls
-it is watched, once the script has imported the framework; nothing is imported here.
+These compute the loss of a batch in a method of their own, before which there is no forward of a model to wait for. So the method of the framework
+that calls it is waited for, once the script has imported the framework; nothing is imported here.
 """
 
 import sys
@@ -10,18 +10,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tightfit.deaths import WeakTable
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
 from tightfit.techniques.session import Session
+from tightfit.torch_hooks.calls import on_training_step
+from tightfit.torch_hooks.manifest import LIGHTNING_STEP, PYTORCH_LIGHTNING_STEP, TRAINER_STEP, Name
+from tightfit.torch_hooks.replaced import Leave
 
-# Module, class, and how the object whose step it is and its model are found from the one that is called.
+# How the object whose step it is and its model are found from the one whose method is called.
 _Parts = Callable[[Any], tuple[Any, Any]]
-_ENTRIES: dict[str, tuple[tuple[str, str, _Parts], ...]] = {
-    "Lightning": (
-        ("lightning.pytorch.strategies.strategy", "Strategy", lambda s: (s.lightning_module, s.lightning_module)),
-        ("pytorch_lightning.strategies.strategy", "Strategy", lambda s: (s.lightning_module, s.lightning_module)),
-    ),
-    "Trainer": (("transformers.trainer", "Trainer", lambda trainer: (trainer, innermost(trainer.model))),),
+
+
+def _of_strategy(strategy: Any) -> tuple[Any, Any]:
+    return strategy.lightning_module, strategy.lightning_module
+
+
+def _of_trainer(trainer: Any) -> tuple[Any, Any]:
+    return trainer, innermost(trainer.model)
+
+
+_ENTRIES: dict[str, dict[Name, _Parts]] = {
+    "Lightning": {LIGHTNING_STEP: _of_strategy, PYTORCH_LIGHTNING_STEP: _of_strategy},
+    "Trainer": {TRAINER_STEP: _of_trainer},
 }
 
 
@@ -36,42 +47,42 @@ class LoopWatch:
     def __init__(self, choices: Sequence[Choice], on_apply: Callable[[Choice], None]) -> None:
         self._waiting = {name: [c for c in choices if c.settings["loop"] == name] for name in _ENTRIES}
         self._on_apply = on_apply
-        self._met: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._watched: dict[str, Callable[[], None]] = {}
+        # The loops that choices were put on. A session is kept by the model's own forward, and not here.
+        self._met: WeakTable[Any, weakref.ref[Session]] = WeakTable()
+        self._watched: dict[Name, Leave] = {}
         self.statistics: Counter[str] = Counter()
         self.notes: list[str] = []
 
     def look(self) -> None:
         """Watches the loops of the frameworks that have been imported by now."""
-        for name, choices in self._waiting.items():
-            for module, kind, parts in _ENTRIES[name] if choices else ():
-                if module in sys.modules and module not in self._watched:
-                    self._watched[module] = self._watch(getattr(sys.modules[module], kind), parts, choices)
+        for framework, choices in self._waiting.items():
+            for name in _ENTRIES[framework] if choices else ():
+                if name.module in sys.modules and name not in self._watched:
+                    self._watched[name] = on_training_step(name, self)
 
     def end(self) -> None:
         """Watches no longer; what was put on stays."""
         while self._watched:
             self._watched.popitem()[1]()
 
-    def _watch(self, kind: type, parts: _Parts, choices: Sequence[Choice]) -> Callable[[], None]:
-        training_step = kind.training_step  # type: ignore[attr-defined]
+    def before_training_step(self, name: Name, owner: Any) -> None:
+        """Puts the choices on a loop that has not been met.
 
-        def stepped(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            loop, model = parts(owner)
-            if loop not in self._met:
-                self._put_on(loop, model, choices)
-            return training_step(owner, *args, **kwargs)
+        Raises:
+            ApplyError: they cannot be put on it, or what was put on has refused something since.
+        """
+        for framework, choices in self._waiting.items():
+            if choices and name in _ENTRIES[framework]:
+                loop, model = _ENTRIES[framework][name](owner)
+                met = self._met.get(loop)
+                if met is None:
+                    self._met[loop] = weakref.ref(self._put_on(loop, model, choices))
+                elif (session := met()) is not None:
+                    session.check()
 
-        kind.training_step = stepped  # type: ignore[attr-defined]
-
-        def unwatch() -> None:
-            kind.training_step = training_step  # type: ignore[attr-defined]
-
-        return unwatch
-
-    def _put_on(self, loop: Any, model: Any, choices: Sequence[Choice]) -> None:
+    def _put_on(self, loop: Any, model: Any, choices: Sequence[Choice]) -> Session:
         session = Session(model=model, optimizers=(), loop=loop, statistics=self.statistics, notes=self.notes)
         apply_to(session, choices)
-        self._met.add(loop)
         for choice in choices:
             self._on_apply(choice)
+        return session

@@ -1,7 +1,6 @@
-"""Follows what a program does while it is recorded: modules, phases and steps, through torch's own global hooks.
+"""Follows what a program does while it is recorded: modules, phases and steps, through torch's own global hooks and those of `torch_hooks`.
 
-Hooks return nothing and change nothing, so the run's results are its own. Only `torch.autograd`'s entry to the engine is replaced, because
-it has no hook, and put back. A step ends when an optimizer has stepped; where there are several, when the one that steps least often has.
+Hooks return nothing and change nothing, so the run's results are its own. A step ends when an optimizer has stepped; where there are several, when the one that steps least often has.
 """
 
 import gc
@@ -20,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.deaths import WeakTable
 from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.replaced import Leave
 
 # An optimizer that never steps must not keep the others' steps from ending.
 MAX_STEPS_OF_ONE_OPTIMIZER = 8
@@ -40,8 +41,8 @@ class RunHooks:
         self._phases = [OTHER]
         self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
         self._is_told_by_user = False
-        self._run_backward: Any = None
         self._handles: list[RemovableHandle] = []
+        self._leave: Leave = _nothing
 
     def install(self) -> None:
         """Begins to follow."""
@@ -52,13 +53,11 @@ class RunHooks:
         self._handles.append(register_module_forward_hook(self._leave_module, always_call=True))
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
-        self._run_backward = torch.autograd._engine_run_backward
-        torch.autograd._engine_run_backward = self._backward
+        self._leave = on_backward(self)
 
     def remove(self) -> None:
         """Takes all hooks away, and notes what is held now."""
-        if self._run_backward is not None:
-            torch.autograd._engine_run_backward = self._run_backward
+        self._leave()
         for handle in self._handles:
             handle.remove()
         self._emit("held", "", held_tensors())
@@ -84,12 +83,17 @@ class RunHooks:
         if not self._modules and self._phases[-1] in (FORWARD, ASIDE):
             self._end()
 
-    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+    def concerned_parameters(self) -> None:
+        """Every pass of the process is recorded."""
+        return
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """Runs a backward pass, as a phase of the run."""
         if BACKWARD in self._phases:
-            return self._run_backward(*args, **kwargs)
+            return backward.run()
         self._begin(BACKWARD)
         try:
-            return self._run_backward(*args, **kwargs)
+            return backward.run()
         finally:
             self._end()
 
@@ -128,6 +132,10 @@ class RunHooks:
             for name, inner in module.named_modules(prefix=type(module).__name__):
                 self._paths.setdefault(inner, f"{prefix}.{name}".lstrip("."))
         return self._paths[module]
+
+
+def _nothing() -> None:
+    return None
 
 
 def held_tensors() -> HeldTensors:

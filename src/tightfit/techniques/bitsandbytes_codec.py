@@ -7,8 +7,7 @@ copy is gone. The library is imported where a plan names it, and nowhere else.
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import final
 
 import torch
@@ -23,6 +22,7 @@ from tightfit.techniques.state_codecs import (
     Tables,
     is_coded_in_blocks,
 )
+from tightfit.torch_hooks.no_card import no_card
 
 LIBRARY = "bitsandbytes"
 
@@ -96,21 +96,11 @@ def _load(*, is_virtual: bool) -> None:
             f"the plan codes optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install it, or {_REMEDY}"
         )
     try:
-        with _no_card() if is_virtual else nullcontext():
+        # On virtual tensors only the shapes of its operators are asked for, and its kernels cannot be loaded where torch has no CUDA.
+        with no_card() if is_virtual else nullcontext():
             importlib.import_module(LIBRARY)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise ApplyError(f"{LIBRARY} cannot be imported ({error}); {_REMEDY}") from error
-
-
-@contextmanager
-def _no_card() -> Iterator[None]:
-    """On virtual tensors only the shapes of its operators are asked for, and its kernels cannot be loaded where torch has no CUDA."""
-    is_available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = is_available
 
 
 def _check_stream(device: torch.device) -> None:

@@ -33,5 +33,12 @@ class Checkpointing(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
         modules = check_each(chosen, lambda choice: session.module(choice.where))
-        for module in modules:
-            session.wrap_forward(module, Recomputed(module))
+        for choice, module in zip(chosen, modules, strict=True):
+            around = Recomputed(
+                module,
+                where=choice.where,
+                technique=self.name,
+                verdict=session.verdict,
+                check_steps=session.check_steps,
+            )
+            session.wrap_forward(module, around)

@@ -18,6 +18,7 @@ from tightfit.planner.option import Change, Option
 from tightfit.simulate.anatomy import Anatomy
 from tightfit.tape import Column, Tape
 from tightfit.techniques.blocks import Block, blocks
+from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import waiting_bytes
@@ -52,8 +53,18 @@ class NestedCheckpointing(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block of each segment."""
         segments = check_each(chosen, lambda choice: _modules(session, choice))
-        for modules in segments:
-            segment = Segment(modules)
+        for choice, modules in zip(chosen, segments, strict=True):
+            around = [
+                Recomputed(
+                    module,
+                    where=choice.where,
+                    technique=self.name,
+                    verdict=session.verdict,
+                    check_steps=session.check_steps,
+                )
+                for module in modules
+            ]
+            segment = Segment(around)
             for number, module in enumerate(modules):
                 session.wrap_forward(module, segment.around(number))
 

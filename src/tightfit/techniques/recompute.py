@@ -1,108 +1,338 @@
 """Runs a module so that what its backward pass needs is computed again instead of kept, with nothing else different.
 
-`torch.utils.checkpoint` keeps the random state and autocast. Two things are added that it leaves to its caller. Buffers that a forward changes
-(the running statistics of a batch norm, the vectors of a spectral norm) are swapped, for the second run, for copies of what they were before the
-first, so that they change once a step and the second run sees what the first saw. And a key-value cache that a decoder hands through its
-blocks is withheld: a second run would append to it again.
+`torch.utils.checkpoint` keeps torch's random state and autocast. Everything else that the second run could see otherwise, or leave behind, is
+handled here, by `tightfit.effects`: attributes, buffers, hooks, modes, globals and the random states of Python and numpy are put back for the second
+run to what the first one saw, and afterwards to what they had become. What cannot be put back is refused, in the forward or before any gradient
+of the region is used. In the first calls, and again after a change of shape, mode or module, the results of both runs are compared bit for bit.
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+
+from tightfit.effects.ambient import Ambient
+from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
+from tightfit.effects.holders import PLAIN
+from tightfit.effects.state import (
+    Difference,
+    RegionState,
+    Snapshot,
+    again,
+    differences,
+    restore,
+    snapshot_of_arguments,
+    with_replaced,
+)
+from tightfit.errors import ApplyError
+from tightfit.techniques.session import CHECK_STEPS, Verdict
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-# The path of a module inside, and the name of a buffer of it.
-Place = tuple[str, str]
 
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
+_MOST_SHAPES = 64
+# Checks after plain attributes have changed, which a counter does in every call; what is put back for the second run needs none.
+_CHECKS_AFTER_CHANGES = 4
 
 
 class Recomputed:
     """The code around one module's forward; `contexts` as `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
-    It refers to the module weakly, and a copy of the module takes a copy of it, so that neither keeps the other's module alive or changes it.
+    It refers to the module weakly, and a copy of the module takes a copy of it, so that neither keeps the other's module alive or
+    changes it.
     """
 
-    def __init__(self, module: torch.nn.Module, contexts: Contexts | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        where: str,
+        technique: str,
+        verdict: Verdict,
+        check_steps: int = CHECK_STEPS,
+        contexts: Contexts | None = None,
+    ) -> None:
         self._module = weakref.ref(module)
+        # Not the session, which keeps the model.
+        self._verdict = verdict
+        self._where = where
+        self._technique = technique
         self._contexts = contexts
-        # None until the first forward has shown which buffers it changes.
-        self._changing: list[Place] | None = None
+        self.state = RegionState()
+        # The norms inside, as the state last reached them.
+        self._norms: list[weakref.ref[torch.nn.Module]] = []
+        self._norms_of: Any = None
+        # The tensors that its forwards write to, by their paths.
+        self._written: set[str] = set()
+        self._checks_left = check_steps
+        self._checks_after_changes = _CHECKS_AFTER_CHANGES if self._checks_left else 0
+        self.has_values = self._checks_left > 0
+        self._is_first = True
+        self._shapes: set[Any] = set()
+        self._contents: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
-        return Recomputed(copy.deepcopy(self._owner(), memo), self._contexts)
+        module = copy.deepcopy(self.owner(), memo)
+        return Recomputed(
+            module, where=self._where, technique=self._technique, verdict=Verdict(), contexts=self._contexts
+        )
 
-    def _owner(self) -> torch.nn.Module:
+    def owner(self) -> torch.nn.Module:
+        """The module."""
         module = self._module()
         assert module is not None
         return module
 
+    def refusal(self, why: str) -> ApplyError:
+        """The error that says that this module cannot be run again, with what to do."""
+        message = f"{self._where} {why}; leave it out: --without {self._technique}@{self._where}"
+        return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether this is around `module`, and not around one that it is a copy of."""
+        return self._module() is module
+
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        return self.run(forward, args, kwargs)
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_call: Callable[["Call"], None] = lambda _: None,
+    ) -> Any:
+        """Calls `forward`; `on_call` is given what it takes to run this call once more, before it is run."""
+        if not torch.is_grad_enabled() or self.is_left_alone():
             return forward(*args, **kwargs)
-        module = self._owner()
-        places = self._places(module)
-        versions = {place: _buffers(module, place)[place[1]]._version for place in places}
-        before = _copies(module, places)
+        args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
+        if kwargs.get("use_cache") is True:
+            kwargs["use_cache"] = False
+        extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        call = Call(self, args, kwargs)
+        on_call(call)
+        result = checkpoint(call.running(forward), *args, use_reentrant=False, **extra, **kwargs)
+        call.end_first()
+        return result
+
+    def is_left_alone(self) -> bool:
+        """Whether this call is made as it is: parameters that are made in it, and transforms of torch.func, which take no saved-tensor hooks."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return True
+        return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
+
+    def needs_check(self, shapes: Any, before: Snapshot) -> bool:
+        """Whether the results of this call's two runs are to be compared: in the first calls, and after a change."""
+        is_new_shape = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
+        self._shapes.add(shapes) if is_new_shape else None
+        is_changed = self._contents is not None and before.contents is not self._contents
+        self._contents = before.contents
+        if self._checks_left:
+            self._checks_left -= 1
+            return True
+        if is_changed and self._checks_after_changes:
+            self._checks_after_changes -= 1
+            return True
+        return is_new_shape and self.has_values
+
+    def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
+        """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it might."""
+        statistics = self._statistics(before)
+        if not (of_all or self._written or statistics):
+            return {}
+        places = zip(before.reach.tensor_paths, before.reach.tensors, strict=True)
+        with torch.no_grad():
+            return {
+                id(tensor): tensor.clone()
+                for path, tensor in places
+                if not isinstance(tensor, torch.nn.Parameter)
+                and not tensor.requires_grad
+                and (of_all or path in self._written or id(tensor) in statistics)
+            }
+
+    def learn(self, before: Snapshot, copies: dict[int, torch.Tensor]) -> None:
+        """Finds which tensors a forward wrote to, and drops the copies of the others.
+
+        Raises:
+            ApplyError: it wrote to one in a way that cannot be put back.
+        """
+        after, statistics = self.state.snapshot(self.owner()), self._statistics(before)
+        found = {id(d.tensor): d for d in differences(before, after) if d.is_in_place and d.tensor is not None}
+        for path, tensor in zip(before.reach.tensor_paths, before.reach.tensors, strict=True):
+            value = copies.get(id(tensor))
+            if value is None or id(tensor) in statistics:
+                found.pop(id(tensor), None) if value is not None else None
+            elif id(tensor) not in found and not (self.has_values and not _is_equal(value, tensor)):
+                del copies[id(tensor)]
+            elif _is_replaceable(before, tensor):
+                self._written.add(path)
+                found.pop(id(tensor), None)
+            else:
+                raise self.refusal(f"cannot be run a second time: in its forward {path} was written to")
+        if found:
+            raise self.refusal(f"cannot be run a second time: in its forward {next(iter(found.values()))}")
+        self._is_first = False
+
+    def _statistics(self, before: Snapshot) -> set[int]:
+        """The running statistics that a norm in training writes to, by `id`."""
+        if self._norms_of is not before.reach:
+            parts = self.owner().modules()
+            self._norms = [weakref.ref(m) for m in parts if getattr(m, "running_mean", None) is not None]
+            self._norms_of = before.reach
+        norms = [norm for norm in [reference() for reference in self._norms] if norm is not None and norm.training]
+        return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no forward has ended yet."""
+        return self._is_first
+
+
+class Call:
+    """One call of a module: what its first run saw, for every later run of the same call."""
+
+    def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._owner = owner
+        self._before = owner.state.snapshot(owner.owner(), is_kept=True)
+        self._versions = _versions((args, kwargs))
+        self._versions_kept = _versions(_kept_as_they_are(args, kwargs))
+        named = {**{f"argument {n}": a for n, a in enumerate(args)}, **kwargs}
+        held = {name: value for name, value in named.items() if _holds_things(value)}
+        self._held = snapshot_of_arguments(held) if held else None
+        self._ambient = Ambient.now()
+        self._is_checked = owner.needs_check(_shapes((args, kwargs)), self._before)
+        self._of_all = self._is_checked or owner.is_first
+        self._copies = owner.copies(self._before, of_all=self._of_all)
+        self._own_writes: frozenset[str] = frozenset()
+        self._first: list[Fingerprint] | None = None
+
+    def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What a checkpoint runs twice."""
         is_second = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_second
-            with _swapped(module, before) if is_second else nullcontext():
-                is_second = True
-                return forward(*args, **kwargs)
+            if is_second:
+                if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
+                    raise self._owner.refusal("is given a tensor that is written to after it was handed in")
+                with self.again():
+                    return forward(*args, **kwargs)
+            is_second = True
+            with Fingerprints() if self._is_checked and self._owner.has_values else nullcontext() as fingerprints:
+                result = forward(*args, **kwargs)
+            self._first = fingerprints.taken if fingerprints is not None else None
+            if _versions((args, kwargs)) != self._versions:
+                raise self._owner.refusal("writes over its own input, which a second run would find changed")
+            return result
 
-        extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
-        args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
-        if kwargs.get("use_cache") is True:
-            kwargs["use_cache"] = False
-        result = checkpoint(run, *args, use_reentrant=False, **extra, **kwargs)
-        if self._changing is None:
-            self._changing = [
-                place
-                for place, version in versions.items()
-                if place[1] in _CHANGED_UNSEEN or _buffers(module, place)[place[1]]._version != version
-            ]
-            for place in set(before) - set(self._changing):
-                del before[place]
-        return result
+        return run
 
-    def _places(self, module: torch.nn.Module) -> list[Place]:
-        if self._changing is not None:
-            return self._changing
-        return [
-            (path, name)
-            for path, part in module.named_modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
+    def end_first(self) -> None:
+        """To be called when the first run is over.
+
+        Raises:
+            ApplyError: it did something that no later run can do again.
+        """
+        if self._of_all:
+            self._owner.learn(self._before, self._copies)
+        if self._before.has_graphs:
+            after = self._owner.state.snapshot(self._owner.owner())
+            self._own_writes = frozenset(d.path for d in differences(self._before, after))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While this lasts, the module sees what the first run saw; afterwards all is as it was before.
+
+        Raises:
+            ApplyError: that cannot be had.
+        """
+        owner, module = self._owner, self._owner.owner()
+        now = owner.state.snapshot(module)
+        held = again(self._held) if self._held is not None else None
+        changed = differences(self._before, now)
+        changed += differences(self._held, held) if self._held is not None and held is not None else []
+        self._refuse_lost(changed)
+        if modes := self._ambient.unknown_modes():
+            raise owner.refusal(f"ran inside of {modes[0]}, which the backward pass is not in")
+        needs_restoring = bool(changed or self._copies)
+        if needs_restoring:
+            # Each run writes to copies of its own: there may be a third.
+            restore(with_replaced(self._before, {key: copy.clone() for key, copy in self._copies.items()}))
+            if self._held is not None:
+                restore(self._held)
+        try:
+            with self._ambient.put_back(), self._compared():
+                yield
+        finally:
+            if needs_restoring:
+                restore(now)
+                if held is not None:
+                    restore(held)
+
+    def _refuse_lost(self, changed: Sequence[Difference]) -> None:
+        for difference in changed:
+            is_own = difference.tensor is None and difference.path in self._own_writes
+            if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
+                raise self._owner.refusal(f"cannot be run a second time: since its forward {difference}")
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        if self._first is None:
+            yield
+            return
+        fingerprints = Fingerprints()
+        try:
+            with fingerprints:
+                yield
+        except _StopRecomputationError:
+            # What the backward pass needs is there.
+            self._compare(fingerprints.taken)
+            raise
+        self._compare(fingerprints.taken)
+
+    def _compare(self, taken: Sequence[Fingerprint]) -> None:
+        mismatch = first_mismatch(self._first or (), taken)
+        if mismatch is not None:
+            raise self._owner.refusal(f"{mismatch} when it was run a second time")
 
 
-def _buffers(module: torch.nn.Module, place: Place) -> dict[str, Any]:
-    return module.get_submodule(place[0])._buffers
+def _holds_things(value: Any) -> bool:
+    """Whether an argument is more than tensors and plain values in tuples."""
+    if isinstance(value, tuple):
+        return any(_holds_things(inner) for inner in value)
+    return not isinstance(value, (*PLAIN, torch.Tensor, torch.Size, torch.dtype, torch.device))
 
 
-def _copies(module: torch.nn.Module, places: Sequence[Place]) -> dict[Place, torch.Tensor]:
-    with torch.no_grad():
-        return {place: _buffers(module, place)[place[1]].clone() for place in places}
+def _kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments whose tensors a checkpoint keeps without a look at their versions: autograd watches those that are tensors themselves."""
+    return [arg for arg in args if not isinstance(arg, torch.Tensor)], dict(kwargs)
 
 
-@contextmanager
-def _swapped(module: torch.nn.Module, copies: dict[Place, torch.Tensor]) -> Iterator[None]:
-    now = {place: _buffers(module, place)[place[1]] for place in copies}
-    for place, value in copies.items():
-        _buffers(module, place)[place[1]] = value
-    try:
-        yield
-    finally:
-        for place, value in now.items():
-            _buffers(module, place)[place[1]] = value
+def _versions(arguments: Any) -> list[int]:
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _shapes(arguments: Any) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+
+
+def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:
+    """Whether something that can be put back holds the tensor, so that a second run can be given another one."""
+    contents = (content.values() if isinstance(content, dict) else content for content in before.contents)
+    return any(value is tensor for values in contents for value in values)
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def _withhold(argument: Any) -> Any:

@@ -5,7 +5,6 @@ it run once more without gradients, from the input of the first, each with the r
 second run takes it. A block whose input is not what the block before it returned begins again, and keeps its input.
 """
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,27 +13,33 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from tightfit.errors import ApplyError
+from tightfit.effects.fingerprints import paused
 from tightfit.techniques.forwards import Around
-from tightfit.techniques.recompute import Recomputed
+from tightfit.techniques.innermost import module_of
+from tightfit.techniques.recompute import Call, Recomputed
 
 _INPUT = object()
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Call:
-    """The first run of one block. In its arguments `_INPUT` stands for its input, but for the first block of a pass: a handle there would
-    hold the pass that holds it, and with it the input of the first block."""
+class _Replay:
+    """The first run of one block, and all that it takes to run it again. In its arguments `_INPUT` stands for its input, but for the first block
+    of a pass: a handle there would hold the pass that holds it, and with it the input of the first block."""
 
-    forward: Callable[..., Any]
-    cpu_state: torch.Tensor
-    devices: list[int]
-    device_states: list[torch.Tensor]
-    device_type: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Whether the next block took the first element of what this one returned, rather than all of it.
-    is_tuple: bool = False
+    def __init__(self, recomputed: Recomputed, forward: Callable[..., Any], given: Sequence[Any]) -> None:
+        self.recomputed = recomputed
+        self.forward = forward
+        self.call: Call | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: Mapping[str, Any] = {}
+        # Whether the next block took the first element of what this one returned, rather than all of it.
+        self.is_tuple = False
+        # What the next block takes, and its version when this block returned it.
+        self.output: Callable[[], torch.Tensor | None] = lambda: None
+        self.output_version = 0
+        self._cpu_state = torch.get_rng_state()
+        self._devices, self._device_states = get_device_states(*given)
+        tensors = [v for v in (*given, *recomputed.owner().parameters()) if isinstance(v, torch.Tensor)]
+        self._device_type = tensors[0].device.type if tensors else "cpu"
 
     def again(self, value: torch.Tensor | None) -> torch.Tensor:
         """What the next block takes, for the input `value`."""
@@ -43,36 +48,57 @@ class _Call:
             return value if argument is _INPUT else argument
 
         autocast = {
-            "dtype": torch.get_autocast_dtype(self.device_type),
-            "enabled": torch.is_autocast_enabled(self.device_type),
+            "dtype": torch.get_autocast_dtype(self._device_type),
+            "enabled": torch.is_autocast_enabled(self._device_type),
         }
+        assert self.call is not None, "the first run is over"
         # The cache is off: what is cast here has no gradients, and would be found by what needs them.
         with (
             torch.no_grad(),
-            torch.autocast(self.device_type, cache_enabled=False, **autocast),
-            torch.random.fork_rng(self.devices, device_type=self.device_type if self.devices else "cuda"),
+            torch.autocast(self._device_type, cache_enabled=False, **autocast),
+            torch.random.fork_rng(self._devices, device_type=self._device_type if self._devices else "cuda"),
         ):
-            torch.set_rng_state(self.cpu_state)
-            set_device_states(self.devices, self.device_states, device_type=self.device_type)
+            torch.set_rng_state(self._cpu_state)
+            set_device_states(self._devices, self._device_states, device_type=self._device_type)
             args, kwargs = tree_map(resolved, (self.args, dict(self.kwargs)))
-            result = self.forward(*args, **kwargs)
+            with self.call.again():
+                result = self.forward(*args, **kwargs)
         return result[0] if self.is_tuple else result
+
+    def begins(self, call: Call) -> None:
+        """Takes in what the first run sees."""
+        self.call = call
+
+    def returned(self, result: Any) -> None:
+        """Takes in what the first run returned."""
+        self.is_tuple = isinstance(result, tuple | list)
+        output = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(output, torch.Tensor):
+            self.output, self.output_version = weakref.ref(output), output._version
+
+    def unchanged_output(self) -> torch.Tensor | None:
+        """What was returned, if nobody has written to it since: a replay gives what was returned, and not what became of it."""
+        output = self.output()
+        return output if output is not None and output._version == self.output_version else None
 
 
 class _Pass:
     """One forward pass through the segment, or through what is left of it."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
-        self.last_output: Callable[[], torch.Tensor | None] = lambda: None
+        self.replays: list[_Replay] = []
         self._inputs: dict[int, torch.Tensor] = {}
+
+    def last_output(self) -> torch.Tensor | None:
+        """What the last block returned, where it can be computed again."""
+        return self.replays[-1].unchanged_output() if self.replays else None
 
     def input(self, number: int) -> torch.Tensor:
         """The input of the block that was called as number `number`, computed again."""
         if number not in self._inputs:
             value = None
-            for position, call in enumerate(self.calls[:number]):
-                value = call.again(value)
+            for position, replay in enumerate(self.replays[:number]):
+                value = replay.again(value)
                 self._inputs[position + 1] = value
         return self._inputs.pop(number)
 
@@ -90,21 +116,29 @@ class _Handle:
         """The input."""
         if self.value is not None:
             return self.value
-        return self._owner.input(self._number).requires_grad_(self._requires_grad)
+        # The blocks before this one run inside of its own second run, and are no part of it.
+        with paused():
+            return self._owner.input(self._number).requires_grad_(self._requires_grad)
 
 
 class Segment:
-    """Consecutive blocks that share the kept input of the first."""
+    """Consecutive blocks that share the kept input of the first. `recomputed` is the code around each of them."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
-        self._recomputed = [Recomputed(module) for module in modules]
-        self._checked = [False] * len(modules)
+    def __init__(self, recomputed: Sequence[Recomputed]) -> None:
+        self._recomputed = recomputed
         self._current: _Pass | None = None
 
     def around(self, number: int) -> Around:
         """The code around the forward of block `number`."""
         return _Around(self, number)
+
+    def is_of(self, number: int, module: torch.nn.Module) -> bool:
+        """Whether block `number` is this very module, and not that of a copy of the model."""
+        return self._recomputed[number].is_of(module)
+
+    def is_left_alone(self, number: int) -> bool:
+        """Whether block `number` is run as it is in this call."""
+        return self._recomputed[number].is_left_alone()
 
     def run(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of block `number` in a forward pass with gradients."""
@@ -113,41 +147,35 @@ class Segment:
         if self._current is None or previous is None or not any(value is previous for value in given):
             self._current = _Pass()
             previous = None
-        current = self._current
-        handle = None if previous is None else _Handle(current, len(current.calls), previous)
-        call = _call(self._modules[number], forward, given)
-        current.calls.append(call)
+        current, recomputed = self._current, self._recomputed[number]
+        handle = None if previous is None else _Handle(current, len(current.replays), previous)
+        replay = _Replay(recomputed, forward, given)
+        current.replays.append(replay)
+        version = -1 if previous is None else previous._version
         if handle is not None:
             args = tuple(handle if value is previous else value for value in args)
             kwargs = {name: handle if value is previous else value for name, value in kwargs.items()}
         # A checkpoint keeps the random state of the devices of its arguments; a handle has none.
-        anchor = next(self._modules[number].parameters(), previous)
-        watched = self._watched(number, given)
-        result = self._recomputed[number](_resolving(call), anchor, *args, **kwargs)
+        anchor = next(recomputed.owner().parameters(), previous)
+        try:
+            result = recomputed.run(_resolving(replay), (anchor, *args), kwargs, replay.begins)
+        except BaseException:
+            # What was begun is not to be gone on with.
+            self._current = None
+            raise
         if handle is not None:
             handle.value = None
-        if any(tensor._version != version for tensor, version in watched):
-            raise ApplyError(
-                f"a {type(self._modules[number]).__name__} changes its input or its buffers; leave nested_checkpointing out"
-            )
-        self._checked[number] = True
-        if number + 1 == len(self._modules):
+        if previous is not None and previous._version != version:
+            raise recomputed.refusal("writes over its own input, which a second run would find changed")
+        if number + 1 == len(self._recomputed):
             self._current = None
         else:
-            call.is_tuple = isinstance(result, tuple | list)
-            output = result[0] if isinstance(result, tuple | list) and result else result
-            current.last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else lambda: None
+            replay.returned(result)
         return result
-
-    def _watched(self, number: int, given: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
-        if self._checked[number]:
-            return []
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        return [(tensor, tensor._version) for tensor in (*tensors, *self._modules[number].buffers())]
 
 
 class _Around:
-    """The code around the forward of one block; copies of a model share it, as they do not train at the same time."""
+    """The code around the forward of one block. A copy of the model runs its blocks as they are."""
 
     def __init__(self, segment: Segment, number: int) -> None:
         self._segment = segment
@@ -157,33 +185,27 @@ class _Around:
         return self
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        is_ours = self._segment.is_of(self._number, module_of(forward))
+        if (
+            not torch.is_grad_enabled()
+            or not is_ours
+            or torch.compiler.is_compiling()
+            or self._segment.is_left_alone(self._number)
+        ):
             return forward(*args, **kwargs)
         return self._segment.run(self._number, forward, args, kwargs)
 
 
-def _call(module: torch.nn.Module, forward: Callable[..., Any], given: Sequence[Any]) -> _Call:
-    devices, states = get_device_states(*given)
-    tensors = [value for value in (*given, *module.parameters()) if isinstance(value, torch.Tensor)]
-    return _Call(
-        forward=forward,
-        cpu_state=torch.get_rng_state(),
-        devices=devices,
-        device_states=states,
-        device_type=tensors[0].device.type if tensors else "cpu",
-    )
-
-
-def _resolving(call: _Call) -> Callable[..., Any]:
+def _resolving(replay: _Replay) -> Callable[..., Any]:
     """The block's forward for arguments among which a handle is; it remembers them at the first run, as a checkpoint hands them on."""
     is_first = True
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         if is_first:
-            call.args, call.kwargs = tree_map(lambda a: _INPUT if isinstance(a, _Handle) else a, (args, kwargs))
+            replay.args, replay.kwargs = tree_map(lambda a: _INPUT if isinstance(a, _Handle) else a, (args, kwargs))
             is_first = False
         args, kwargs = tree_map(lambda a: a.get() if isinstance(a, _Handle) else a, (args, kwargs))
-        return call.forward(*args, **kwargs)
+        return replay.forward(*args, **kwargs)
 
     return run

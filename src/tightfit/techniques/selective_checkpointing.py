@@ -60,8 +60,17 @@ class SelectiveCheckpointing(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
         modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
-        for module, keep in modules:
-            session.wrap_forward(module, Recomputed(module, functools.partial(_contexts, keep)))
+        for choice, (module, keep) in zip(chosen, modules, strict=True):
+            contexts = functools.partial(_contexts, keep)
+            around = Recomputed(
+                module,
+                where=choice.where,
+                technique=self.name,
+                verdict=session.verdict,
+                check_steps=session.check_steps,
+                contexts=contexts,
+            )
+            session.wrap_forward(module, around)
 
 
 def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -11,13 +11,12 @@ import torch
 
 from tightfit.cost.roofline import operator_seconds
 from tightfit.devices.device import Device
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.simulate.anatomy import Anatomy
 from tightfit.tape import Tape
 from tightfit.techniques.blocks import Block, recompute_option
 from tightfit.techniques.recompute import Recomputed
-from tightfit.techniques.sequential_ranges import Runner, check_sequential, put_range
+from tightfit.techniques.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import Stretch, rows, segments, waiting_bytes, with_settings
 from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
@@ -47,7 +46,8 @@ class SequentialCheckpointing(AbstractTechnique):
         """Puts one code around each Sequential, that runs its segments."""
         check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
         for choice in chosen:
-            put_range(session, choice.where, choice.settings["begin"], choice.settings["end"], _recomputed)
+            begin, end = choice.settings["begin"], choice.settings["end"]
+            put_range(session, choice.where, begin, end, _maker(session, choice.where))
 
 
 def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) -> Option:
@@ -56,19 +56,15 @@ def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) ->
     return with_settings(recompute_option(technique, anatomy, block, seconds), stretch, alike)
 
 
-def _recomputed(children: Sequence[torch.nn.Module]) -> Runner:
-    chain = torch.nn.Sequential(*children)
-    recomputed = Recomputed(chain)
+def _maker(session: Session, where: str) -> MakeRunner:
+    """Makes the code that runs a segment twice; it keeps the session's verdict, and not the session."""
+    verdict, check_steps = session.verdict, session.check_steps
 
-    def run(value: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return chain(value)
-        version = value._version if isinstance(value, torch.Tensor) else 0
-        result = recomputed(chain.forward, value)
-        if isinstance(value, torch.Tensor) and value._version != version:
-            raise ApplyError(
-                f"the segment that begins with a {type(children[0]).__name__} writes over its own input; leave sequential_checkpointing out"
-            )
-        return result
+    def make(children: Sequence[torch.nn.Module]) -> Runner:
+        chain = torch.nn.Sequential(*children)
+        around = Recomputed(
+            chain, where=where, technique=SequentialCheckpointing.name, verdict=verdict, check_steps=check_steps
+        )
+        return lambda value: around(chain.forward, value)
 
-    return run
+    return make

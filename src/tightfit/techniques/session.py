@@ -18,23 +18,72 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.forwards import Around, wrap_forward
 
 Undo = Callable[[], None]
+CHECK_STEPS = 2
+"""In how many of its first calls what a technique does is compared with the plain run."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
+class Verdict:
+    """Whether something was refused after a plan was put on: `failure` is the first such error."""
+
+    failure: ApplyError | None = None
+
+    def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
+        """As `Session.refuse`, for code around a model, which must not keep the model's session."""
+        if self.failure is None:
+            self.failure = ApplyError(message, technique=technique, places=places)
+        return self.error()
+
+    def error(self) -> ApplyError:
+        """What to raise: another object each time, since each raise adds to a traceback."""
+        assert self.failure is not None
+        return ApplyError(str(self.failure), technique=self.failure.technique, places=self.failure.places)
+
+    def check(self) -> None:
+        """Does nothing where nothing was refused.
+
+        Raises:
+            ApplyError: something was; the message is that of the first refusal.
+        """
+        if self.failure is not None:
+            raise self.error() from self.failure
+
+    def forget(self) -> None:
+        """Nothing is refused any more."""
+        self.failure = None
+
+    def before_step(self, *_: object) -> None:
+        """A hook before the step of an optimizer."""
+        self.check()
+
+    def before_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The code around the forward of a model."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.check()
+        return forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Verdict":
+        # A copy of the model or of its optimizer trains by itself.
+        return Verdict()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
-    on the model; None elsewhere. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    `failure` is the first refusal that came after the plan was put on, until the session is undone.
+    on the model; None elsewhere. In the first `check_steps` calls of what a technique was put on, its results are compared with plain ones; 0 where
+    tensors have no values, on the virtual GPU. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
+    What is around the model keeps the `verdict`, and neither the session nor the model.
     """
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     loop: Any = None
+    check_steps: int = CHECK_STEPS
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
-    failure: ApplyError | None = None
+    verdict: Verdict = dataclasses.field(default_factory=Verdict)
     _is_guarded: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
 
@@ -80,53 +129,37 @@ class Session:
         From here on the model's forwards with gradients and its optimizers' steps raise it again, until the session is undone. Of several
         refusals the first one stays; threads of the backward pass may call this.
         """
-        if self.failure is None:
-            self.failure = ApplyError(message, technique=technique, places=places)
+        if self.verdict.failure is None:
+            self.verdict.refuse(message, technique=technique, places=places)
             self.guard()
-        return self.failure
+        return self.verdict.error()
 
-    def check(self) -> None:
-        """Does nothing in a session that has refused nothing.
-
-        Raises:
-            ApplyError: it has; the message is that of the first refusal.
-        """
-        if self.failure is not None:
-            # Not the same object: each raise would add to its traceback.
-            failure = self.failure
-            raise ApplyError(str(failure), technique=failure.technique, places=failure.places) from failure
+    @property
+    def failure(self) -> ApplyError | None:
+        """The first refusal that came after the plan was put on, until the session is undone."""
+        return self.verdict.failure
 
     def guard(self) -> None:
-        """Has the model's forwards with gradients and its optimizers' steps call `check`, before all else that is around them.
+        """Has the model's forwards with gradients and its optimizers' steps raise what was refused, before all else that is around them.
 
         A technique may ask for a module whose forward is its own, so this comes after all of them.
         """
         if self._is_guarded:
             return
         self._is_guarded = True
-        self.when_undone(self._is_free)
-
-        def before_step(*_: object) -> None:
-            self.check()
-
+        self.when_undone(self.verdict.forget)
         for optimizer in self.optimizers:
-            handle = optimizer.register_step_pre_hook(before_step)
-            optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
+            handle = optimizer.register_step_pre_hook(self.verdict.before_step)
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(handle.id, last=False)
             self.when_undone(handle.remove)
-        self.wrap_forward(self.model, self._checked)
-
-    def _is_free(self) -> None:
-        self._is_guarded, self.failure = False, None
-
-    def _checked(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.check()
-        return forward(*args, **kwargs)
+        self.wrap_forward(self.model, self.verdict.before_forward)
 
     def undo(self) -> None:
         """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them."""
         while self._undo:
             self._undo.pop()()
+        self._is_guarded = False
 
     def __enter__(self) -> Self:
         return self

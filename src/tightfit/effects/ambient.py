@@ -1,0 +1,66 @@
+"""The settings of torch that decide what code computes and that no module holds: put around code that runs a second time, in a backward pass.
+
+`torch.utils.checkpoint` puts back autocast and torch's random states; a user may also have made a forward inside `sdpa_kernel(...)`, another default
+type, all of which are over when the backward pass runs; and a default device is a thread's own, and not that of the backward pass.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (lambda: torch.backends.cudnn.enabled, lambda value: setattr(torch.backends.cudnn, "enabled", value)),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ambient:
+    """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context."""
+
+    values: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> "Ambient":
+        """The settings as they are."""
+        return cls(values=tuple(get() for get, _ in _SETTINGS), modes=tuple(_get_current_function_mode_stack()))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """While this lasts, the settings are these; afterwards what they were before."""
+        now = Ambient.now()
+        if now == self:
+            yield
+            return
+        self._put(now)
+        try:
+            with ExitStack() as modes:
+                for mode in self._left(now):
+                    # A copy: the context remembers the device before it, and may still be entered elsewhere.
+                    modes.enter_context(copy.copy(mode))
+                yield
+        finally:
+            now._put(self)
+
+    def _left(self, now: "Ambient") -> list[Any]:
+        return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
+
+    def unknown_modes(self) -> list[str]:
+        """The modes that were entered then and are not now, but for a default device: what they do is not known."""
+        return [type(m).__name__ for m in self._left(Ambient.now()) if not isinstance(m, DeviceContext)]
+
+    def _put(self, instead_of: "Ambient") -> None:
+        for (_, put), value, other in zip(_SETTINGS, self.values, instead_of.values, strict=True):
+            if value != other:
+                put(value)

@@ -1,0 +1,196 @@
+"""Whether code that is run again computes what it computed: a checksum of the bits of each operator's result, taken on the device.
+
+Nothing is copied and nothing is kept but a few numbers for each operator. The second run may stop early, so it is compared as far as it goes.
+Operators that torch knows not to give the same bits each time on a card are compared within a bound from their type instead.
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
+_CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
+_UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+_NOT_COMPARED = frozenset((*_CASTS, *_UNFILLED))
+# Beside their result, kernels return reserves and seeds that nobody has to fill.
+_FIRST_RESULT_ONLY = ("attention", "batch_norm", "cudnn", "miopen", "rnn", "lstm", "gru", "dropout")
+# Sums in the order in which threads arrive. Source: the list of torch.use_deterministic_algorithms.
+_ADDS_IN_ANY_ORDER = (
+    "index_add",
+    "index_put",
+    "scatter",
+    "put_",
+    "cumsum",
+    "bincount",
+    "histc",
+    "embedding_bag",
+    "ctc",
+    "kthvalue",
+    "median",
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """One operator's results: `bits` tells any two apart, `sums` (the sum, and the sum of sizes) by how much; float64 and int64, on the device."""
+
+    operator: str
+    shapes: tuple[torch.Size, ...]
+    bits: torch.Tensor | None
+    sums: torch.Tensor | None
+    bound: float
+
+
+class Fingerprints(TorchDispatchMode):
+    """While it is entered, `taken` grows by the fingerprint of each operator that computes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Fingerprint] = []
+        self._is_paused = False
+
+    def __enter__(self) -> "Fingerprints":
+        _entered().append(self)
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        _entered().remove(self)
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile, and flex attention, which insists on it, fails."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operator as it would have run, and looks at what it made."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if any(word in name for word in _FIRST_RESULT_ONLY):
+                leaves = leaves[:1]
+            if leaves:
+                with torch.no_grad():
+                    self.taken.append(_fingerprint(func, name, leaves))
+        return result
+
+
+_of_thread = threading.local()
+
+
+def _entered() -> list[Fingerprints]:
+    return vars(_of_thread).setdefault("entered", [])
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """While this lasts, what runs in this thread is no part of any run whose fingerprints are taken."""
+    several = [each for each in _entered() if not each._is_paused]
+    for each in several:
+        each._is_paused = True
+    try:
+        yield
+    finally:
+        for each in several:
+            each._is_paused = False
+
+
+def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> str | None:
+    """What the second run did otherwise than the first, in words; None where it is the same as far as it went."""
+    is_loose = False
+    pairs = list(zip(first, second, strict=False))
+    bits = _values([pair for pair in pairs if pair[0].bits is not None and pair[1].bits is not None])
+    for one, other in pairs:
+        if (one.operator, one.shapes) != (other.operator, other.shapes):
+            return (
+                f"ran {other.operator} where it first ran {one.operator}"
+                if one.operator != other.operator
+                else (f"gave {other.operator} results of another shape")
+            )
+        is_loose |= one.bound > 0
+        if one.bits is None or other.bits is None or bits[id(one)] == bits[id(other)]:
+            continue
+        if not is_loose or not _is_near(one, other):
+            return f"got another result from {one.operator}"
+    if len(second) > len(first):
+        return f"ran {second[len(first)].operator}, which it did not run the first time"
+    return None
+
+
+def _values(pairs: Sequence[tuple[Fingerprint, Fingerprint]]) -> dict[int, tuple[int, ...]]:
+    """All checksums, fetched together from each device."""
+    found: dict[int, tuple[int, ...]] = {}
+    by_device: dict[torch.device, list[Fingerprint]] = {}
+    for each in (fingerprint for pair in pairs for fingerprint in pair):
+        assert each.bits is not None
+        by_device.setdefault(each.bits.device, []).append(each)
+    for several in by_device.values():
+        rows = torch.stack([f.bits for f in several if f.bits is not None]).tolist()
+        found |= {id(f): tuple(row) for f, row in zip(several, rows, strict=True)}
+    return found
+
+
+def _is_near(one: Fingerprint, other: Fingerprint) -> bool:
+    if one.sums is None or other.sums is None:
+        return False
+    (first, size), (second, _) = one.sums.tolist(), other.sums.tolist()
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) and math.isnan(second)
+    return abs(first - second) <= max(one.bound, 1e-6) * max(size, 1e-30)
+
+
+def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Fingerprint:
+    plain = [
+        leaf
+        for leaf in leaves
+        if leaf.layout == torch.strided and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    ]
+    floating = [leaf for leaf in plain if leaf.is_floating_point() and leaf.numel()]
+    is_loose = any(leaf.is_cuda for leaf in plain) and (
+        torch.Tag.nondeterministic_bitwise in func.tags or any(word in name for word in _ADDS_IN_ANY_ORDER)
+    )
+    sums = None
+    if floating and floating[0].is_cuda:
+        sums = torch.stack([leaf.sum(dtype=torch.float64) for leaf in floating[:1]] + [_size(floating[0])])
+    bits = [_bits(leaf) for leaf in plain if leaf.numel()]
+    return Fingerprint(
+        operator=str(func),
+        shapes=tuple(leaf.shape for leaf in plain),
+        bits=torch.stack(bits).sum(0) if bits else None,
+        sums=sums,
+        bound=64 * torch.finfo(floating[0].dtype).eps if is_loose and floating else 0.0,
+    )
+
+
+def _size(value: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(
+        value.detach().flatten(), 1, dtype=torch.float32 if value.dtype != torch.float64 else None
+    ).double()
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """Four checksums of the bits of `value`, two of which change when elements change places. int64, shape (4,)."""
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if not value.is_contiguous():
+        value = value.contiguous()
+    rows = value.view(_INTEGERS[value.element_size()]) if value.dtype != torch.bool else value.view(torch.uint8)
+    rows = rows.reshape(-1, rows.shape[-1]) if rows.dim() else rows.reshape(1, 1)
+    down, along = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+    return torch.stack([down.sum(), _weighted(down), _weighted(along), down.square().sum()])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()

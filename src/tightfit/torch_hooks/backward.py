@@ -1,0 +1,157 @@
+"""Backward passes of the process, told to those whose parameters they reach.
+
+`torch.autograd` has no hook for the beginning of a backward pass, so its entry to the engine is replaced (`Replaced`). For each pass the graph is
+walked from its roots to the leaves, and ends as soon as every owner is found to be concerned. Only those are called, around the pass; every other
+pass runs as torch would have run it, with its arguments untouched.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, RUN_BACKWARD
+from tightfit.torch_hooks.replaced import Leave, Replaced
+
+_AccumulateGrad: type = ACCUMULATE_GRAD.value()
+
+
+class BackwardOwner(Protocol):
+    """Who is called around backward passes. It is held weakly: its user keeps it, and is to keep it from being part of a cycle through C++."""
+
+    def concerned_parameters(self) -> Container[torch.Tensor] | None:
+        """The leaves whose gradients are this owner's business, as a set or the keys of a dict; None for every pass of the process."""
+        ...
+
+    def around_backward(self, backward: "BackwardPass") -> Any:
+        """Runs the pass by `backward.run()`, once, and returns what that returns."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardPass:
+    """One call of the engine.
+
+    `accumulates` is False for `torch.autograd.grad`, which returns gradients and adds them to nothing. `inputs` are the tensors or edges that
+    alone get gradients; empty where all leaves do. A pass is nested when it runs within another one, as in a recomputation.
+    """
+
+    roots: Sequence[Any]
+    inputs: Sequence[Any]
+    keeps_graph: bool
+    creates_graph: bool
+    accumulates: bool
+    is_nested: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _owner: "weakref.ref[BackwardOwner]"
+    _next: Callable[..., Any]
+    _innermost: Callable[..., Any]
+
+    def run(self, *, keeps_graph: bool | None = None) -> Any:
+        """Runs the pass with the arguments that it was called with, but for `keeps_graph` where one is given."""
+        return self._next(*self._args(keeps_graph), **self.kwargs)
+
+    def run_again(self, *, keeps_graph: bool | None = None) -> Any:
+        """Runs a pass that kept its graph once more, later, with the owners around it that it concerns then, but not the one whom it was given to."""
+        owners = [owner for owner in _REPLACED.owners() if owner is not self._owner()]
+        return _run(owners, self._innermost, self._args(keeps_graph), self.kwargs)
+
+    def _args(self, keeps_graph: bool | None) -> tuple[Any, ...]:
+        if keeps_graph is None or keeps_graph == self.keeps_graph:
+            return self.args
+        return (*self.args[:2], keeps_graph, *self.args[3:])
+
+
+def on_backward(owner: BackwardOwner) -> Leave:
+    """Has `owner` called around the backward passes that concern it, until what is returned is called or it is collected.
+
+    Of several owners whom a pass concerns the first that came is the outermost, but those that want all passes are around the others.
+
+    Raises:
+        ApplyError: this torch has no such entry to the engine.
+    """
+    return _REPLACED.enter(owner)
+
+
+def _put(inner: Callable[..., Any], owners: Callable[[], list[BackwardOwner]]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        return _run(owners(), inner, args, kwargs)
+
+    return _engine_run_backward
+
+
+_REPLACED: Replaced[BackwardOwner] = Replaced(RUN_BACKWARD, _put)
+
+
+def _run(owners: Sequence[BackwardOwner], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    run = inner
+    for owner in reversed(_concerned(owners, args)):
+        run = functools.partial(_around, owner, run, inner)
+    return run(*args, **kwargs)
+
+
+def _around(
+    owner: BackwardOwner, run: Callable[..., Any], innermost: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    # torch/autograd/graph.py: the roots; torch/autograd/__init__.py: gradients, keep_graph, create_graph, inputs.
+    return owner.around_backward(
+        BackwardPass(
+            roots=args[0],
+            inputs=args[4],
+            keeps_graph=bool(args[2]),
+            creates_graph=bool(args[3]),
+            accumulates=bool(kwargs.get("accumulate_grad")),
+            is_nested=torch._C._current_graph_task_id() != -1,
+            args=args,
+            kwargs=kwargs,
+            _owner=weakref.ref(owner),
+            _next=run,
+            _innermost=innermost,
+        )
+    )
+
+
+def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> list[BackwardOwner]:
+    """Of the owners those that the pass concerns, from the outermost to the innermost."""
+    wanted = [(owner, owner.concerned_parameters()) for owner in owners]
+    of_all = [owner for owner, parameters in wanted if parameters is None]
+    missing = [(owner, parameters) for owner, parameters in wanted if parameters is not None]
+    found: set[int] = set()
+    leaves = _leaves(args[0], args[4])
+    while missing and (leaf := next(leaves, None)) is not None:
+        found.update(id(owner) for owner, parameters in missing if leaf in parameters)
+        missing = [(owner, parameters) for owner, parameters in missing if id(owner) not in found]
+    return [*of_all, *(owner for owner in owners if id(owner) in found)]
+
+
+def _leaves(roots: Collection[Any], inputs: Collection[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that get a gradient: of `inputs` those that are leaves, or all that the graph leads to."""
+    if inputs:
+        yield from (leaf for leaf in map(_leaf, inputs) if leaf is not None)
+        return
+    yield from (root for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is None)
+    waiting = [node for node in map(_node, roots) if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _AccumulateGrad):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _leaf(given: Any) -> torch.Tensor | None:
+    if isinstance(given, torch.Tensor):
+        return given if given.grad_fn is None else None
+    return given.node.variable if isinstance(given.node, _AccumulateGrad) else None
+
+
+def _node(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, torch.Tensor) else root.node

@@ -1,0 +1,134 @@
+"""Every name of torch and of other libraries that tightfit replaces in a user's process, and every private one that it reads there.
+
+None of them is promised by its library. A name that the installed library lacks is an error that says so when it is needed: never a patch
+that is put somewhere and not called, nor one that is left out without a word. What the capture replaces in its own child process is not here.
+"""
+
+import dataclasses
+import importlib
+import sys
+from typing import Any
+
+from tightfit.errors import ApplyError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """One name: where it is, what it is needed for, and the versions of its library in which it was seen to be what is expected.
+
+    `kind` is the class, or a part of the module that cannot be imported, that has it; empty for a name of the module itself.
+    """
+
+    module: str
+    kind: str = ""
+    name: str
+    purpose: str
+    versions: str
+
+    def __str__(self) -> str:
+        return ".".join(part for part in (self.module, self.kind, self.name) if part)
+
+    @property
+    def library(self) -> str:
+        """The package that has it."""
+        return self.module.partition(".")[0]
+
+    def holder(self) -> Any:
+        """The module or class that has the name.
+
+        Raises:
+            ApplyError: there is no such name in the installed library.
+        """
+        try:
+            holder: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise self.missing() from error
+        if self.kind:
+            holder = vars(holder).get(self.kind)
+        if holder is None or self.name not in vars(holder):
+            raise self.missing()
+        return holder
+
+    def value(self) -> Any:
+        """What the name stands for now, as its holder has it and not as an instance would see it.
+
+        Raises:
+            ApplyError: there is no such name in the installed library.
+        """
+        return vars(self.holder())[self.name]
+
+    def missing(self) -> ApplyError:
+        """The error for a library that does not have the name."""
+        version = getattr(sys.modules.get(self.library), "__version__", "that is installed")
+        return ApplyError(
+            f"{self.library} {version} has no {self}, which is needed {self.purpose}; install a version that has it ({self.versions})"
+        )
+
+
+_TORCH = "2.11 to 2.13"
+
+RUN_BACKWARD = Name(
+    module="torch.autograd",
+    name="_engine_run_backward",
+    purpose="to tell which backward pass concerns a model, and when one begins and ends",
+    versions=_TORCH,
+)
+OPTIMIZER_INIT = Name(
+    module="torch.optim.optimizer",
+    kind="Optimizer",
+    name="__init__",
+    purpose="to put a plan on the optimizers of a script",
+    versions=_TORCH,
+)
+MODULE_CALL = Name(
+    module="torch.nn.modules.module",
+    kind="Module",
+    name="__call__",
+    purpose="to put a plan on the models of a script",
+    versions=_TORCH,
+)
+LIGHTNING_STEP = Name(
+    module="lightning.pytorch.strategies.strategy",
+    kind="Strategy",
+    name="training_step",
+    purpose="to put a plan on a LightningModule's training step",
+    versions="2.6",
+)
+PYTORCH_LIGHTNING_STEP = dataclasses.replace(LIGHTNING_STEP, module="pytorch_lightning.strategies.strategy")
+TRAINER_STEP = Name(
+    module="transformers.trainer",
+    kind="Trainer",
+    name="training_step",
+    purpose="to put a plan on a Trainer's training step",
+    versions="4.51 to 5.23",
+)
+CUDA_IS_AVAILABLE = Name(
+    module="torch.cuda",
+    name="is_available",
+    purpose="to import a library of kernels beside a virtual card",
+    versions=_TORCH,
+)
+ACCUMULATE_GRAD = Name(
+    module="torch._C",
+    kind="_functions",
+    name="AccumulateGrad",
+    purpose="to tell the leaves of a graph from its other nodes",
+    versions=_TORCH,
+)
+GRAPH_TASK_ID = Name(
+    module="torch._C",
+    name="_current_graph_task_id",
+    purpose="to tell what runs within a backward pass",
+    versions=_TORCH,
+)
+
+REPLACED = (
+    RUN_BACKWARD,
+    OPTIMIZER_INIT,
+    MODULE_CALL,
+    LIGHTNING_STEP,
+    PYTORCH_LIGHTNING_STEP,
+    TRAINER_STEP,
+    CUDA_IS_AVAILABLE,
+)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID)

@@ -1,0 +1,201 @@
+"""Runs an attack plain and with a technique on it, compares the two runs, and says how the pair ended."""
+
+import dataclasses
+import enum
+import functools
+import gc
+import random
+import traceback
+import warnings
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.attacks.compare import Closeness
+from tests.attacks.places import VARIANTS, Variant
+from tests.attacks.registry import Attack
+from tests.attacks.trial import Refusal, Trial
+from tightfit.errors import TightfitError
+
+INTERNAL = "InternalError"
+
+
+class Outcome(enum.StrEnum):
+    """How an attack with a technique on it ended."""
+
+    RIGHT = "right"
+    REFUSED = "refused"
+    NO_PLACE = "no place"
+    WRONG = "wrong"
+    CRASHED = "crashed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`reason` is the refusal's line, or what is wrong; empty where it is right."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    trial: Trial
+    error: BaseException | None
+    place: str = ""
+
+
+def run(attack: Attack, variant_name: str) -> Verdict:
+    """The verdict on `attack` with the technique `variant_name`, a key of `VARIANTS`, on it."""
+    variant = VARIANTS[variant_name]
+    plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64)
+    found = _run(attack, variant, torch.float32 if variant.is_lossy else torch.float64)
+    try:
+        if not found.trial.num_choices:
+            return Verdict(outcome=Outcome.NO_PLACE)
+        return _judged(variant, plain, found)
+    finally:
+        _take_off(found.trial)
+        _put_torch_back()
+
+
+@functools.cache
+def _plain(attack: Attack, dtype: torch.dtype) -> Trial:
+    plain = _run(attack, None, dtype)
+    if plain.error is not None:
+        raise plain.error
+    assert plain.trial.num_choices == 0 and len(plain.trial.snapshots) > 1, f"{attack.name} ends no step"
+    return plain.trial
+
+
+def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype) -> _Run:
+    trial = Trial(variant)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attack.program(trial)
+    except TightfitError as error:
+        trial.refused(error)
+        return _Run(trial=trial, error=error)
+    except Exception as error:  # noqa: BLE001 - whatever an attack ends with is the verdict
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return _Run(trial=trial, error=error, place=f"{place.filename.rpartition('/')[2]}:{place.lineno}")
+    finally:
+        torch.set_default_dtype(before)
+    return _Run(trial=trial, error=None)
+
+
+def _judged(variant: Variant, plain: Trial, found: _Run) -> Verdict:
+    trial = found.trial
+    closeness = Closeness(is_bitwise=variant.is_bitwise, is_lossy=variant.is_lossy)
+    if found.error is not None and not isinstance(found.error, TightfitError):
+        text = " ".join(str(found.error).split())[:160]
+        return Verdict(outcome=Outcome.CRASHED, reason=f"{type(found.error).__name__} at {found.place}: {text}")
+    if trial.refusals:
+        return _judged_refusal(closeness, plain, trial)
+    told = _difference(closeness, plain, trial)
+    if not told:
+        _take_off(trial)
+        told = _left_behind(trial)
+    return Verdict(outcome=Outcome.WRONG, reason=told) if told else Verdict(outcome=Outcome.RIGHT)
+
+
+def _judged_refusal(closeness: Closeness, plain: Trial, trial: Trial) -> Verdict:
+    first = trial.refusals[0]
+    told = _trained_wrongly(closeness, plain, trial, first)
+    message = str(first.error)
+    if type(first.error).__name__ == INTERNAL:
+        return Verdict(outcome=Outcome.CRASHED, reason=message)
+    if told:
+        return Verdict(outcome=Outcome.WRONG, reason=f"refused after {first.num_steps} steps, but {told}: {message[:100]}")
+    if "\n" in message:
+        return Verdict(outcome=Outcome.CRASHED, reason=f"a refusal of several lines: {message!r}")
+    return Verdict(outcome=Outcome.REFUSED, reason=message)
+
+
+def _trained_wrongly(closeness: Closeness, plain: Trial, trial: Trial, refusal: Refusal) -> str:
+    """Whether weights had been updated wrongly when the refusal came, or were updated after it."""
+    begin, number = plain.snapshots[0], refusal.num_steps
+    # A refusal may come after an update that was right.
+    right = plain.snapshots[max(0, number) : number + 2]
+    differences = [closeness.weights_differ(begin, each, refusal.snapshot, trial.volatile) for each in right]
+    if all(differences):
+        return differences[0]
+    after = [*(each.snapshot for each in trial.refusals[1:]), *trial.snapshots[number + 1 :]]
+    if any(Closeness(is_bitwise=True, is_lossy=False).difference(refusal.snapshot.weights, each.weights, "w") for each in after):
+        return "the program trained on after it"
+    if any(len(o.param_groups) == 0 or not all(g["params"] for g in o.param_groups) for o in trial.optimizers):
+        return "the optimizer's groups are empty"
+    _take_off(trial)
+    return _left_behind(trial)
+
+
+def _difference(closeness: Closeness, plain: Trial, trial: Trial) -> str:
+    if len(plain.snapshots) != len(trial.snapshots):
+        return f"{len(trial.snapshots) - 1} steps ended instead of {len(plain.snapshots) - 1}"
+    if [name for name, _ in plain.notes] != [name for name, _ in trial.notes]:
+        return f"it saw {[name for name, _ in trial.notes][:12]} instead of {[name for name, _ in plain.notes][:12]}"
+    for (name, expected), (_, seen) in zip(plain.notes, trial.notes, strict=True):
+        if told := closeness.difference(expected, seen, name):
+            return told
+    for number, (expected, seen) in enumerate(zip(plain.snapshots, trial.snapshots, strict=True)):
+        if told := closeness.difference_of_states(plain.snapshots[0], expected, seen):
+            return f"after step {number}, {told}"
+    return ""
+
+
+def _take_off(trial: Trial) -> None:
+    """Undoes the sessions that the program left, the last first."""
+    while trial.sessions:
+        trial.sessions.pop().undo()
+    gc.collect(0)
+
+
+def _left_behind(trial: Trial) -> str:
+    """What an undone session left on the models or in torch."""
+    for model in trial.models:
+        for path, module in model.named_modules():
+            if type(vars(module).get("forward")).__name__ == "WrappedForward":
+                return f"the forward of {path or 'the model'} is still wrapped after undo"
+    for owner, names in _TORCH.items():
+        for name, value in names.items():
+            if vars(owner).get(name) is not value:
+                return f"{getattr(owner, '__name__', owner)}.{name} is not torch's own after undo"
+    return ""
+
+
+# torch wraps the step of an optimizer's class when the first is made.
+for _optimizer in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):
+    _optimizer([torch.zeros(1)])
+
+
+def _put_torch_back() -> None:
+    """What a session left in torch is in its own verdict, and not in the next one's."""
+    for owner, names in _TORCH.items():
+        for name, value in names.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+
+
+_TORCH = {
+    owner: dict(vars(owner))
+    for owner in (
+        torch.autograd,
+        torch.autograd.graph,
+        torch.nn.utils.clip_grad,
+        torch.nn.utils,
+        torch.optim.Optimizer,
+        torch.optim.SGD,
+        torch.optim.AdamW,
+        torch.nn.functional,
+        torch.utils.checkpoint,
+        torch.Tensor,
+        nn.Module,
+    )
+}

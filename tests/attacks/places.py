@@ -1,0 +1,132 @@
+"""Where each technique is put on an attack's model: choices made by hand, at every place that the technique could take.
+
+Models of attacks follow a convention. `blocks` holds blocks of the same kind, `chain` is a Sequential that ends where an image does, `head` is the
+linear layer before a cross-entropy, a module with `is_attention` computes attention by hand, and one with `returns_loss` returns its loss.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tightfit.planner.plan import Choice
+from tightfit.techniques.catalogue import technique
+
+Find = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[Choice]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A technique with one of its settings. `find` gives its choices for a model and its optimizers, none where it has no place."""
+
+    name: str
+    technique: str
+    find: Find
+    is_bitwise: bool
+    is_lossy: bool
+
+
+def choice(name: str, where: str, **settings: object) -> Choice:
+    """A choice as a plan has it."""
+    exact = technique(name).exact
+    return Choice(technique=name, where=where, settings=settings, saves_bytes=0, adds_seconds=0.0, exact=exact)
+
+
+def _path(model: nn.Module, path: str) -> str:
+    return f"{type(model).__name__}.{path}" if path else type(model).__name__
+
+
+def _held(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The modules that somebody inside `model` calls `name`, with their paths."""
+    return [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] == name]
+
+
+def _each_block(name: str, **settings: object) -> Find:
+    def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        return [
+            choice(name, _path(model, f"{path}.{key}"), **settings)
+            for path, blocks in _held(model, "blocks")
+            for key in blocks._modules
+        ]
+
+    return find
+
+
+def _range(name: str, holder: str, *, needs_sequential: bool, **settings: object) -> Find:
+    def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        return [
+            choice(name, _path(model, path), begin=0, end=len(blocks._modules), **settings)
+            for path, blocks in _held(model, holder)
+            if not needs_sequential or type(blocks) is nn.Sequential
+        ]
+
+    return find
+
+
+def _chunked_loss(gradients_in: str) -> Find:
+    def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        return [
+            choice("chunked_loss", _path(model, path), num_chunks=2, gradients_in=gradients_in)
+            for path, _ in _held(model, "head")
+        ]
+
+    return find
+
+
+def _attention(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+    modules = [_path(model, path) for path, module in model.named_modules() if hasattr(module, "is_attention")]
+    return [choice("attention", "attention", modules=modules)] if modules else []
+
+
+def _micro_batches(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+    if not (optimizers and getattr(model, "returns_loss", False)):
+        return []
+    return [choice("micro_batches", "batch", num_parts=2, draws_anew=False)]
+
+
+def _of_optimizer(name: str, where: str = "optimizer", **settings: object) -> Find:
+    def find(_: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        return [choice(name, where, **settings)] if optimizers else []
+
+    return find
+
+
+def _of_model(name: str, where: str, **settings: object) -> Find:
+    return lambda _, __: [choice(name, where, **settings)]
+
+
+def _variants() -> list[Variant]:
+    found: list[tuple[str, str, Find]] = [
+        ("checkpointing", "checkpointing", _each_block("checkpointing")),
+        ("selective checkpointing", "selective_checkpointing", _each_block("selective_checkpointing", keep=[0])),
+        ("nested checkpointing", "nested_checkpointing", _range("nested_checkpointing", "blocks", needs_sequential=False)),
+        ("sequential checkpointing", "sequential_checkpointing", _range("sequential_checkpointing", "blocks", needs_sequential=True)),
+        ("tiled tokens", "tiled_tokens", _each_block("tiled_tokens", num_tiles=2)),
+        ("tiled convolutions", "tiled_convolutions", _range("tiled_convolutions", "chain", needs_sequential=True, num_tiles=2)),
+        ("chunked loss, gradients in forward", "chunked_loss", _chunked_loss("forward")),
+        ("chunked loss, gradients in backward", "chunked_loss", _chunked_loss("backward")),
+        ("attention", "attention", _attention),
+        ("micro-batches", "micro_batches", _micro_batches),
+        ("update in backward", "update_in_backward", _of_optimizer("update_in_backward", kernel="same", clips=False)),
+        ("update in backward, clips", "update_in_backward", _of_optimizer("update_in_backward", kernel="same", clips=True)),
+        ("optimizer kernel", "optimizer_kernel", _of_optimizer("optimizer_kernel", kernel="for-loop")),
+        ("zero_grad", "zero_grad", _of_optimizer("zero_grad", "gradients")),
+        ("empty_cache", "empty_cache", _of_model("empty_cache", "allocator", border="before the forward")),
+        ("8-bit states", "low_bit_states", _of_optimizer("low_bit_states", bits=8)),
+        ("8-bit states in backward", "low_bit_states", _of_optimizer("low_bit_states", bits=8, in_backward=True, clips=False)),
+        ("pure bf16", "pure_bf16", _of_optimizer("pure_bf16", "precision", rounding="compensated")),
+    ]  # fmt: skip
+    return [
+        Variant(
+            name=name,
+            technique=known,
+            find=find,
+            is_bitwise=technique(known).exactness.startswith("bit for bit") and not name.endswith("clips"),
+            is_lossy=not technique(known).exact,
+        )
+        for name, known, find in found
+    ]
+
+
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _variants()}

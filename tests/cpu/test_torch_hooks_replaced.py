@@ -1,0 +1,185 @@
+"""A name that is replaced stands for its old object again once nobody needs it, in whatever order owners and other people come and go."""
+
+import _thread
+import functools
+import gc
+import itertools
+import signal
+import subprocess
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.torch_hooks import manifest
+from tightfit.torch_hooks.manifest import Name
+from tightfit.torch_hooks.replaced import Replaced
+
+NAME = Name(module="library_of_a_test", name="compute", purpose="to test", versions="1")
+
+
+class Owner:
+    """Somebody who wants to know."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType(NAME.module)
+    module.compute = lambda value: value + 1
+    monkeypatch.setitem(sys.modules, NAME.module, module)
+    return module
+
+
+def replaced() -> Replaced[Owner]:
+    def put(inner: Callable[..., Any], owners: Callable[[], list[Owner]]) -> Callable[..., Any]:
+        def compute(value: int) -> int:
+            for owner in owners():
+                owner.calls += 1
+            return inner(value)
+
+        return compute
+
+    return Replaced(NAME, put)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_owners_leave_in_any_order(library: Any, order: tuple[int, ...]) -> None:
+    plain, name = library.compute, replaced()
+    owners = [Owner() for _ in range(3)]
+    leave = [name.enter(owner) for owner in owners]
+    ours = library.compute
+    assert ours is not plain
+    for number, index in enumerate(order):
+        assert library.compute is ours and library.compute(1) == 2
+        leave[index]()
+        assert owners[index].calls == number + 1
+    assert library.compute is plain
+    leave[0]()  # once more is nothing
+    assert library.compute is plain
+
+
+def test_an_owner_that_is_collected_has_left(library: Any) -> None:
+    plain, name, owner = library.compute, replaced(), Owner()
+    owner.itself = owner  # type: ignore[attr-defined]
+    name.enter(owner)
+    del owner
+    gc.collect()
+    assert library.compute is plain
+
+
+def test_an_interrupt_that_arrives_while_an_owner_is_collected_is_not_lost(library: Any) -> None:
+    plain, name = library.compute, replaced()
+
+    owners = [Owner()]
+    name.enter(owners[0])
+    # The youngest reference is called first, by code in C: the interrupt is handled at the next instruction of Python, wherever that is.
+    interrupt = functools.partial(next, map(_thread.interrupt_main, itertools.repeat(signal.SIGINT)))
+    interrupting = weakref.ref(owners[0], interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        owners.clear()
+    assert library.compute is plain and interrupting() is None
+
+
+def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def wrapper(*args: Any) -> Any:
+        return inner(*args) * 10
+
+    return wrapper
+
+
+class Around:
+    """The same as an object."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any) -> Any:
+        return self.inner(*args) * 10
+
+
+@pytest.mark.parametrize("wrap", [around, Around, lambda inner: functools.partial(around(functools.partial(inner)))])
+def test_what_somebody_put_around_it_stays_and_ours_is_used_again(library: Any, wrap: Callable[..., Any]) -> None:
+    plain, name, owner = library.compute, replaced(), Owner()
+    leave = name.enter(owner)
+    library.compute = theirs = wrap(library.compute)
+    leave()
+    assert library.compute is theirs and theirs(1) == 20 and not owner.calls
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is None
+    for _ in range(3):
+        owner = Owner()
+        leave = name.enter(owner)
+        assert library.compute is theirs and theirs(1) == 20 and owner.calls == 1
+        leave()
+    library.compute = plain
+    leave = name.enter(owner)
+    assert library.compute(1) == 2 and owner.calls == 2
+    leave()
+    assert library.compute is plain
+
+
+def test_what_was_left_behind_takes_itself_away_when_it_is_called_alone(library: Any) -> None:
+    plain, name, owner = library.compute, replaced(), Owner()
+    leave = name.enter(owner)
+    ours = library.compute
+    library.compute = around(ours)
+    leave()
+    library.compute = ours  # they put back what they had found
+    assert library.compute(1) == 2
+    assert library.compute is plain
+
+
+def test_one_that_somebody_threw_away_is_put_there_anew_and_asks_once(library: Any) -> None:
+    plain, name, owners = library.compute, replaced(), [Owner(), Owner()]
+    leave = [name.enter(owners[0])]
+    kept = library.compute
+    library.compute = plain
+    leave.append(name.enter(owners[1]))
+    assert library.compute(1) == 2 and [owner.calls for owner in owners] == [1, 1]
+    assert kept(1) == 2 and [owner.calls for owner in owners] == [1, 1]
+    for each in leave:
+        each()
+    assert library.compute is plain
+
+
+def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
+    library.__version__ = "0.9"
+    del library.compute
+    with pytest.raises(
+        ApplyError, match=r"library_of_a_test 0.9 has no library_of_a_test.compute, which is needed to test; .* \(1\)"
+    ):
+        replaced().enter(Owner())
+    assert not hasattr(library, "compute")
+
+
+@pytest.mark.parametrize("name", [*manifest.REPLACED, *manifest.READ], ids=str)
+def test_the_names_of_the_manifest_are_there(name: Name) -> None:
+    pytest.importorskip(name.library)
+    assert callable(name.value())
+
+
+def test_a_program_that_ends_with_owners_ends_without_a_word() -> None:
+    script = """
+import torch
+from tightfit.torch_hooks.backward import on_backward
+class Owner:
+    def concerned_parameters(self): return None
+    def around_backward(self, backward): return backward.run()
+model = torch.nn.Linear(1, 1)
+model.owner = torch.kept = Owner()
+model.owner.model = model
+on_backward(model.owner)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
