@@ -139,6 +139,14 @@ class Session:
         """The first refusal that came after the plan was put on, until the session is undone."""
         return self.verdict.failure
 
+    def check(self) -> None:
+        """Does nothing in a session that has refused nothing.
+
+        Raises:
+            ApplyError: it has; the message is that of the first refusal.
+        """
+        self.verdict.check()
+
     def guard(self) -> None:
         """Has the model's forwards with gradients and its optimizers' steps raise what was refused, before all else that is around them.
 
