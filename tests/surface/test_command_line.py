@@ -41,7 +41,7 @@ OPTIONS = {
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
         *("--lora-rank", "--optimizer", "--output", "--parameter", "--search", "--sequence-length", "--show-output"),
-        *("--steps", "--task", "-o", "-p"),
+        *("--steps", "--task", "--without", "-o", "-p"),
     ],
     "run": ["--allow", "--budget", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],

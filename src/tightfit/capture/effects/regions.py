@@ -20,7 +20,7 @@ from tightfit.capture.attribution import user_line
 from tightfit.capture.effects.lines import line_of, line_of_function
 from tightfit.capture.virtual import VirtualGpu
 from tightfit.effects.reach import is_users_class
-from tightfit.effects.state import Difference, RegionState, differences
+from tightfit.effects.state import Difference, RegionState, Snapshot, differences
 from tightfit.tape import Effect, EffectKind, Phase
 
 # Calls whose backward pass may still come: those of this step and of the one before it.
@@ -63,13 +63,16 @@ class RegionWatch:
         self._path_of = gpu.attribution.path_of
         self._index_of = gpu.index_of
         gpu.on_write = self.wrote
+        # Tensors that forwards write to, by `id`: what stands aside for a second run.
+        self._written_to: set[int] = set()
         # Of each storage, the operators that wrote to it besides optimizers, and their lines.
         self._writes: dict[int, list[tuple[int, int]]] = {}
         self._regions: weakref.WeakKeyDictionary[torch.nn.Module, _Region] = weakref.WeakKeyDictionary()
         self._calls: list[_Call] = []
         self._found: dict[Effect, None] = {}
+        self._replaced_in: set[str] = set()
         self._depth = 0
-        self.step = 0
+        self._step = 0
 
     def call(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
@@ -92,10 +95,10 @@ class RegionWatch:
         if region.state is not None and before is not None:
             after = region.state.snapshot(module, is_kept=True)
             for difference in differences(before, after):
-                self._differs(region, module, difference)
+                self._differs(region, module, difference, before)
         call = _Call(
             path=region.path,
-            step=self.step,
+            step=self._step,
             begin=begin,
             end=torch.autograd._get_sequence_nr(),
             operator=operator,
@@ -147,14 +150,18 @@ class RegionWatch:
             self._note(Effect(module=path, kind=EffectKind.PARAMETRIZED, what=what))
         return _Region(path=path, state=RegionState() if has_own_code and not is_script else None)
 
-    def _differs(self, region: _Region, module: torch.nn.Module, difference: Difference) -> None:
-        if difference.tensor is not None and _is_statistic(module, difference.tensor):
-            return
+    def _differs(self, region: _Region, module: torch.nn.Module, difference: Difference, before: Snapshot) -> None:
+        tensor = difference.tensor
+        if tensor is not None:
+            self._written_to.add(id(tensor))
+            if _is_statistic(module, tensor):
+                return
         path = re.sub(r"\.\d+(?=\.)", ".*", difference.path)
         line = line_of(module, difference.path)
-        if difference.is_in_place and difference.tensor is not None:
+        if difference.is_in_place and tensor is not None:
             verb = "gives other data to" if "data" in difference.what else "writes in place to"
-            effect = Effect(module=region.path, kind=EffectKind.IN_PLACE, what=f"{verb} {path}", line=line)
+            kind = EffectKind.WRITE if _can_stand_aside(before, tensor) else EffectKind.IN_PLACE
+            effect = Effect(module=region.path, kind=kind, what=f"{verb} {path}", line=line)
         elif difference.is_in_place:
             what = f"draws from {path}, which cannot go back"
             effect = Effect(module=region.path, kind=EffectKind.IN_PLACE, what=what, line=line)
@@ -170,7 +177,6 @@ class RegionWatch:
     def backward(self, sequence_numbers: Sequence[int], *, create_graph: bool) -> None:
         """A backward pass begins, whose graph has nodes of these sequence numbers, in ascending order."""
         reached = [call for call in self._calls if _has_any(sequence_numbers, call.begin, call.end)]
-        replaced: dict[tuple[int, int], str] = {}
         for call in reached:
             if create_graph:
                 what = "is run backwards with create_graph=True, so that its gradients are differentiated"
@@ -183,24 +189,23 @@ class RegionWatch:
             module = call.module()
             if call.parameters and module is not None:
                 for name, now in _parameters(module).items():
-                    if call.parameters.get(name, now) != now:
-                        replaced[call.begin, call.end] = name
+                    if call.parameters.get(name, now) != now and now[0] not in self._written_to:
                         self._replaced(call, name)
 
     def _replaced(self, call: _Call, name: str) -> None:
         """The parameter `name` of an outermost call is another: so it is for all within that hold it."""
-        root = call.path.partition(".")[0] if "." not in call.path else call.path
-        full = f"{root}.{name}"
+        full = f"{call.path}.{name.partition(' ')[0]}"
         what = f"has other values in {re.sub(r'[.][0-9]+(?=[.])', '.*', full)} when the backward pass begins"
         paths = {c.path for c in self._calls if call.begin <= c.begin and c.end <= call.end}
         for path in paths | {call.path}:
-            if full.startswith(f"{path}."):
+            if full.startswith(f"{path}.") and path not in self._replaced_in:
+                self._replaced_in.add(path)
                 self._note(Effect(module=path, kind=EffectKind.REPLACED, what=what, line=user_line()))
 
     def begin_step(self) -> None:
         """A step of the run has ended."""
-        self.step += 1
-        self._calls = [call for call in self._calls if call.step > self.step - _STEPS_KEPT]
+        self._step += 1
+        self._calls = [call for call in self._calls if call.step > self._step - _STEPS_KEPT]
         begin = min((call.operator for call in self._calls), default=self._recorder.num_operators)
         self._writes = {s: kept for s, places in self._writes.items() if (kept := [p for p in places if p[0] >= begin])}
 
@@ -218,12 +223,20 @@ def _hooks(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-def _parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """Who holds the place of each parameter, and what its values are: the identity, the version and the storage."""
-    return {
-        name: (id(parameter), parameter._version, parameter.untyped_storage()._cdata)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.is_inference()
+def _parameters(module: torch.nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Who holds the place of each parameter, and what its values are: the identity, the version and the storage.
+
+    A buffer in whose place there is another is another entry: a second run is given what the first one had.
+    """
+    found = {
+        name: (id(tensor), tensor._version, tensor.untyped_storage()._cdata)
+        for name, tensor in module.named_parameters(remove_duplicate=False)
+        if not tensor.is_inference()
+    }
+    return found | {
+        f"{name} [{id(tensor)}]": (id(tensor), tensor._version, tensor.untyped_storage()._cdata)
+        for name, tensor in module.named_buffers()
+        if not tensor.is_inference() and tensor.layout == torch.strided
     }
 
 
@@ -236,6 +249,14 @@ def _is_statistic(module: torch.nn.Module, tensor: torch.Tensor) -> bool:
         for name, buffer in part._buffers.items()
         if name in ("running_mean", "running_var", "num_batches_tracked")
     )
+
+
+def _can_stand_aside(before: Snapshot, tensor: torch.Tensor) -> bool:
+    """Whether a second run can be given a copy in the place of `tensor`: a buffer, or a plain tensor that something holds by name."""
+    if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+        return False
+    contents = (content.values() if isinstance(content, dict) else content for content in before.contents)
+    return any(value is tensor for values in contents for value in values)
 
 
 def _has_any(numbers: Sequence[int], begin: int, end: int) -> bool:
