@@ -47,7 +47,7 @@ def main(path: str) -> None:
     answer: dict[str, Any]
     terminal = os.dup(2)
     try:
-        with _quiet(request.show_output):
+        with quiet(request.show_output):
             answer = {"ok": True, "report": _trace(request, terminal)}
     except TightfitError as error:
         answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "details": vars(error)}
@@ -73,21 +73,23 @@ def _trace(request: Request, terminal: int) -> Any:
     by_yield = request.target["kind"] != "Script"
     session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
     session.gpu.progress = progress = Progress(request.label, terminal)
-    report = _prepare(request.preparation)
-    session.run(_target(request.target))
+    report = prepare(request.preparation)
+    session.run(target_of(request.target))
     progress.end()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 
 
-def _prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+    """Does what a `tightfit.capture.trace.Preparation` says; what it returns is to be called when the run is over."""
     if preparation is None:
         return lambda: None
     module, _, name = preparation["function"].partition(":")
     return getattr(importlib.import_module(module), name)(preparation["argument"])
 
 
-def _target(fields: dict[str, Any]) -> targets.Target:
+def target_of(fields: dict[str, Any]) -> targets.Target:
+    """The target whose fields, with its `kind`, a request has."""
     kinds: dict[str, Any] = {
         c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
     }
@@ -132,7 +134,7 @@ class Progress:
 
 
 @contextmanager
-def _quiet(show_output: bool) -> Iterator[None]:
+def quiet(show_output: bool) -> Iterator[None]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)

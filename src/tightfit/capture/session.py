@@ -71,7 +71,7 @@ class Session:
             if isinstance(target, targets.Script):
                 held = targets.run_script(target)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
             else:
-                self._run_generator(self._generator(target))
+                self._run_generator(targets.generator_on(target, device="cuda"))
         if not self.watch.num_ended and not isinstance(target, targets.Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended:
@@ -83,13 +83,6 @@ class Session:
             raise CaptureError(
                 'the workload took its steps without a tensor on the card; does it move its model to "cuda"?'
             )
-
-    def _generator(self, target: targets.GeneratorFunction | targets.HuggingFaceConfig) -> Iterator[Any]:
-        if isinstance(target, targets.GeneratorFunction):
-            return targets.generator_of(target)
-        from tightfit.capture.huggingface import HuggingFaceTarget, workload
-
-        return workload(HuggingFaceTarget(source=target.source, **target.options))
 
     def _run_generator(self, generator: Iterator[Any]) -> None:
         for _ in range(self.watch.num_steps):
