@@ -16,7 +16,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.halos import Layer, flat, layers_along, paths, run_step
 from tightfit.techniques.sequential_ranges import Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tiled_convolutions_options import tiled_convolutions_options
 
@@ -29,6 +29,7 @@ class TiledConvolutions(AbstractTechnique):
 
     name = "tiled_convolutions"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
     # A tape has no kernel sizes: halos are reckoned as those of kernels of three.
     tolerance = 0.15

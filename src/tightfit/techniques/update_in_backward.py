@@ -17,7 +17,7 @@ from tightfit.techniques.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
     gradients_used_up,
@@ -34,6 +34,7 @@ class UpdateInBackward(AbstractTechnique):
 
     name = "update_in_backward"
     exact = True
+    needs = Needs.GRADIENTS
     exactness = (
         "bit for bit: the same update of every parameter from the same gradient; with the fused kernel, or where gradients are clipped, "
         "up to rounding and the order in which the norm is summed"

@@ -66,7 +66,7 @@ class BackwardPass:
 
     def leaves(self) -> list[torch.Tensor]:
         """The leaves that get a gradient, each once, but for those that only a recomputation leads to."""
-        return list({leaf: None for leaf in _leaves(self.roots, self.inputs)})
+        return list(dict.fromkeys(_leaves(self.roots, self.inputs)))
 
     def nodes(self) -> Iterator[Any]:
         """The nodes of the graph, each once."""
