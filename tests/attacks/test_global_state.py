@@ -243,7 +243,9 @@ def _raises(*_: object) -> None:
     raise UserError
 
 
-def _failing(variant: Variant, beside: Beside, register: Callable[[Live], Sequence[torch.utils.hooks.RemovableHandle]]) -> None:
+def _failing(
+    variant: Variant, beside: Beside, register: Callable[[Live], Sequence[torch.utils.hooks.RemovableHandle]]
+) -> None:
     live = Live(variant)
     session = live.plan()
     live.step()

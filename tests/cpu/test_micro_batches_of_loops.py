@@ -173,7 +173,9 @@ def test_a_step_that_counts_its_calls_is_refused() -> None:
         type(module).training_step = counting
         return module
 
-    with pytest.raises(ApplyError, match=r"Lit\.num_steps was changed in a forward, which would happen once for each part"):
+    with pytest.raises(
+        ApplyError, match=r"Lit\.num_steps was changed in a forward, which would happen once for each part"
+    ):
         train_lightning(PACKAGES[0], make, parts("Lightning", 2), max_epochs=1)
 
 
