@@ -173,7 +173,9 @@ def test_a_step_that_counts_its_calls_is_refused() -> None:
         type(module).training_step = counting
         return module
 
-    with pytest.raises(ApplyError, match=r"Lit\.num_steps was changed in a forward, which would happen once for each part"):
+    with pytest.raises(
+        ApplyError, match=r"Lit\.num_steps was changed in a forward, which would happen once for each part"
+    ):
         train_lightning(PACKAGES[0], make, parts("Lightning", 2), max_epochs=1)
 
 
@@ -267,7 +269,7 @@ def test_what_parts_cannot_stand_for_is_refused_before_anything_is_trained(
 
     with pytest.raises(ApplyError, match=reason):
         train_lightning(PACKAGES[0], make, parts("Lightning", 2))
-    assert made[0].seen in ([], [3])
+    assert all(p.grad is None for p in made[0].parameters())
     assert not made[0].trainer.global_step
 
 
