@@ -22,7 +22,7 @@ from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.session import Session
 from tightfit.techniques.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.split_step import split_step
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 NUMS_PARTS = (2, 4, 8)
 
@@ -45,6 +45,7 @@ class MicroBatches(AbstractTechnique):
 
     name = "micro_batches"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) they are others, and it is lossy"
     tolerance = 0.25
 

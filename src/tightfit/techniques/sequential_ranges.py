@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import WrappedForward
+from tightfit.techniques.forwards import WrappedForward, own_forward
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session
 
@@ -61,7 +61,7 @@ def put_range(session: Session, where: str, begin: int, end: int, make: MakeRunn
         ApplyError: it is no plain Sequential, has no such children, or some of them are run in another way already.
     """
     sequential = check_sequential(session, where, begin, end)
-    current = vars(sequential).get("forward")
+    current = own_forward(sequential)
     if current is None:
         ranges = Ranges()
         session.wrap_forward(sequential, ranges)
@@ -89,7 +89,7 @@ def check_sequential(session: Session, where: str, begin: int, end: int) -> torc
     sequential = session.module(where)
     if type(sequential).forward is not torch.nn.Sequential.forward:
         raise ApplyError(f"{where} is a {type(sequential).__name__}, and a torch.nn.Sequential is needed; leave it out")
-    current = vars(sequential).get("forward")
+    current = own_forward(sequential)
     if current is not None and not (isinstance(current, WrappedForward) and isinstance(current.around, Ranges)):
         raise ApplyError(f"the forward of {where} has been replaced on the object itself; leave it out")
     if not 0 <= begin < end <= len(sequential._modules):

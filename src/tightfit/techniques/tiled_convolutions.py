@@ -20,7 +20,7 @@ from tightfit.techniques.forwards import are_forwards_plain
 from tightfit.techniques.halos import Layer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.sequential_ranges import check_sequential, put_range
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tile_proofs import structural
 from tightfit.techniques.tiled_convolutions_options import tiled_convolutions_options
@@ -35,6 +35,7 @@ class TiledConvolutions(AbstractTechnique):
 
     name = "tiled_convolutions"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
     # A tape has no kernel sizes: halos are reckoned as those of kernels of three.
     tolerance = 0.15

@@ -21,7 +21,7 @@ from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session, Verdict
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tile_proofs import TileProofs
 from tightfit.techniques.tiled_tokens_options import tiled_tokens_options
@@ -42,6 +42,7 @@ class TiledTokens(AbstractTechnique):
 
     name = "tiled_tokens"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
