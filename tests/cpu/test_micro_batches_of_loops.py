@@ -269,7 +269,7 @@ def test_what_parts_cannot_stand_for_is_refused_before_anything_is_trained(
 
     with pytest.raises(ApplyError, match=reason):
         train_lightning(PACKAGES[0], make, parts("Lightning", 2))
-    assert made[0].seen in ([], [3])
+    assert all(p.grad is None for p in made[0].parameters())
     assert not made[0].trainer.global_step
 
 

@@ -3,6 +3,7 @@
 Several techniques may have a range each of the same Sequential. A copy of the model (an EMA, say) gets runners of its own.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +25,9 @@ class Ranges:
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
-        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], Runner]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._runners: weakref.WeakKeyDictionary[
+            torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]
+        ] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranges":
         return self
@@ -42,9 +43,13 @@ class Ranges:
                 value = children[position](value)
                 position += 1
                 continue
-            if place not in runners:
-                runners[place] = self.makers[place](children[place[0] : place[1]])
-            value = runners[place](value)
+            own = children[place[0] : place[1]]
+            known, runner = runners.get(place, ([], None))
+            # A child may be replaced at any time.
+            if runner is None or len(known) != len(own) or not all(map(operator.is_, known, own)):
+                runner = self.makers[place](own)
+                runners[place] = own, runner
+            value = runner(value)
             position = place[1]
         return value
 
