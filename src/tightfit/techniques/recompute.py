@@ -100,7 +100,7 @@ class Recomputed:
 
     def refusal(self, why: str) -> ApplyError:
         """The error that says that this module cannot be run again, with what to do."""
-        message = f"{self._where} {why}; leave it out: --without {self._technique}@{self._where}"
+        message = f"{self._where} {why}; leave it out: tightfit plan --without {self._technique}@{self._where}"
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
 
     def is_of(self, module: torch.nn.Module) -> bool:
