@@ -7,12 +7,12 @@ backward pass runs, which checkpointing cannot have.
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
@@ -68,7 +68,7 @@ class _Tiles:
     def __init__(self, where: str, num_tiles: int) -> None:
         self._where = where
         self._num_tiles = num_tiles
-        self._proved: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._proved: WeakTable[torch.nn.Module, bool] = WeakTable()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
         return self
