@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture import eager, native, targets, torch_api
+from tightfit.capture import eager, loaders, native, targets, torch_api
 from tightfit.capture.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.cuda_api import CudaApi
 from tightfit.capture.handlers import HANDLERS
@@ -50,6 +50,7 @@ class Session:
         if with_effects:
             self.watch.watch_effects()
         self.watch.install()
+        loaders.install(lambda: self.watch.num_ended)
         self._tape: Tape | None = None
 
     def _take(self) -> None:

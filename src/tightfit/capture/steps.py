@@ -32,12 +32,16 @@ class EndOfCapture(BaseException):
 
 
 class StepWatch:
-    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended."""
+    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended.
+
+    `on_step` is called whenever a step is over.
+    """
 
     def __init__(self, gpu: VirtualGpu, num_steps: int, *, by_yield: bool, on_end: Callable[[], None]) -> None:
         self.gpu = gpu
         self.num_steps = num_steps
         self.num_ended = 0
+        self.on_step: Callable[[], None] = lambda: None
         self.has_ended = False
         self._is_over = False  # a script is left running to the end of its turn, until it begins the next one
         self._by_yield = by_yield
@@ -203,6 +207,7 @@ class StepWatch:
         self.num_ended += 1
         if self._effects is not None:
             self._effects.end_step()
+        self.on_step()
         self._mark(self._parameters(), Category.PARAMETERS)
         if self.num_ended >= self.num_steps:
             self._mark_parameters()

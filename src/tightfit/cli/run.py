@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tightfit.cli.devices import local_cards
+from tightfit.cli.programs import exit_code_of
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -26,7 +27,7 @@ def run(
 ) -> int:
     """Run a script with a plan on it. The script is not changed; its own arguments go after --.
 
-    The exit code is the script's own; 1 if nothing makes it fit.
+    The exit code is the script's own; 1 if nothing makes it fit; 3 if the plan was refused on the way, also where the script went on.
 
     Parameters
     ----------
@@ -62,13 +63,7 @@ def run(
     from tightfit.capture.targets import Script
     from tightfit.runtime.run import run as run_really
 
-    try:
-        run_really(chosen, Script(path=script, arguments=arguments), _say)
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            sys.stderr.write(f"{ended.code}\n")
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+    return exit_code_of(lambda: run_really(chosen, Script(path=script, arguments=arguments), _say), script)
 
 
 def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | None, allow: tuple[str, ...]) -> Plan:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 # Casts: autocast keeps those of weights for as long as its context lasts, and the second run may find them or not.
@@ -81,7 +81,8 @@ class Fingerprints(TorchDispatchMode):
             if any(word in name for word in _FIRST_RESULT_ONLY):
                 leaves = leaves[:1]
             if leaves:
-                with torch.no_grad():
+                # Other modes are not to see this: a selective checkpoint keeps what it sees.
+                with torch.no_grad(), _disable_current_modes():
                     self.taken.append(_fingerprint(func, name, leaves))
         return result
 
@@ -110,7 +111,8 @@ def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) 
     """What the second run did otherwise than the first, in words; None where it is the same as far as it went."""
     is_loose = False
     pairs = list(zip(first, second, strict=False))
-    bits = _values([pair for pair in pairs if pair[0].bits is not None and pair[1].bits is not None])
+    with _disable_current_modes():
+        bits = _values([pair for pair in pairs if pair[0].bits is not None and pair[1].bits is not None])
     for one, other in pairs:
         if (one.operator, one.shapes) != (other.operator, other.shapes):
             return (

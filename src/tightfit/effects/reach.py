@@ -34,6 +34,11 @@ _LIBRARIES = tuple(
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
 )
 _IN_GRAPH = object()
+# Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
+_HOOKS_OF_ALL_MODULES = (
+    *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
+    *("_global_parameter_registration_hooks", "_global_buffer_registration_hooks", "_global_module_registration_hooks"),
+)
 # Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
 _BAGS = ("types", "argparse")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
@@ -112,6 +117,7 @@ def reach_of(module: torch.nn.Module) -> Reach:
     name = type(module).__name__
     for path, part in module.named_modules():
         walk.module(f"{name}.{path}" if path else name, part)
+    walk.hooks_of_all_modules()
     walk.found.remember()
     return walk.found
 
@@ -245,6 +251,17 @@ class _Walk:
             elif name != "forward":
                 self._value(f"{path}.{name}", value)
         self._class(type(module), path)
+
+    def hooks_of_all_modules(self) -> None:
+        """The hooks that torch calls for every module of the process."""
+        for name in _HOOKS_OF_ALL_MODULES:
+            hooks = vars(torch.nn.modules.module)[name]
+            if hooks:
+                self._hold_dict(f"torch.nn.{name}", hooks, is_attributes=False)
+            else:
+                self.found.empty.append(hooks)
+            for hook in list(hooks.values()):
+                self._value(f"torch.nn.{name}", hook)
 
     def _class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of what it calls on itself."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.errors import ApplyError, CaptureError
+from tightfit.faults import answering
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
@@ -274,8 +275,10 @@ class Search:
     def _offers(self, name: str, tape: Tape) -> list[Option]:
         """What one technique offers on `tape` and the effects of the program permit, asked once."""
         if (name, id(tape)) not in self._offered:
-            offered = [o for o in techniques()[name].options(tape, self.bench.card) if not self.allowed.leaves_out(o)]
-            self._offered[name, id(tape)] = tape, [option for option in offered if self._is_permitted(option, tape)]
+            with answering(f"technique {name}", technique=name):
+                offered = list(techniques()[name].options(tape, self.bench.card))
+            wanted = [option for option in offered if not self.allowed.leaves_out(option)]
+            self._offered[name, id(tape)] = tape, [option for option in wanted if self._is_permitted(option, tape)]
         return self._offered[name, id(tape)][1]
 
     def _is_permitted(self, option: Option, tape: Tape) -> bool:

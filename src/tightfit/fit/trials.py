@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tightfit.capture.targets import Target
-from tightfit.capture.trace import Preparation, trace
+from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
@@ -68,6 +68,7 @@ class Bench:
         settings: AllocatorSettings,
         calibration: Calibration | None,
         num_steps: int,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
         say: Callable[[str], None],
     ) -> None:
@@ -79,6 +80,7 @@ class Bench:
         self._device = device
         self._settings = settings
         self._num_steps = num_steps
+        self._timeout_seconds = timeout_seconds
         self._show_output = show_output
         self._made: dict[frozenset[str], Trial] = {}
         self._effects: tuple[Effect, ...] = ()
@@ -100,6 +102,7 @@ class Bench:
                 label=self.label,
                 device=self._device,
                 num_steps=self._num_steps,
+                timeout_seconds=self._timeout_seconds,
                 show_output=self._show_output,
                 preparation=Preparation(
                     function="tightfit.runtime.attach:prepare", argument={"choices": [_plain(o) for o in options]}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
@@ -66,12 +67,14 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
         if name not in by_name:
             continue
         try:
-            known.apply(session, by_name[name])
+            with answering(f"technique {name}", technique=name):
+                known.apply(session, by_name[name])
         except ApplyError as error:
             session.undo()
             raise ApplyError(f"{name}: {error}", technique=name, places=error.places) from error
-        except BaseException:
+        except BaseException as error:
             session.undo()
+            note(error, "the run")
             raise
     if by_name:
         session.guard()

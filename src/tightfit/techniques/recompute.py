@@ -7,9 +7,10 @@ of the region is used. In the first calls, and again after a change of shape, mo
 """
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -89,6 +90,11 @@ class Recomputed:
         assert module is not None
         return module
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether some of its results are kept for the second run."""
+        return self._contexts is not None
+
     def refusal(self, why: str) -> ApplyError:
         """The error that says that this module cannot be run again, with what to do."""
         message = f"{self._where} {why}; leave it out: --without {self._technique}@{self._where}"
@@ -114,12 +120,13 @@ class Recomputed:
         args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
         if kwargs.get("use_cache") is True:
             kwargs["use_cache"] = False
-        extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
         if torch.compiler.is_compiling():
+            extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
             return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
         call = Call(self, args, kwargs)
         on_call(call)
-        result = checkpoint(call.running(forward), *args, use_reentrant=False, **extra, **kwargs)
+        contexts = functools.partial(call.contexts, self._contexts)
+        result = checkpoint(call.running(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
         call.end_first()
         return result
 
@@ -214,18 +221,25 @@ class Call:
         self._own_writes: frozenset[str] = frozenset()
         self._first: list[Fingerprint] | None = None
 
+    def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a checkpoint enters around the first run and around each later one; what `inner` gives sees the module's operators alone."""
+        first, later = (nullcontext(), nullcontext()) if inner is None else inner()
+        return first, _Again(self, later)
+
     def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What a checkpoint runs twice."""
-        is_second = False
+        num_runs = 0
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_second
-            if is_second:
+            nonlocal num_runs
+            num_runs += 1
+            if num_runs > 2 and self._owner.is_selective:
+                raise self._owner.refusal("is gone through backwards twice, and what is kept of it serves once")
+            if num_runs > 1:
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
-                with self.again():
+                with self._compared():
                     return forward(*args, **kwargs)
-            is_second = True
             with Fingerprints() if self._is_checked and self._owner.has_values else nullcontext() as fingerprints:
                 result = forward(*args, **kwargs)
             self._first = fingerprints.taken if fingerprints is not None else None
@@ -249,7 +263,13 @@ class Call:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """While this lasts, the module sees what the first run saw; afterwards all is as it was before.
+        """While this lasts, the module sees what the first run saw, and its results are compared; afterwards all is as it was before."""
+        with self.restored(), self._compared():
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same without the comparison.
 
         Raises:
             ApplyError: that cannot be had.
@@ -269,7 +289,7 @@ class Call:
             if self._held is not None:
                 restore(self._held)
         try:
-            with self._ambient.put_back(), self._compared():
+            with self._ambient.put_back():
                 yield
         finally:
             if needs_restoring:
@@ -302,6 +322,24 @@ class Call:
         mismatch = first_mismatch(self._first or (), taken)
         if mismatch is not None:
             raise self._owner.refusal(f"{mismatch} when it was run a second time")
+
+
+class _Again:
+    """A context that can be entered for each run of a call after the first: `Call.restored`, and `inner` inside of it."""
+
+    def __init__(self, call: Call, inner: AbstractContextManager[Any]) -> None:
+        self._call = call
+        self._inner = inner
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._call.restored())
+            stack.enter_context(self._inner)
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stacks.pop().__exit__(*error)
 
 
 def _holds_things(value: Any) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tightfit.effects.fingerprints import paused
@@ -60,7 +59,7 @@ class _Replay:
         ):
             torch.set_rng_state(self._cpu_state)
             set_device_states(self._devices, self._device_states, device_type=self._device_type)
-            args, kwargs = tree_map(resolved, (self.args, dict(self.kwargs)))
+            args, kwargs = _each(resolved, self.args, self.kwargs)
             with self.call.again():
                 result = self.forward(*args, **kwargs)
         return result[0] if self.is_tuple else result
@@ -203,9 +202,16 @@ def _resolving(replay: _Replay) -> Callable[..., Any]:
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         if is_first:
-            replay.args, replay.kwargs = tree_map(lambda a: _INPUT if isinstance(a, _Handle) else a, (args, kwargs))
+            replay.args, replay.kwargs = _each(lambda a: _INPUT if isinstance(a, _Handle) else a, args, kwargs)
             is_first = False
-        args, kwargs = tree_map(lambda a: a.get() if isinstance(a, _Handle) else a, (args, kwargs))
+        args, kwargs = _each(lambda a: a.get() if isinstance(a, _Handle) else a, args, kwargs)
         return replay.forward(*args, **kwargs)
 
     return run
+
+
+def _each(
+    change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, each changed; a list or a dict among them stays the caller's own."""
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}

@@ -13,6 +13,7 @@ from typing import Any, Never, Self
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.faults import for_torch
 from tightfit.techniques.loss_means import Term, Watch
 
 SMALL_OUTPUT_BYTES = 16 << 20
@@ -289,7 +290,7 @@ class LeftOut:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise for_torch(AttributeError(name))
         self._refuse()
 
     @classmethod
