@@ -1,6 +1,7 @@
 """Undoing a session takes off what it put on, by token, whatever happened to the objects meanwhile, and whatever fails on the way."""
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -11,11 +12,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import tightfit
 import torch
 from tests.cpu.applied import CHOICES, Net, batch_of, choice, made, plan_of, train
 from torch import nn
 
+import tightfit
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.forwards import WrappedForward
@@ -86,7 +87,7 @@ def test_attributes_that_the_program_set_since_stay() -> None:
     session.set(model, "other", 1)
     session.set(optimizer, "zero_grad", lambda set_to_none=True: None)
     theirs = optimizer.zero_grad
-    optimizer.zero_grad = lambda *args, **kwargs: theirs(*args, **kwargs)  # type: ignore[method-assign]
+    optimizer.zero_grad = functools.partial(theirs, set_to_none=True)  # type: ignore[method-assign]
     model.number = 2
     train(model, optimizer, range(1))
     assert model.head.weight.grad is not None
