@@ -56,9 +56,7 @@ def test_the_fused_kernel_differs_by_rounding_only():
 def test_clipping_by_norm_is_kept_by_a_second_pass(optimizer, max_norm):
     plain = train(optimizer=optimizer, max_norm=max_norm, reload_at=2)
     given = PLAIN | {"clips": True}
-    run = train(
-        UpdateInBackward(), given, optimizer=optimizer, max_norm=max_norm, reload_at=2, watches_gradients=False
-    )
+    run = train(UpdateInBackward(), given, optimizer=optimizer, max_norm=max_norm, reload_at=2, watches_gradients=False)
     assert_same(plain, run)
     assert run.session.statistics["parameters updated in backward"] == 6 * len(plain.gradients[0])
 

@@ -23,8 +23,10 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _sessions: WeakTable[torch.nn.Module, weakref.ref[Session]] = WeakTable()
 
 
-def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Session:
+def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, check_steps: int = CHECK_STEPS) -> Session:
     """The session of `model` and its optimizers with `plan` on it; `session.undo()` takes it off again.
+
+    In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run.
 
     `model` is what the program calls; what torch.compile returned stands for the model inside. For a plan of several models, each is given
     with its own optimizers.
@@ -42,7 +44,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Ses
         if not any(id(p) in held for group in each.param_groups for p in group["params"]):
             raise ApplyError(f"the {type(each).__name__} holds no parameter of this {type(model).__name__}")
     planned = planned_for(plan.model.get("roots", ()), model)
-    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers)
+    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers, check_steps=check_steps)
     try:
         watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2))
     except BaseException as error:

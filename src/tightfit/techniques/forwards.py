@@ -5,18 +5,37 @@ The wrapper lives in the module's own `__dict__`: hooks, submodules, parameters 
 module's own signature. A wrapper is taken off by itself: what somebody else has put around it or in its place stays.
 """
 
+import contextlib
+import contextvars
 import copy
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 # Called with what comes next, and with the arguments of the module.
 Around = Callable[..., Any]
+
+_IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)
+
+
+@contextlib.contextmanager
+def plain_forwards() -> Iterator[None]:
+    """For the time, wrapped forwards run what would run without any wrapper: for proofs about the model itself."""
+    token = _IS_PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _IS_PLAIN.reset(token)
+
+
+def are_forwards_plain() -> bool:
+    """Whether this is inside of `plain_forwards`."""
+    return _IS_PLAIN.get()
 
 
 class OnlyHere:
@@ -58,7 +77,7 @@ class WrappedForward:
         return module
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.inner, *args, **kwargs)
+        return self.inner(*args, **kwargs) if _IS_PLAIN.get() else self.around(self.inner, *args, **kwargs)
 
     @property
     def inner(self) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from tightfit.techniques.optimizer_steps import check_separable, update_within_s
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.rounding import LowPrecisionUpdate, Rounding, WideStates
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
 _NUM_COPIES_IN_UPDATE = 4
@@ -33,6 +33,7 @@ class PureBf16(AbstractTechnique):
 
     name = "pure_bf16"
     exact = False
+    needs = Needs.STEPS
     exactness = "lossy: forward and backward pass in 8 significant bits; updates in float32, rounded at random (right on average) or kept to 16 bits"
     tolerance = 0.4
 

@@ -3,12 +3,13 @@
 Several techniques may have a range each of the same Sequential. A copy of the model (an EMA, say) gets runners of its own.
 """
 
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
 from tightfit.techniques.forwards import WrappedForward, own_forward
 from tightfit.techniques.innermost import module_of
@@ -24,8 +25,8 @@ class Ranges:
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
-        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], Runner]] = (
-            weakref.WeakKeyDictionary()
+        self._runners: WeakTable[torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]] = (
+            WeakTable()
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranges":
@@ -42,9 +43,13 @@ class Ranges:
                 value = children[position](value)
                 position += 1
                 continue
-            if place not in runners:
-                runners[place] = self.makers[place](children[place[0] : place[1]])
-            value = runners[place](value)
+            own = children[place[0] : place[1]]
+            known, runner = runners.get(place, ([], None))
+            # A child may be replaced at any time.
+            if runner is None or len(known) != len(own) or not all(map(operator.is_, known, own)):
+                runner = self.makers[place](own)
+                runners[place] = own, runner
+            value = runner(value)
             position = place[1]
         return value
 

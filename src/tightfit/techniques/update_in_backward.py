@@ -18,7 +18,7 @@ from tightfit.techniques.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
     gradients_used_up,
@@ -36,6 +36,7 @@ class UpdateInBackward(AbstractTechnique):
 
     name = "update_in_backward"
     exact = True
+    needs = Needs.GRADIENTS
     exactness = (
         "bit for bit: the same update of every parameter from the same gradient; with the fused kernel up to rounding, and where gradients "
         "are clipped on a card, up to the order in which their norm is summed"

@@ -343,7 +343,9 @@ class Updates:
             kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
             kept.check_same()
         except BaseException:
-            self.session.refuse(f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}")
+            self.session.refuse(
+                f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
+            )
             raise
         self._last = list(kept.gradients.values())
         self._kept.remove(kept)
