@@ -44,6 +44,7 @@ class Request:
     timeout_seconds: float
     show_output: bool
     preparation: dict[str, Any] | None
+    with_effects: bool = False
 
 
 def main(path: str, parent: str) -> None:
@@ -54,7 +55,7 @@ def main(path: str, parent: str) -> None:
     terminal = os.dup(2)
     sys.unraisablehook = _note_unraisable
     try:
-        with _quiet(request.show_output):
+        with quiet(request.show_output):
             answer = {"ok": True, "report": _trace(request, path, terminal)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
@@ -93,11 +94,12 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
-    session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
+    by_yield = request.target["kind"] != "Script"
+    session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
     session.gpu.progress = progress = Progress(request.label, terminal)
-    report = _prepare(request.preparation)
+    report = prepare(request.preparation)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):
-        session.run(_target(request.target))
+        session.run(target_of(request.target))
     progress.end()
     _raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
@@ -128,14 +130,16 @@ def _raise_what_was_swallowed() -> None:
         raise swallowed
 
 
-def _prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+    """Does what a `tightfit.capture.trace.Preparation` says; what it returns is to be called when the run is over."""
     if preparation is None:
         return lambda: None
     module, _, name = preparation["function"].partition(":")
     return getattr(importlib.import_module(module), name)(preparation["argument"])
 
 
-def _target(fields: dict[str, Any]) -> targets.Target:
+def target_of(fields: dict[str, Any]) -> targets.Target:
+    """The target whose fields, with its `kind`, a request has."""
     kinds: dict[str, Any] = {
         c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
     }
@@ -180,7 +184,7 @@ class Progress:
 
 
 @contextmanager
-def _quiet(show_output: bool) -> Iterator[None]:
+def quiet(show_output: bool) -> Iterator[None]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)

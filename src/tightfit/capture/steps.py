@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.capture.effects.watch import EffectWatch
 from tightfit.capture.loops import loop_around
 from tightfit.capture.repetition import Repetition
 from tightfit.capture.replacing import replace
 from tightfit.capture.virtual import VirtualGpu
-from tightfit.tape import Category, Phase, SpanKind
+from tightfit.tape import Category, Effect, Phase, SpanKind
 
 MAX_STEPS_OF_ONE_OPTIMIZER = 8
 MAX_BACKWARDS_WITHOUT_STEP = 256
@@ -53,6 +56,15 @@ class StepWatch:
         self._roots: dict[int, torch.nn.Module] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
+        self._effects: EffectWatch | None = None
+
+    def watch_effects(self) -> None:
+        """Has modules and gradients watched for effects from now on; before `install`."""
+        self._effects = EffectWatch(self.gpu, self._optimizers, lambda: self.gpu.recorder.phase == Phase.OPTIMIZER)
+
+    def effects(self) -> tuple[Effect, ...]:
+        """What was seen; nothing where it was not watched."""
+        return () if self._effects is None else self._effects.effects()
 
     def install(self) -> None:
         """Hooks backward passes, optimizers and module calls; a process that has done this is not used for anything else."""
@@ -73,6 +85,8 @@ class StepWatch:
             recorder.loops.add(loop_around(sys._getframe()))
             self._watch_leaves(args[0])
             self._settle_forward()
+            if self._effects is not None:
+                self._effects.backward(args[0], args[1:], kwargs)
             recorder.phase = Phase.BACKWARD
             # A module may run parts of its forward backwards before it returns; what runs then is not its own but that of the parts.
             modules = self.gpu.attribution.modules
@@ -103,6 +117,8 @@ class StepWatch:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._begin_step()
             self._mark_gradients()
+            if self._effects is not None:
+                self._effects.before_step(optimizer)
             self._steps_around.append((optimizer, self.gpu.recorder.phase))
             self.gpu.recorder.phase = Phase.OPTIMIZER
             # Of the arguments of a step, which begin with the optimizer, only a closure can be called.
@@ -142,10 +158,13 @@ class StepWatch:
         recorder, modules = self.gpu.recorder, self.gpu.attribution.modules
         repetition = Repetition(self.gpu)
         repetition.install()
+        effects = self._effects
 
         def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             modules.append(module)
             try:
+                if effects is not None:
+                    return effects.call(module, args, kwargs, lambda: call(module, *args, **kwargs))
                 return call(module, *args, **kwargs)
             finally:
                 modules.pop()
@@ -189,6 +208,8 @@ class StepWatch:
         """One turn of the user's loop is over."""
         self.num_ended += 1
         self.on_step()
+        if self._effects is not None:
+            self._effects.end_step()
         self._mark(self._parameters(), Category.PARAMETERS)
         if self.num_ended >= self.num_steps:
             self._mark_parameters()
@@ -269,7 +290,8 @@ class StepWatch:
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         values = itertools.chain.from_iterable(s.values() for s in optimizer.state.values() if isinstance(s, dict))
-        self._mark((v for v in values if isinstance(v, torch.Tensor)), Category.OPTIMIZER_STATE)
+        tensors = (v for v in values if isinstance(v, torch.Tensor))
+        self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
 
     def _mark_parameters(self) -> None:
         modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
@@ -289,3 +311,10 @@ class StepWatch:
         alive = [reference.index for reference in self.gpu.references.values()]
         waiting = [i for i in alive if categories[i] == Category.TEMPORARIES and operators[i] >= self._first_operator]
         recorder.mark(waiting, Category.ACTIVATIONS)
+
+
+def _with_inner(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensors that hold memory for one that may only wrap others."""
+    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]

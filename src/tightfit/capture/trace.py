@@ -53,10 +53,11 @@ def trace(
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
     preparation: Preparation | None = None,
+    with_effects: bool = False,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs.
+    `meanwhile` is called while the child runs. `with_effects`: the tape says as well what modules write and who reads gradients.
 
     Raises:
         UsageError: `timeout_seconds` is no time to wait.
@@ -76,6 +77,7 @@ def trace(
             "tape": str(tape),
             "show_output": show_output,
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
+            "with_effects": with_effects,
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.

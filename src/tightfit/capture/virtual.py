@@ -6,7 +6,7 @@ new storage is told to the recorder, and again when Python and autograd have let
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class VirtualGpu(TorchDispatchMode):
         self.truths = Truths()
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
+        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # told what each operator writes to
         self._handlers = handlers
         self._kernels = kernels
         self._composites = composites
@@ -185,6 +186,8 @@ class VirtualGpu(TorchDispatchMode):
         module, line = self.attribution.locate()
         recorder = self.recorder
         recorder.operator(name, module, line, self._dtype(dtype), flops, bytes_read, bytes_written)
+        if self.on_write is not None and known.is_mutable:
+            self.on_write(written(func, args, kwargs))
         if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
             self.progress(recorder.spans[-1][0], recorder.num_operators)
 

@@ -31,12 +31,16 @@ class Bounds:
         Not used yet, and refused: what techniques may move to disk.
     allow
         A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+    without
+        A technique that is left out, or TECHNIQUE@PLACE[,PLACE...] for it at some modules alone, such as checkpointing@GPT.h.3 or
+        tiled_tokens@GPT.h.*; once for each.
     """
 
     budget: str | None = None
     host: str | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
+    without: Annotated[tuple[str, ...], _SEVERAL] = ()
 
 
 NO_BOUNDS = Bounds()
@@ -99,6 +103,7 @@ def plan(
     settings: dict[str, Any] = {
         "budget": bounds.budget,
         "allow": bounds.allow,
+        "without": bounds.without,
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),

@@ -41,6 +41,7 @@ def batch_sizes(
     parameter: str = "batch_size",
     budget: str | int | None = None,
     allow: Iterable[str] = (),
+    without: Iterable[str] = (),
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
@@ -84,7 +85,7 @@ def batch_sizes(
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
     fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH)
-    planned = _Planned(plain, allowed(allow))
+    planned = _Planned(plain, allowed(allow, without))
     more, planned_too_large = close_in(
         max(1, 2 * fits), planned.excess, known=fits, max_tries=MAX_PLANS, close_enough=_CLOSE_ENOUGH_PLANNED
     )

@@ -14,7 +14,7 @@ from tightfit.errors import UsageError
 from tightfit.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.advice import advice
-from tightfit.fit.planning import Allowed, Found, Search, Variant
+from tightfit.fit.planning import Allowed, Found, Search, Variant, Without
 from tightfit.fit.trials import Bench
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
@@ -38,6 +38,7 @@ def plan(
     host: str | int | None = None,
     disk: str | int | None = None,
     allow: Iterable[str] = (),
+    without: Iterable[str] = (),
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
@@ -50,7 +51,8 @@ def plan(
 ) -> Plan:
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
 
-    `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them. `host` and `disk` are budgets for what techniques move
+    `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
+    technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
 
     Raises:
@@ -84,11 +86,11 @@ def plan(
         say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    return _plan(Search(bench, budget_bytes, allowed(allow)).run(), bench, card, budget_bytes)
+    return _plan(Search(bench, budget_bytes, allowed(allow, without)).run(), bench, card, budget_bytes)
 
 
-def allowed(names: Iterable[str]) -> Allowed:
-    """What the words after `--allow` permit.
+def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
+    """What the words after `--allow` permit, and those after `--without` leave out.
 
     Raises:
         UsageError: one is no technique.
@@ -100,7 +102,23 @@ def allowed(names: Iterable[str]) -> Allowed:
             f"--allow {', '.join(sorted(unknown))}: no such technique; allow lossy (all of them) or one of "
             + ", ".join(sorted(name for name, t in techniques().items() if not t.exact))
         )
-    return Allowed(all_lossy="lossy" in words, names=frozenset(words - {"lossy"}))
+    return Allowed(
+        all_lossy="lossy" in words,
+        names=frozenset(words - {"lossy"}),
+        without=tuple(_without(each) for each in without),
+    )
+
+
+def _without(text: str) -> Without:
+    name, at, places = text.partition("@")
+    name = name.replace("-", "_")
+    found = tuple(place for place in places.split(",") if place)
+    if name not in techniques() or bool(at) is not bool(found):
+        raise UsageError(
+            f"--without {text}: write TECHNIQUE or TECHNIQUE@PLACE,PLACE, such as checkpointing@GPT.h.3; the techniques: "
+            + ", ".join(sorted(techniques()))
+        )
+    return Without(technique=name, places=found)
 
 
 def _bytes(size: str | int) -> int:

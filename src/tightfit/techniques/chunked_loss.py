@@ -19,7 +19,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head_options import loss_head_options
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 
 
 @final
@@ -28,6 +28,7 @@ class ChunkedLoss(AbstractTechnique):
 
     name = "chunked_loss"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
