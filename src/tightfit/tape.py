@@ -155,11 +155,54 @@ class Assumption:
     what: str
 
 
+class EffectKind(enum.StrEnum):
+    """What the code of a module does besides computing its outputs, or what else a program does with its gradients.
+
+    `WRITE` and `DRAW` (of a random state that is not torch's own) can be put back; `IN_PLACE` cannot. `INPUT` and `OUTPUT`: the tensors that
+    go in or come out are written to in place. `REPLACED`: its parameters are others when the backward pass begins. Those from `GRADIENT` on
+    are of the program as a whole.
+    """
+
+    WRITE = "write"
+    DRAW = "draw"
+    IN_PLACE = "in place"
+    INPUT = "input"
+    OUTPUT = "output"
+    REPLACED = "replaced"
+    CREATE_GRAPH = "create_graph"
+    HOOK = "hook"
+    PARAMETRIZED = "parametrized"
+    GRADIENT = "gradient"  # the script reads or sets the gradient of a parameter
+    GRADIENT_HOOK = "gradient hook"
+    STEP_HOOK = "step hook"
+    BACKWARD = "backward"  # of something else, between a backward pass and its step; or more than one for a step
+    DROPPED = "dropped"  # gradients that no step has used
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One thing that the module at the path `module` does besides computing; `module` is empty for the program as a whole.
+
+    `what` is a clause that begins with a verb, `line` the user's (`train.py:41`), empty where it could not be found.
+    """
+
+    module: str
+    kind: EffectKind
+    what: str
+    line: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The clause with its line."""
+        return f"{self.what} ({self.line})" if self.line else self.what
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
     """One recorded run. `host_peak_bytes` is the most host memory that tensors on the host held.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
+    `effects` are those that were seen, where the capture was asked to watch for them.
     """
 
     target: str
@@ -173,6 +216,7 @@ class Tape:
     assumptions: tuple[Assumption, ...]
     host_peak_bytes: int
     loop: str = ""
+    effects: tuple[Effect, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tape as an npz file, whole or not at all."""
@@ -185,6 +229,7 @@ class Tape:
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "host_peak_bytes": self.host_peak_bytes,
             "loop": self.loop,
+            "effects": [dataclasses.asdict(e) for e in self.effects],
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -213,6 +258,7 @@ class Tape:
             raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
         head["strings"] = tuple(head["strings"])
         head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
+        head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         return cls(**head, **tables)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.tape import Category, EventKind, Phase, Source, SpanKind, Tape
+from tightfit.tape import Category, EffectKind, EventKind, Phase, Source, SpanKind, Tape
 
 
 def verify_tape(tape: Tape) -> list[str]:
     """Every broken rule of `tape`, as a sentence each."""
-    return [fault for rule in (_shapes, _names, _values, _lives, _order, _spans) for fault in rule(tape)]
+    return [fault for rule in (_shapes, _names, _values, _lives, _order, _spans, _effects) for fault in rule(tape)]
 
 
 def _shapes(tape: Tape) -> Iterator[str]:
@@ -95,3 +95,12 @@ def _spans(tape: Tape) -> Iterator[str]:
         yield "spans that overlap or run backwards"
     if len(end) and (begin[0] < 0 or end[-1] > len(tape.events)):
         yield "a span outside the events"
+
+
+def _effects(tape: Tape) -> Iterator[str]:
+    of_program = list(EffectKind)[list(EffectKind).index(EffectKind.GRADIENT) :]
+    for effect in tape.effects:
+        if not effect.what:
+            yield f"an effect of {effect.module or 'the program'} that does not say what it is"
+        if (effect.kind in of_program) is bool(effect.module):
+            yield f"an effect of the kind '{effect.kind}' of {effect.module or 'no module'}"

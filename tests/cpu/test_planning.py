@@ -92,7 +92,7 @@ def test_a_place_that_is_refused_leaves_the_technique_its_other_places(bench: Fa
     block = "LlamaForCausalLM.model.layers.0"
     others = ("attention", "selective_checkpointing", "nested_checkpointing", "tiled_tokens", "micro_batches")
     found = Search(FailingBench(*others, block), budget, Allowed()).run()
-    assert ("checkpointing", f"not at {block}") in found.refused
+    assert ("checkpointing", f"{block}: not at {block}") in found.refused
     assert any(o.technique == "checkpointing" for o in found.best.options)
     assert all(o.where != block for o in found.best.options)
 

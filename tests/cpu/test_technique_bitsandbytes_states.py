@@ -120,7 +120,8 @@ def train_wide(settings, optimizer):
         losses.append(loss.item())
         if step == 3:
             stepper.load_state_dict(stepper.state_dict())
-    assert stepper.state[model[0].weight]["exp_avg" if optimizer != "sgd" else "momentum_buffer"].dtype == torch.uint8
+    state = stepper.state[model[0].weight]["exp_avg" if optimizer != "sgd" else "momentum_buffer"]
+    assert getattr(state, state.__tensor_flatten__()[0][0]).dtype == torch.uint8
     session.undo()
     assert losses[-1] < losses[0]
     return losses, stepper

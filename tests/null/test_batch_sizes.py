@@ -84,11 +84,13 @@ def test_the_json_has_what_the_answer_has() -> None:
         planned_too_large=None,
         fastest=large,
         tried=(small, large),
+        failed={8: "there are 6 examples"},
     ).to_json()
     assert set(found) == {
         *("schema", "target", "device", "parameter", "budget_bytes", "fits", "plain", "plain_too_large"),
-        *("planned", "planned_too_large", "fastest", "tried"),
+        *("planned", "planned_too_large", "fastest", "tried", "failed"),
     }
     assert found["fits"] is True
+    assert found["failed"] == [{"size": 8, "why": "there are 6 examples"}]
     assert found["fastest"]["seconds_per_sample"] == 1.5 / 4
     assert [one["size"] for one in found["tried"]] == [2, 4]

@@ -35,15 +35,16 @@ OPTIONS = {
         "--show-output",
         "--steps",
         "--task",
+        "--timeout",
         "-p",
     ],
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
         *("--lora-rank", "--optimizer", "--output", "--parameter", "--search", "--sequence-length", "--show-output"),
-        *("--steps", "--task", "-o", "-p"),
+        *("--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
-    "run": ["--allow", "--budget", "--device", "--plan", "--virtual"],
+    "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
     "techniques": ["--json"],
@@ -130,6 +131,11 @@ def estimate_of(tape: str, *devices: str) -> list[dict[str, Any]]:
 def test_the_commands() -> None:
     commands = [name for name in app if not name.startswith("-")]
     assert sorted(commands) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_command_says_that_debug_shows_tracebacks(command: str) -> None:
+    assert "--debug" in tightfit(command, "--help", COLUMNS="200", NO_COLOR="1").stdout
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -50,7 +50,7 @@ class Attribution:
             node = torch._C._current_autograd_node()
             if node is not None:
                 return self._forward_places.get(node._sequence_nr(), (0, 0))
-        place = (self._path(self.modules[-1]) if self.modules else 0, self.line())
+        place = (self.path_of(self.modules[-1]) if self.modules else 0, self.line())
         if in_backward:
             line = place[1] or self._forward_places.get(_sequence_number_of_running_node(), (0, 0))[1]
             place = (place[0], line)
@@ -76,7 +76,7 @@ class Attribution:
                 key = (code, frame.f_lineno)
                 index = self._lines.get(key)
                 if index is None:
-                    index = self._lines[key] = self.recorder.intern(f"{_short(code.co_filename)}:{frame.f_lineno}")
+                    index = self._lines[key] = self.recorder.intern(f"{short(code.co_filename)}:{frame.f_lineno}")
                 return index
             frame = frame.f_back
         return 0
@@ -86,7 +86,8 @@ class Attribution:
         index = self.line() or self.locate()[1]
         return self.recorder.texts[index] or "(a library)"
 
-    def _path(self, module: torch.nn.Module) -> int:
+    def path_of(self, module: torch.nn.Module) -> int:
+        """The path of `module`, one of those that run now, as an index of strings."""
         index = self._paths.get(module)
         if index is None:
             root = self.modules[0]
@@ -104,7 +105,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_user_file(frame.f_code.co_filename):
-            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a library"
 
@@ -118,6 +119,15 @@ def _is_user_file(filename: str) -> bool:
     return not filename.startswith("<") and not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 
-def _short(filename: str) -> str:
+_OF_TORCH = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+def is_users_or_other(filename: str) -> bool:
+    """Whether code in `filename` is neither torch's nor ours: the user's own, or another library's."""
+    return not os.path.realpath(filename).startswith(_OF_TORCH)
+
+
+def short(filename: str) -> str:
+    """A file as it is shown: relative to the folder that the program was called in, where it lies below it."""
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative

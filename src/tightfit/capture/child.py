@@ -1,6 +1,6 @@
 """The process that a workload is traced in. Told what to do by a request file; leaves a tape, or one line that says why not.
 
-    python -m tightfit.capture.child REQUEST.json
+    python -m tightfit.capture.child REQUEST.json PARENT
 
 It imitates a card in torch's name throughout, so it is used for one capture and then ends.
 """
@@ -17,10 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tightfit import faults, programs
 from tightfit.capture import targets
-from tightfit.errors import TightfitError
+from tightfit.children import die_with_parent
+from tightfit.errors import CaptureError, TightfitError, apply_error
+
+if TYPE_CHECKING:
+    from tightfit.capture.steps import StepWatch
 
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
@@ -36,29 +41,49 @@ class Request:
     device: str
     num_steps: int
     tape: str
+    timeout_seconds: float
     show_output: bool
     preparation: dict[str, Any] | None
+    with_effects: bool = False
 
 
-def main(path: str) -> None:
-    """Traces what the request at `path` says, and ends the process."""
+def main(path: str, parent: str) -> None:
+    """Traces what the request at `path` says, and ends the process; at once where the process `parent` ends."""
+    die_with_parent(int(parent))
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
     terminal = os.dup(2)
+    sys.unraisablehook = _note_unraisable
     try:
-        with _quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, terminal)}
-    except TightfitError as error:
-        answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "details": vars(error)}
-    except SystemExit as error:
-        answer = {"ok": False, "kind": "CaptureError", "message": _ended_itself(request.label, error.code)}
+        with quiet(request.show_output):
+            answer = {"ok": True, "report": _trace(request, path, terminal)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        answer = {"ok": False, "kind": "CaptureError", "message": _one_line(request.label, error)}
+        answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
     os._exit(0)
 
 
-def _trace(request: Request, terminal: int) -> Any:
+def _failure(label: str, error: BaseException) -> dict[str, Any]:
+    """What is answered where `error` ended the trace: our own error, also where the program made another one of it, or the program's."""
+    own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
+    if own is None:
+        if isinstance(error, SystemExit):
+            own = CaptureError(_ended_itself(label, error.code))
+        else:
+            own = CaptureError(programs.one_line(label, error))
+    details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
+    trace = own.trace or "".join(traceback.format_exception(error))
+    return {"ok": False, "kind": type(own).__name__, "message": str(own), "details": details, "trace": trace}
+
+
+def _note_unraisable(unraisable: Any) -> None:
+    """Python drops what a callback of a weak reference raises; a fault of ours there would leave a wrong tape."""
+    if unraisable.exc_value is not None:
+        faults.note(unraisable.exc_value, "the capture")
+    sys.__unraisablehook__(unraisable)
+
+
+def _trace(request: Request, path: str, terminal: int) -> Any:
     try:
         from tightfit.capture.session import Session
     except ModuleNotFoundError as error:
@@ -69,23 +94,52 @@ def _trace(request: Request, terminal: int) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
-    session = Session(request.device, request.num_steps, by_yield=request.target["kind"] != "Script")
+    by_yield = request.target["kind"] != "Script"
+    session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
     session.gpu.progress = progress = Progress(request.label, terminal)
-    report = _prepare(request.preparation)
-    session.run(_target(request.target))
+    report = prepare(request.preparation)
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):
+        session.run(target_of(request.target))
     progress.end()
+    _raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 
 
-def _prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+@contextmanager
+def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Iterator[None]:
+    """Where no step ends for `timeout_seconds`, the process ends, and the stacks of all threads are in the file at `path`."""
+    with open(path, "w") as file:
+
+        def expect_a_step() -> None:
+            # The thread that waits runs no Python, so nothing that the program does can keep it.
+            faulthandler.dump_traceback_later(timeout_seconds, file=file, exit=True)
+
+        watch.on_step = expect_a_step
+        expect_a_step()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _raise_what_was_swallowed() -> None:
+    """A program that goes on after an error of ours has run without what was asked for: its tape is not the answer."""
+    swallowed = faults.noted() or apply_error()
+    if swallowed is not None:
+        raise swallowed
+
+
+def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
+    """Does what a `tightfit.capture.trace.Preparation` says; what it returns is to be called when the run is over."""
     if preparation is None:
         return lambda: None
     module, _, name = preparation["function"].partition(":")
     return getattr(importlib.import_module(module), name)(preparation["argument"])
 
 
-def _target(fields: dict[str, Any]) -> targets.Target:
+def target_of(fields: dict[str, Any]) -> targets.Target:
+    """The target whose fields, with its `kind`, a request has."""
     kinds: dict[str, Any] = {
         c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
     }
@@ -130,7 +184,7 @@ class Progress:
 
 
 @contextmanager
-def _quiet(show_output: bool) -> Iterator[None]:
+def quiet(show_output: bool) -> Iterator[None]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
@@ -145,16 +199,5 @@ def _ended_itself(label: str, code: object) -> str:
     return f"{label} ended itself before its steps were over: {how} (--show-output shows what it printed)"
 
 
-def _one_line(label: str, error: BaseException) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "tightfit" not in f.filename.split(os.sep)]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    place = own[-1] if own else frames[-1] if frames else None
-    where = f" at {os.path.relpath(place.filename)}:{place.lineno}" if place else ""
-    said = str(error).strip().splitlines()
-    return f"{label} raised {type(error).__name__}{where}: {said[0] if said else '(no message)'}"
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

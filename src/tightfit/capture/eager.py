@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tightfit.faults import for_torch
+
 _NAME = "torch._dynamo"
 # Those that others import for a name of their own, and that import nothing of the package themselves.
 _LIGHT_SUBMODULES = ("config", "_trace_wrapped_higher_order_op")
@@ -58,7 +60,7 @@ class _StandIn(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise for_torch(AttributeError(name))
         return getattr(_load_real(), name)
 
 

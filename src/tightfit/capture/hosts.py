@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tightfit import faults
 from tightfit.capture.recorder import Recorder
 
 aten = torch.ops.aten
@@ -80,6 +81,7 @@ class HostMemory:
         """Whether nothing has been written to the storage of `tensor`."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._blank
 
+    @faults.hands_over
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
         if kwargs.get("pin_memory"):

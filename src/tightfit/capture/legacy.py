@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.replacing import replace
+from tightfit.faults import hands_over
 
 
 class _LegacyType(type):
@@ -12,6 +13,7 @@ class _LegacyType(type):
 
     dtype: torch.dtype
 
+    @hands_over
     def __call__(cls, *args: Any, **_kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], int):
             return torch.empty(args, dtype=cls.dtype, device="cuda")
@@ -44,6 +46,7 @@ def install() -> None:
         setattr(torch.cuda, name, kind)
     convert = torch.Tensor.type
 
+    @hands_over
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             dtype = types[dtype.removeprefix("torch.cuda.")]

@@ -8,8 +8,10 @@ import torch
 from tightfit.capture.attribution import user_line
 from tightfit.capture.replacing import replace
 from tightfit.errors import CaptureError
+from tightfit.faults import hands_over
 
 
+@hands_over
 def check(device: Any) -> None:
     """Lets `cuda` and `cuda:0` pass, in whatever form a program may name them.
 

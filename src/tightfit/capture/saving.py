@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tightfit.capture.replacing import replace
 from tightfit.capture.virtual import VirtualGpu
+from tightfit.faults import hands_over
 
 _TOKEN = b"tightfit: a save of virtual tensors, number "
 
@@ -114,6 +115,7 @@ class _Saves:
         self._numbers = itertools.count()
         self._torch_save, self._torch_load = torch.save, torch.load
 
+    @hands_over
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """`torch.save`."""
         saved = _take_apart([obj])
@@ -123,6 +125,7 @@ class _Saves:
         self._assume("torch.save")
         self._saved[self._name(f) or _write_token(f, next(self._numbers))] = saved
 
+    @hands_over
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`torch.load`."""
         saved = self._saved.get(self._name(f) or _read_token(f))

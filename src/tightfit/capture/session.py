@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture import eager, native, targets, torch_api
+from tightfit.capture import eager, loaders, native, targets, torch_api
 from tightfit.capture.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.cuda_api import CudaApi
 from tightfit.capture.handlers import HANDLERS
@@ -24,9 +24,10 @@ from tightfit.tape import Tape
 
 
 class Session:
-    """Turns this process into one that has the card `device`, for one run of a target."""
+    """Turns this process into one that has the card `device`, for one run of a target. `with_effects`: what modules and the program do besides
+    computing is watched too."""
 
-    def __init__(self, device: str, num_steps: int, *, by_yield: bool) -> None:
+    def __init__(self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False) -> None:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
@@ -46,11 +47,15 @@ class Session:
         torch_api.install(self.gpu)
         self._routes = install.install(card)
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
+        if with_effects:
+            self.watch.watch_effects()
         self.watch.install()
+        loaders.install(lambda: self.watch.num_ended)
         self._tape: Tape | None = None
 
     def _take(self) -> None:
-        self._tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        self._tape = dataclasses.replace(tape, effects=self.watch.effects())
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run, as it stood when the last step was over."""
@@ -67,7 +72,7 @@ class Session:
             if isinstance(target, targets.Script):
                 held = targets.run_script(target)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
             else:
-                self._run_generator(self._generator(target))
+                self._run_generator(targets.generator_on(target, device="cuda"))
         if not self.watch.num_ended and not isinstance(target, targets.Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
         if not self.watch.num_ended:
@@ -79,13 +84,6 @@ class Session:
             raise CaptureError(
                 'the workload took its steps without a tensor on the card; does it move its model to "cuda"?'
             )
-
-    def _generator(self, target: targets.GeneratorFunction | targets.HuggingFaceConfig) -> Iterator[Any]:
-        if isinstance(target, targets.GeneratorFunction):
-            return targets.generator_of(target)
-        from tightfit.capture.huggingface import HuggingFaceTarget, workload
-
-        return workload(HuggingFaceTarget(source=target.source, **target.options))
 
     def _run_generator(self, generator: Iterator[Any]) -> None:
         for _ in range(self.watch.num_steps):

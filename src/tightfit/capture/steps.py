@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tightfit.capture.effects.watch import EffectWatch
 from tightfit.capture.loops import loop_around
 from tightfit.capture.repetition import Repetition
 from tightfit.capture.replacing import replace
 from tightfit.capture.virtual import VirtualGpu
-from tightfit.tape import Category, Phase, SpanKind
+from tightfit.tape import Category, Effect, Phase, SpanKind
 
 MAX_STEPS_OF_ONE_OPTIMIZER = 8
 MAX_BACKWARDS_WITHOUT_STEP = 256
@@ -31,12 +32,16 @@ class EndOfCapture(BaseException):
 
 
 class StepWatch:
-    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended."""
+    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended.
+
+    `on_step` is called whenever a step is over.
+    """
 
     def __init__(self, gpu: VirtualGpu, num_steps: int, *, by_yield: bool, on_end: Callable[[], None]) -> None:
         self.gpu = gpu
         self.num_steps = num_steps
         self.num_ended = 0
+        self.on_step: Callable[[], None] = lambda: None
         self.has_ended = False
         self._is_over = False  # a script is left running to the end of its turn, until it begins the next one
         self._by_yield = by_yield
@@ -49,6 +54,15 @@ class StepWatch:
         self._roots: dict[int, torch.nn.Module] = {}
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
+        self._effects: EffectWatch | None = None
+
+    def watch_effects(self) -> None:
+        """Has modules and gradients watched for effects from now on; before `install`."""
+        self._effects = EffectWatch(self.gpu, self._optimizers, lambda: self.gpu.recorder.phase == Phase.OPTIMIZER)
+
+    def effects(self) -> tuple[Effect, ...]:
+        """What was seen; nothing where it was not watched."""
+        return () if self._effects is None else self._effects.effects()
 
     def install(self) -> None:
         """Hooks backward passes, optimizers and module calls; a process that has done this is not used for anything else."""
@@ -69,6 +83,8 @@ class StepWatch:
             recorder.loops.add(loop_around(sys._getframe()))
             self._watch_leaves(args[0])
             self._settle_forward()
+            if self._effects is not None:
+                self._effects.backward(args[0], args[1:], kwargs)
             recorder.phase = Phase.BACKWARD
             # A module may run parts of its forward backwards before it returns; what runs then is not its own but that of the parts.
             modules = self.gpu.attribution.modules
@@ -99,6 +115,8 @@ class StepWatch:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
             self._begin_step()
             self._mark_gradients()
+            if self._effects is not None:
+                self._effects.before_step(optimizer)
             self._steps_around.append((optimizer, self.gpu.recorder.phase))
             self.gpu.recorder.phase = Phase.OPTIMIZER
             # Of the arguments of a step, which begin with the optimizer, only a closure can be called.
@@ -138,10 +156,13 @@ class StepWatch:
         recorder, modules = self.gpu.recorder, self.gpu.attribution.modules
         repetition = Repetition(self.gpu)
         repetition.install()
+        effects = self._effects
 
         def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             modules.append(module)
             try:
+                if effects is not None:
+                    return effects.call(module, args, kwargs, lambda: call(module, *args, **kwargs))
                 return call(module, *args, **kwargs)
             finally:
                 modules.pop()
@@ -184,6 +205,9 @@ class StepWatch:
     def end_step(self) -> None:
         """One turn of the user's loop is over."""
         self.num_ended += 1
+        if self._effects is not None:
+            self._effects.end_step()
+        self.on_step()
         self._mark(self._parameters(), Category.PARAMETERS)
         if self.num_ended >= self.num_steps:
             self._mark_parameters()

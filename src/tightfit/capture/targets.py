@@ -124,6 +124,15 @@ def generator_of(target: GeneratorFunction) -> Iterator[Any]:
     return function(**target.parameters)
 
 
+def generator_on(target: GeneratorFunction | HuggingFaceConfig, *, device: str) -> Iterator[Any]:
+    """The generator of a target that yields once per step; a config's model is made on `device`."""
+    if isinstance(target, GeneratorFunction):
+        return generator_of(target)
+    from tightfit.capture.huggingface import HuggingFaceTarget, workload
+
+    return workload(HuggingFaceTarget(source=target.source, **target.options), device=device)
+
+
 def _load(target: GeneratorFunction) -> Callable[..., Any]:
     if target.location.endswith(".py"):
         path = Path(target.location).resolve()

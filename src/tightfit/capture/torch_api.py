@@ -22,6 +22,7 @@ from tightfit.capture.kernels import flex
 from tightfit.capture.replacing import replace
 from tightfit.capture.streams import VirtualStream
 from tightfit.capture.virtual import VirtualGpu
+from tightfit.faults import for_torch, hands_over
 
 
 def install(gpu: VirtualGpu) -> None:
@@ -80,8 +81,9 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
 def _keep_identity_on_moves() -> None:
     data: Any = torch._C.TensorBase.data
 
+    @hands_over
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(self, FakeTensor) or isinstance(value, FakeTensor):
+        if isinstance(value, torch.Tensor) and (isinstance(self, FakeTensor) or isinstance(value, FakeTensor)):
             become(self, value)
         else:
             data.__set__(self, value)
@@ -148,6 +150,7 @@ def _moved(tensor: torch.Tensor, value: torch.Tensor) -> Any:
 
 def _skip_initialisers(gpu: VirtualGpu) -> None:
     def skipping(initialise: Callable[..., Any]) -> Callable[..., Any]:
+        @hands_over
         @functools.wraps(initialise)
         def maybe(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, FakeTensor) or (tensor.layout == torch.strided and gpu.host.is_blank(tensor)):
@@ -199,22 +202,27 @@ def _install_reading() -> None:
     """What prints a number or hands it to numpy looks at the kind of the tensor first."""
     write, to_numpy = torch.Tensor.__format__, torch.Tensor.numpy
 
+    @hands_over
     def write_(self: torch.Tensor, specification: str) -> str:
         if isinstance(self, FakeTensor) and self.dim() == 0:
             return self.detach().item().__format__(specification)
         return write(self, specification)
 
+    @hands_over
     def to_numpy_(self: torch.Tensor, *, force: bool = False) -> Any:
         if not isinstance(self, FakeTensor):
             return to_numpy(self, force=force)
         if force:
             return to_numpy(self.detach().cpu(), force=True)
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        raise for_torch(
+            TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
         )
 
     as_array = torch.Tensor.__array__
 
+    @hands_over
     def as_array_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return to_numpy_(self) if isinstance(self, FakeTensor) else as_array(self, *args, **kwargs)
 
@@ -228,6 +236,7 @@ def _install_construction() -> None:
     """`torch.tensor` reads the numbers in a list itself, below every mode; those that are virtual tensors are read before."""
 
     def reading(construct: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @hands_over
         @functools.wraps(construct)
         def maybe(*args: Any, **kwargs: Any) -> torch.Tensor:
             try:
@@ -247,6 +256,7 @@ def _install_ctc_loss(gpu: VirtualGpu) -> None:
     """On a card the lengths are read by the host first; beneath a mode torch takes another path, which wants them on the card."""
     plain = torch.ctc_loss
 
+    @hands_over
     def ctc_loss(log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
         if isinstance(log_probs, FakeTensor):
             input_lengths = _lengths(gpu, input_lengths, log_probs.size(0))

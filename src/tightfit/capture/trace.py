@@ -1,6 +1,7 @@
 """Traces a target in a child process and returns its tape.
 
-The child imitates a card, and a fault inside autograd can abort an interpreter; here its death is one clear error.
+The child imitates a card, and a fault inside autograd can abort an interpreter; here its death is one clear error. A program that comes to no step
+ends it as well.
 """
 
 import dataclasses
@@ -8,18 +9,19 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
 from tightfit.capture.targets import Target
+from tightfit.children import child, shared_folder
 from tightfit.tape import Tape
 
 DEFAULT_NUM_STEPS = 3
+DEFAULT_TIMEOUT_SECONDS = 120.0
+"""How long a program may take to its first step, and from each step to the next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,47 +49,64 @@ def trace(
     label: str,
     device: str,
     num_steps: int = DEFAULT_NUM_STEPS,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
     preparation: Preparation | None = None,
+    with_effects: bool = False,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs.
+    `meanwhile` is called while the child runs. `with_effects`: the tape says as well what modules write and who reads gradients.
 
     Raises:
-        CaptureError: the workload could not be traced; the message says why and where.
+        UsageError: `timeout_seconds` is no time to wait.
+        CaptureError: the workload could not be traced; the message says why and where. Or no step of it ended for `timeout_seconds`.
+        InternalError: a fault of tightfit itself, in the child.
     """
-    with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
-        request, tape = Path(folder, "request.json"), Path(folder, "tape.npz")
+    if not timeout_seconds > 0:
+        raise errors.UsageError(f"timeout is {timeout_seconds:g}: give the seconds to wait for a step, such as 120")
+    with shared_folder() as folder:
+        request, tape = folder / "request.json", folder / "tape.npz"
         fields = {
             "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
             "label": label,
             "device": device,
             "num_steps": num_steps,
+            "timeout_seconds": timeout_seconds,
             "tape": str(tape),
             "show_output": show_output,
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
+            "with_effects": with_effects,
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        with subprocess.Popen(
-            [sys.executable, "-m", "tightfit.capture.child", str(request)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if not sys.stderr.isatty() and not show_output else None,
-        ) as child:
+        reads_errors = not sys.stderr.isatty() and not show_output
+        with child("tightfit.capture.child", request, environment=environment, reads_errors=reads_errors) as process:
             if meanwhile is not None:
                 meanwhile()
-            said = child.communicate()[1] or b""
+            said = (process.communicate()[1] or b"").decode(errors="replace")
         answer = Path(f"{request}.answer")
         if not answer.exists():
-            raise errors.CaptureError(_death(label, child.returncode, said.decode(errors="replace")))
+            stack = Path(f"{request}.stack")
+            where = stack.read_text(errors="replace") if stack.exists() else ""
+            if where:
+                raise errors.CaptureError(no_step(label, where, timeout_seconds))
+            raise errors.CaptureError(_death(label, process.returncode, said))
         result = json.loads(answer.read_text())
         if not result["ok"]:
-            raise getattr(errors, result["kind"])(result["message"], **result.get("details", {}))
+            error = getattr(errors, result["kind"])(result["message"], **result["details"])
+            error.trace = result["trace"]
+            raise error
         return Traced(tape=Tape.load(tape), report=result["report"])
+
+
+def no_step(label: str, said: str, timeout_seconds: float) -> str:
+    """What to say of a program that has not come to its next step; `said` is what `faulthandler` printed of all threads, the main one last."""
+    places = [place for part in said.split("\n\n") if (place := _user_place(part))]
+    where = f"; it was at {places[-1]}" if places else ""
+    return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
 
 
 def _death(label: str, code: int, said: str) -> str:

@@ -6,7 +6,7 @@ new storage is told to the recorder, and again when Python and autograd have let
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit import faults
 from tightfit.capture import fallback, one_card, sparse
 from tightfit.capture.attribution import Attribution
 from tightfit.capture.hosts import HostMemory
@@ -23,6 +24,7 @@ from tightfit.capture.reads import Reads
 from tightfit.capture.recorder import Recorder
 from tightfit.capture.shadows import Shadows, Unknown, limit
 from tightfit.capture.truths import Truths
+from tightfit.errors import CaptureError
 from tightfit.tape import Category
 
 aten = torch.ops.aten
@@ -74,6 +76,7 @@ class VirtualGpu(TorchDispatchMode):
         self.truths = Truths()
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
+        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # told what each operator writes to
         self._handlers = handlers
         self._kernels = kernels
         self._composites = composites
@@ -85,7 +88,13 @@ class VirtualGpu(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE_OF:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, types, args, kwargs or {})
+        except Exception as error:
+            faults.note(error, "the capture")
+            raise
+
+    def _dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         device = kwargs.get("device")
         if device is not None:
             one_card.check(device)
@@ -98,6 +107,7 @@ class VirtualGpu(TorchDispatchMode):
         handler = self._handlers.get(func)
         return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
 
+    @faults.hands_over
     def _take_apart(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         replaced = self._composites.get(func)
         with self:
@@ -123,7 +133,13 @@ class VirtualGpu(TorchDispatchMode):
             return out
         if adjust is not None:
             out = adjust(out)
-        self._record(func, known, args, kwargs, out)
+        try:
+            self._record(func, known, args, kwargs, out)
+        except CaptureError:
+            raise
+        except Exception as error:
+            # Nothing of the program's runs here.
+            raise faults.internal_error(error, f"the capture of {known.name}") from error
         return out
 
     def _record(
@@ -170,6 +186,8 @@ class VirtualGpu(TorchDispatchMode):
         module, line = self.attribution.locate()
         recorder = self.recorder
         recorder.operator(name, module, line, self._dtype(dtype), flops, bytes_read, bytes_written)
+        if self.on_write is not None and known.is_mutable:
+            self.on_write(written(func, args, kwargs))
         if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
             self.progress(recorder.spans[-1][0], recorder.num_operators)
 

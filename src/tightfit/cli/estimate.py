@@ -81,6 +81,7 @@ def estimate(
     device: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
+    timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     json: bool = False,
@@ -102,6 +103,8 @@ def estimate(
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
         How many steps to trace, 3 if not given; the worst one counts.
+    timeout
+        Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -142,6 +145,7 @@ def estimate(
             parameters=parameter,
             options=options,
             steps=steps,
+            timeout=timeout,
             show_output=show_output,
         )
     if save_tape is not None:

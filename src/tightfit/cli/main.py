@@ -1,25 +1,35 @@
 """The command line: `tightfit COMMAND ...`. Each command lives in a file of its own and is imported only when it is asked for.
 
-Data goes to stdout, talk and progress to stderr. Exit codes: 0 it fits or is done, 1 it does not fit, 2 usage, 3 it could not be done.
+Data goes to stdout, talk and progress to stderr. Exit codes: 0 it fits or is done, 1 it does not fit, 2 usage, 3 it could not be done,
+4 a fault of tightfit itself. `--debug`, with any command, shows the traceback of an error.
 """
 
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
 from tightfit.errors import TightfitError, UsageError
+from tightfit.faults import internal_error
 
 _SIGPIPE = 13
+_INTERRUPTED = 130
+_DEBUG = "--debug"
+# What a file or folder that was named refuses, and a full disk, is no fault of ours.
+_OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR)
 
 app = App(
     name="tightfit",
     version=__version__,
     help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
     help_format="plaintext",
+    help_epilogue="With --debug, any command shows the traceback of an error.",
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative=(), show_default=False),
 )
 # The help of each is said here, so that `tightfit --help` imports none of them.
@@ -42,26 +52,43 @@ for _name, _help in _COMMANDS.items():
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit code; errors are one line on stderr."""
+    """Runs a command line and returns its exit code; errors are one line on stderr, after their traceback with `--debug`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    is_debug = _DEBUG in words[:end]
     try:
-        result = app(arguments, exit_on_error=False, print_error=False)
+        result = app([*(w for w in words[:end] if w != _DEBUG), *words[end:]], exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         line = " ".join(str(error).split())
         hint = "a script's own options go after --; " if isinstance(error, UnknownOptionError) else ""
-        sys.stderr.write(f"tightfit: {line} ({hint}see tightfit --help)\n")
-        return UsageError.exit_code
+        return _say(UsageError(f"{line} ({hint}see tightfit --help)"), is_debug=is_debug)
     except TightfitError as error:
-        sys.stderr.write(f"tightfit: {error}\n")
-        return error.exit_code
+        return _say(error, is_debug=is_debug)
     except KeyboardInterrupt:
         sys.stderr.write("tightfit: interrupted\n")
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         # Who read the answer has seen enough, as `head` does; what is still buffered must not be written when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + _SIGPIPE
+    except Exception as error:  # noqa: BLE001 - what a program raises that a command runs ends in `tightfit.cli.programs`
+        return _say(_own(error, words), is_debug=is_debug)
     return result if isinstance(result, int) else 0
+
+
+def _own(error: Exception, words: Sequence[str]) -> TightfitError:
+    """The error of ours for what our own code raised."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        return TightfitError(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+    return internal_error(error, f"tightfit {words[0]}" if words and words[0] in _COMMANDS else "tightfit")
+
+
+def _say(error: TightfitError, *, is_debug: bool) -> int:
+    if is_debug:
+        sys.stderr.write(error.trace or "".join(traceback.format_exception(error)))
+    sys.stderr.write(f"tightfit: {error}\n")
+    return error.exit_code
 
 
 def main() -> None:

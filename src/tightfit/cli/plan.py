@@ -26,17 +26,21 @@ class Bounds:
     budget
         What the process may hold on the card, such as 22GiB. Default: all of it.
     host
-        What techniques may move to the host's memory, such as 64GiB; nothing if not given.
+        Not used yet, and refused: what techniques may move to the host's memory.
     disk
-        What techniques may move to disk; nothing if not given.
+        Not used yet, and refused: what techniques may move to disk.
     allow
         A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+    without
+        A technique that is left out, or TECHNIQUE@PLACE[,PLACE...] for it at some modules alone, such as checkpointing@GPT.h.3 or
+        tiled_tokens@GPT.h.*; once for each.
     """
 
     budget: str | None = None
     host: str | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
+    without: Annotated[tuple[str, ...], _SEVERAL] = ()
 
 
 NO_BOUNDS = Bounds()
@@ -49,6 +53,7 @@ def plan(
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
+    timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     search: str | None = None,
@@ -72,6 +77,8 @@ def plan(
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
         How many steps to trace, 3 if not given; the worst one counts.
+    timeout
+        Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -96,16 +103,20 @@ def plan(
     settings: dict[str, Any] = {
         "budget": bounds.budget,
         "allow": bounds.allow,
+        "without": bounds.without,
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
         "steps": steps,
+        "timeout": timeout,
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
+        if bounds.host is not None or bounds.disk is not None:
+            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, **settings)
     if output is not None:

@@ -4,14 +4,13 @@ What computes is imported when the command runs, so that its `--help` is instant
 """
 
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tightfit.errors import CaptureError, TightfitError, UsageError
+from tightfit.cli.programs import Enough, exit_code_of
+from tightfit.errors import CaptureError, UsageError
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
     from tightfit.snapshots.record import Recording
 
 _SEVERAL = Parameter(consume_multiple=False)
-_INTERRUPTED = 130
-
-
-class _Enough(BaseException):
-    """The steps that were asked for are over; not an error, and not for a script to catch."""
 
 
 def record(
@@ -67,9 +61,9 @@ def record(
     path = output or Path(f"{_stem(target)}.recording.pickle")
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
-        code = _exit_code(lambda: _run_script(parsed, recording, steps), parsed.path)
+        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path)
     else:
-        code = _exit_code(lambda: _run_function(parsed, recording, steps or 3), parsed.location)
+        code = exit_code_of(lambda: _run_function(parsed, recording, steps or 3), parsed.location)
     _say(recording)
     return code
 
@@ -87,7 +81,7 @@ def _run_script(script: "Script", recording: "Recording", num_steps: int | None)
 
         def stop_when_over() -> None:
             if num_steps is not None and hooks.num_steps >= num_steps:
-                raise _Enough
+                raise Enough
 
         hooks.before_turn = stop_when_over
         held = run_script(script)  # noqa: F841 - what lives at the end of a script is there when its memory is looked at
@@ -106,28 +100,6 @@ def _run_function(function: "GeneratorFunction", recording: "Recording", num_ste
             recording.step()
     if recording.written is not None and not recording.written.num_steps:
         raise CaptureError("the function did not yield: set up, then `yield` once per step")
-
-
-def _exit_code(run: Callable[[], None], path: str) -> int:
-    """Runs the user's code; an error of it is shown as python would show it."""
-    try:
-        run()
-    except _Enough:
-        return 0
-    except TightfitError:
-        raise
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        sys.stderr.write(f"{end.code}\n")
-        return 1
-    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises ends it, and is shown
-        own = error.__traceback__
-        while own is not None and own.tb_frame.f_code.co_filename not in (path, str(Path(path).resolve())):
-            own = own.tb_next
-        traceback.print_exception(type(error), error, own or error.__traceback__)
-        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
 
 
 def _say(recording: "Recording") -> None:

@@ -196,11 +196,16 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
             yield Difference(path=each.path, what="was drawn from", is_in_place=each.put is None)
 
 
+# Of the virtual GPU: they have storages of their own, without data.
+_FAKE = "torch._subclasses.fake_tensor"
+
+
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _storage(tensor: torch.Tensor) -> Any:
     """The storage, which the snapshot keeps alive: another one could be made at its address. None for what wraps other tensors."""
-    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    kind = type(tensor)
+    is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _FAKE
     return None if is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, trace
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
+from tightfit.faults import answering, theirs
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
@@ -21,6 +22,7 @@ from tightfit.tape import Assumption, Tape
 from tightfit.units import parse
 
 
+@answering("the capture")
 def capture(
     target: str,
     *,
@@ -29,6 +31,7 @@ def capture(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tape:
@@ -48,10 +51,17 @@ def capture(
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
     return trace(
-        parsed, label=target, device=device, num_steps=steps, show_output=show_output, meanwhile=meanwhile
+        parsed,
+        label=target,
+        device=device,
+        num_steps=steps,
+        timeout_seconds=timeout,
+        show_output=show_output,
+        meanwhile=meanwhile and theirs(meanwhile),
     ).tape
 
 
+@answering("the estimate")
 def estimate(
     target: str | Tape,
     device: str,
@@ -60,6 +70,7 @@ def estimate(
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -69,7 +80,7 @@ def estimate(
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced.
 
     Raises:
@@ -88,12 +99,14 @@ def estimate(
         parameters=parameters,
         options=options,
         steps=steps,
+        timeout=timeout,
         show_output=show_output,
         meanwhile=meanwhile,
     )
     return cost(tape, card, settings, measured)
 
 
+@answering("the estimate")
 def cost(tape: Tape, card: Device, settings: AllocatorSettings, calibration: Calibration | None = None) -> Estimate:
     """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
     found = estimate_peak(tape, card, settings, calibration)
@@ -111,6 +124,7 @@ def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
     return AllocatorSettings.parse(alloc_conf)
 
 
+@answering("the replay")
 def replay(
     recording: str | os.PathLike[str],
     *,

@@ -7,6 +7,7 @@ import numpy as np
 
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
+from tightfit.faults import answering
 from tightfit.fit.planning import Found
 from tightfit.fit.trials import Trial
 from tightfit.planner.option import Change, Option
@@ -48,7 +49,9 @@ def _lossy(forbidden: Sequence[Option], base: Estimate) -> Iterable[str]:
 
 def _from_techniques(found: Found, card: Device) -> Iterable[str]:
     for technique in techniques().values():
-        for row in technique.advice(found.base.tape, card):
+        with answering(f"technique {technique.name}", technique=technique.name):
+            rows = list(technique.advice(found.base.tape, card))
+        for row in rows:
             saved = f" (saves {format_bytes(row.saves_bytes)})" if row.saves_bytes > 0 else ""
             yield f"{row.what}{saved}"
 

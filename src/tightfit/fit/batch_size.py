@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
+from tightfit.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.plan import allowed
 from tightfit.fit.planning import Found, Search
@@ -32,6 +33,7 @@ _CLOSE_ENOUGH = 0.02
 _CLOSE_ENOUGH_PLANNED = 0.1
 
 
+@answering("the search for a batch size")
 def batch_sizes(
     target: str,
     device: str,
@@ -39,10 +41,12 @@ def batch_sizes(
     parameter: str = "batch_size",
     budget: str | int | None = None,
     allow: Iterable[str] = (),
+    without: Iterable[str] = (),
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -63,7 +67,7 @@ def batch_sizes(
     budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
-    talk = say or (lambda _: None)
+    talk = theirs(say) if say is not None else lambda _: None
 
     def bench(size: int) -> Bench:
         return Bench(
@@ -74,13 +78,14 @@ def batch_sizes(
             settings=settings,
             calibration=measured,
             num_steps=steps,
+            timeout_seconds=timeout,
             show_output=show_output,
             say=lambda what: talk(f"{parameter} {size}: {what}"),
         )
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
     fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH)
-    planned = _Planned(plain, allowed(allow))
+    planned = _Planned(plain, allowed(allow, without))
     more, planned_too_large = close_in(
         max(1, 2 * fits), planned.excess, known=fits, max_tries=MAX_PLANS, close_enough=_CLOSE_ENOUGH_PLANNED
     )
@@ -98,6 +103,7 @@ def batch_sizes(
         planned_too_large=planned_too_large,
         fastest=fastest(tried),
         tried=tuple(sorted(tried, key=lambda row: (row.size, bool(row.techniques)))),
+        failed=plain.failed | planned.failed,
     )
 
 
@@ -108,6 +114,7 @@ class _Plain:
         self.budget_bytes = budget_bytes
         self.rows: dict[int, BatchSize] = {}
         self.fault: CaptureError | None = None
+        self.failed: dict[int, str] = {}
         self._bench = bench
         self._benches: dict[int, Bench] = {}
 
@@ -122,6 +129,7 @@ class _Plain:
         except CaptureError as error:
             # A model may take no batch of this size; that is an end as well.
             self.fault = error
+            self.failed[size] = str(error)
             return None
         self.rows[size] = BatchSize(
             size=size,
@@ -140,6 +148,7 @@ class _Planned:
 
     def __init__(self, plain: _Plain, permitted: Any) -> None:
         self.rows: dict[int, BatchSize] = {}
+        self.failed: dict[int, str] = {}
         self._plain = plain
         self._permitted = permitted
 
@@ -147,7 +156,8 @@ class _Planned:
         """As `close_in` has it."""
         try:
             found: Found = Search(self._plain.bench(size), self._plain.budget_bytes, self._permitted).run()
-        except CaptureError:
+        except CaptureError as error:
+            self.failed[size] = str(error)
             return None
         best = found.best
         taken: tuple[Option, ...] = best.all_options()

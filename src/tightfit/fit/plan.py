@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.capture.targets import parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, Preparation, trace
+from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
+from tightfit.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.advice import advice
-from tightfit.fit.planning import Allowed, Found, Search, Variant
+from tightfit.fit.planning import Allowed, Found, Search, Variant, Without
 from tightfit.fit.trials import Bench
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
@@ -28,6 +29,7 @@ NUM_PARETO_POINTS = 8
 _PARETO_SECONDS = 1.0
 
 
+@answering("the planner")
 def plan(
     target: str,
     device: str,
@@ -36,10 +38,12 @@ def plan(
     host: str | int | None = None,
     disk: str | int | None = None,
     allow: Iterable[str] = (),
+    without: Iterable[str] = (),
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     steps: int = DEFAULT_NUM_STEPS,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
@@ -47,13 +51,20 @@ def plan(
 ) -> Plan:
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
 
-    `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `host` and `disk` are budgets for what techniques
-    move there. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
+    `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
+    technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
+    there; no technique does yet, so they are refused. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
 
     Raises:
-        UsageError: no such target, device, technique or setting.
+        UsageError: no such target, device, technique or setting, or one that nothing uses.
         CaptureError: the plain workload could not be traced.
+        InternalError: a fault of tightfit itself, on the way.
     """
+    for name, size in (("host", host), ("disk", disk)):
+        if size is not None:
+            raise UsageError(
+                f"--{name} {size}: no technique moves anything to the {name} yet, so this budget would change nothing; leave it out"
+            )
     card, settings = find(device), allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
@@ -70,16 +81,16 @@ def plan(
         settings=settings,
         calibration=measured,
         num_steps=steps,
+        timeout_seconds=timeout,
         show_output=show_output,
-        say=say or (lambda _: None),
+        say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    search = Search(bench, budget_bytes, allowed(allow), host_bytes=_bytes(host or 0), disk_bytes=_bytes(disk or 0))
-    return _plan(search.run(), bench, card, budget_bytes)
+    return _plan(Search(bench, budget_bytes, allowed(allow, without)).run(), bench, card, budget_bytes)
 
 
-def allowed(names: Iterable[str]) -> Allowed:
-    """What the words after `--allow` permit.
+def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:
+    """What the words after `--allow` permit, and those after `--without` leave out.
 
     Raises:
         UsageError: one is no technique.
@@ -91,7 +102,23 @@ def allowed(names: Iterable[str]) -> Allowed:
             f"--allow {', '.join(sorted(unknown))}: no such technique; allow lossy (all of them) or one of "
             + ", ".join(sorted(name for name, t in techniques().items() if not t.exact))
         )
-    return Allowed(all_lossy="lossy" in words, names=frozenset(words - {"lossy"}))
+    return Allowed(
+        all_lossy="lossy" in words,
+        names=frozenset(words - {"lossy"}),
+        without=tuple(_without(each) for each in without),
+    )
+
+
+def _without(text: str) -> Without:
+    name, at, places = text.partition("@")
+    name = name.replace("-", "_")
+    found = tuple(place for place in places.split(",") if place)
+    if name not in techniques() or bool(at) is not bool(found):
+        raise UsageError(
+            f"--without {text}: write TECHNIQUE or TECHNIQUE@PLACE,PLACE, such as checkpointing@GPT.h.3; the techniques: "
+            + ", ".join(sorted(techniques()))
+        )
+    return Without(technique=name, places=found)
 
 
 def _bytes(size: str | int) -> int:
@@ -222,6 +249,7 @@ def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
             )
 
 
+@answering("the planner")
 def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) -> tuple[Estimate, list[str]]:
     """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, and the models that were met.
 

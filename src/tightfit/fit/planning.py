@@ -9,10 +9,12 @@ variant of the workload each, and the rest is solved on top.
 """
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.errors import ApplyError, CaptureError
+from tightfit.faults import answering
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
@@ -24,6 +26,7 @@ from tightfit.simulate.settings import AllocatorSettings
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.permitted import grouped, modules_of, obstacle
 
 # Traces and limits of one search: a limit whose answer was traced before costs no trace.
 MAX_CORRECTIONS = 5
@@ -41,15 +44,34 @@ SOLVER_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Without:
+    """A technique that a user wants left out: at all places, or wherever it would run a module whose path matches one of `places` (`GPT.h.*`)."""
+
+    technique: str
+    places: tuple[str, ...] = ()
+
+    def matches(self, option: Option) -> bool:
+        """Whether `option` is left out."""
+        if option.technique != self.technique:
+            return False
+        return not self.places or any(fnmatch.fnmatchcase(m, p) for p in self.places for m in modules_of(option))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Which lossy techniques a user allows: all of them, or those that are named."""
+    """Which lossy techniques a user allows: all of them, or those that are named; and what is left out."""
 
     all_lossy: bool = False
     names: frozenset[str] = frozenset()
+    without: tuple[Without, ...] = ()
 
     def permits(self, option: Option) -> bool:
-        """Whether a plan may take `option`."""
+        """Whether a plan may take `option`, as far as its exactness goes."""
         return option.exact or self.all_lossy or option.technique in self.names
+
+    def leaves_out(self, option: Option) -> bool:
+        """Whether the user wants it left out."""
+        return any(each.matches(option) for each in self.without)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +155,9 @@ class Search:
         self.disk_bytes = disk_bytes
         self.refused: dict[str, str] = {}
         self._refused_places: dict[tuple[str, str], str] = {}
+        self._refused_kinds: set[str] = set()
+        # By technique and place: what the effects of the program forbid.
+        self._left_out: dict[tuple[str, str], str] = {}
         self._forbidden: dict[str, Option] = {}
         # By the tape's identity, which holds as long as the tape is kept beside its options.
         self._offered: dict[tuple[str, int], tuple[Tape, list[Option]]] = {}
@@ -217,10 +242,9 @@ class Search:
         )
 
     def _refused_at_places(self) -> Iterable[tuple[str, str]]:
-        """A row for each technique that was refused at some of its places, with the first reason."""
-        for name in dict.fromkeys(name for name, _ in self._refused_places):
-            reasons = [reason for (other, _), reason in self._refused_places.items() if other == name]
-            yield name, reasons[0] + (f" (and {len(reasons) - 1} places more)" if len(reasons) > 1 else "")
+        """A row for each technique and reason that it is left out for at some of its places."""
+        refused = self._left_out | self._refused_places
+        return grouped((name, place, reason) for (name, place), reason in refused.items() if name not in self.refused)
 
     def _fits(self, trial: Trial) -> bool:
         return trial.high_bytes <= self.budget_bytes
@@ -249,10 +273,19 @@ class Search:
         return found
 
     def _offers(self, name: str, tape: Tape) -> list[Option]:
-        """What one technique offers on `tape`, asked once."""
+        """What one technique offers on `tape` and the effects of the program permit, asked once."""
         if (name, id(tape)) not in self._offered:
-            self._offered[name, id(tape)] = tape, list(techniques()[name].options(tape, self.bench.card))
+            with answering(f"technique {name}", technique=name):
+                offered = list(techniques()[name].options(tape, self.bench.card))
+            wanted = [option for option in offered if not self.allowed.leaves_out(option)]
+            self._offered[name, id(tape)] = tape, [option for option in wanted if self._is_permitted(option, tape)]
         return self._offered[name, id(tape)][1]
+
+    def _is_permitted(self, option: Option, tape: Tape) -> bool:
+        effect = obstacle(tape, option, techniques()[option.technique].needs)
+        if effect is not None and self.allowed.permits(option):
+            self._left_out.setdefault((option.technique, option.where), effect.reason)
+        return effect is None
 
     def _variant(self, trial: Trial) -> Variant:
         refused = (*self.refused, *(f"{name}@{where}" for name, where in self._refused_places))
@@ -348,7 +381,7 @@ class Search:
         names = list(dict.fromkeys(option.technique for option in options))
         if isinstance(error, ApplyError) and error.technique in names:
             reason = str(error).removeprefix(f"{error.technique}: ")
-            for place in error.places:
+            for place in self._all_alike(error.technique, error.places, options):
                 self._refused_places[error.technique, place] = reason
             if not error.places:
                 self.refused[error.technique] = reason
@@ -363,6 +396,17 @@ class Search:
                 self.refused[name] = str(error)
         if not any(name in self.refused for name in names):
             self.refused[names[-1]] = str(error)
+
+    def _all_alike(self, technique: str, places: Sequence[str], options: Sequence[Option]) -> list[str]:
+        """The refused `places` of some chosen `options`; once one of its kind was refused before, all places that are alike, so that a model of
+        many blocks does not need a trace for each."""
+        own = [option for option in options if option.technique == technique]
+        meant = [o for o in own if o.where in places] or [o for o in own if modules_of(o) & set(places)]
+        alike = {option.alike for option in meant if option.alike}
+        again = alike & self._refused_kinds
+        self._refused_kinds |= alike
+        offered = [o for (name, _), (_, found) in self._offered.items() if name == technique for o in found]
+        return list(dict.fromkeys([*places, *(o.where for o in (*meant, *(o for o in offered if o.alike in again)))]))
 
     def _with_best_settings(self, trial: Trial, settings: Iterable[str], *, only_free: bool = False) -> Trial:
         """The trial with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tightfit.capture.targets import Target
-from tightfit.capture.trace import Preparation, trace
+from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
@@ -18,7 +18,7 @@ from tightfit.simulate.emptied import with_emptied_cache
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.settings import AllocatorSettings
-from tightfit.tape import Tape
+from tightfit.tape import Effect, Tape
 
 # A trial is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
 _ROOMY = 4
@@ -68,6 +68,7 @@ class Bench:
         settings: AllocatorSettings,
         calibration: Calibration | None,
         num_steps: int,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
         say: Callable[[str], None],
     ) -> None:
@@ -79,8 +80,10 @@ class Bench:
         self._device = device
         self._settings = settings
         self._num_steps = num_steps
+        self._timeout_seconds = timeout_seconds
         self._show_output = show_output
         self._made: dict[frozenset[str], Trial] = {}
+        self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], Trial] = {}
 
     def trial(self, options: Iterable[Option]) -> Trial:
@@ -99,16 +102,21 @@ class Bench:
                 label=self.label,
                 device=self._device,
                 num_steps=self._num_steps,
+                timeout_seconds=self._timeout_seconds,
                 show_output=self._show_output,
                 preparation=Preparation(
                     function="tightfit.runtime.attach:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
+                with_effects=not options,
             )
+            # What the program does besides computing is looked at in the plain run, and holds for all.
+            self._effects = self._effects if options else traced.tape.effects
+            tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = Trial(
                 options=options,
                 settings_option=None,
-                tape=traced.tape,
-                estimate=self._estimate(traced.tape, self._settings),
+                tape=tape,
+                estimate=self._estimate(tape, self._settings),
                 roots=tuple(traced.report["roots"]),
                 notes=tuple(traced.report["notes"]),
             )

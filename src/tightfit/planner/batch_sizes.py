@@ -34,7 +34,7 @@ class BatchSize:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
     """The largest size that fits without techniques (`plain`) and with a plan (`planned`, None where no larger one was found), each with the
-    smallest size that was found not to fit, and the one of all that is `fastest` per sample."""
+    smallest size that was found not to fit, and the one of all that is `fastest` per sample. `failed` are sizes with which the workload does not run, and why."""
 
     target: str
     device: str
@@ -46,6 +46,7 @@ class BatchSizes:
     planned_too_large: int | None
     fastest: BatchSize | None
     tried: tuple[BatchSize, ...]
+    failed: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -69,6 +70,7 @@ class BatchSizes:
             "plain_too_large": self.plain_too_large,
             "planned_too_large": self.planned_too_large,
             "tried": [row.to_json() for row in self.tried],
+            "failed": [{"size": size, "why": why} for size, why in sorted(self.failed.items())],
         }
 
 

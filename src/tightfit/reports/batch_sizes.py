@@ -34,6 +34,9 @@ def answer(found: BatchSizes) -> list[str]:
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+    if found.failed:
+        size, why = min(found.failed.items())
+        lines.append(f"{name} {size} does not run: {why}")
     if found.fastest is not None:
         with_what = f" with {' + '.join(found.fastest.techniques)}" if found.fastest.techniques else ""
         lines.append(

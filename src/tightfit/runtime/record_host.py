@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.deaths import Deaths
+from tightfit.faults import internal_error, note
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
 from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind, is_own_frame
 
@@ -96,12 +97,20 @@ class HostRecorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operator as it would have run, and looks at what it reads and what it made."""
-        for tensor in _tensors(args):
-            self._see(tensor)
+        self._see_all(args)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((result,)):
-            self._see(tensor)
+        self._see_all((result,))
         return result
+
+    def _see_all(self, values: Iterable[Any]) -> None:
+        try:
+            for tensor in _tensors(values):
+                self._see(tensor)
+        except Exception as error:
+            # The program may swallow it, and nothing of the program's runs here.
+            own = internal_error(error, "the recorder")
+            note(own, "the recorder")
+            raise own from error
 
     def _see(self, tensor: torch.Tensor) -> None:
         if not _is_plain(tensor):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tightfit.capture.targets import Script, run_script
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
+from tightfit.faults import noted
 from tightfit.planner.explain import groups
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes, format_seconds
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
-def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
+def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2) -> None:
     """Runs `script` to its end with `plan` on it. `say` is told what was done when it is done: three lines, and one more for each further model.
+    `check_steps` is as in `tightfit.techniques.session.Session`.
 
     Raises:
         ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun. Or the
-            script came to its end and called no model with gradients.
+            script came to its end and called no model with gradients, or went on after such an error, without the plan.
     """
     for choice in plan.choices:
         if "alloc_conf" in choice.settings:
@@ -43,15 +45,30 @@ def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
                 say(line)
                 said.add(line)
 
-    attachment = Attachment(plan.choices, plan.model.get("roots", ()), on_apply=applied, tell=say)
+    roots = plan.model.get("roots", ())
+    attachment = Attachment(plan.choices, roots, on_apply=applied, tell=say, check_steps=check_steps)
+    forget_apply_errors()
     end = attachment.install()
     try:
         run_script(script)
+        _raise_what_was_swallowed()
         _check(attachment, say)
+    except TightfitError:
+        raise
+    except (Exception, SystemExit):
+        _raise_what_was_swallowed()
+        raise
     finally:
         end()
     if not said:
         say(f"{script.path} called no model with gradients: there was nothing to put a plan on")
+
+
+def _raise_what_was_swallowed() -> None:
+    """A script that catches every error goes on after one of ours, without the plan, or without training."""
+    swallowed = noted() or apply_error()
+    if swallowed is not None:
+        raise swallowed
 
 
 def _check(attachment: "Attachment", say: Callable[[str], None]) -> None:

@@ -11,7 +11,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from tightfit.errors import MissingExtra, UsageError
+from tightfit.errors import MissingExtra, TightfitError, UsageError
+from tightfit.faults import internal_error, note
 from tightfit.runtime.recorded import CardRun
 from tightfit.snapshots.marks import Origin
 from tightfit.snapshots.runs import snapshot_of_card_run, snapshot_of_host_run
@@ -98,10 +99,16 @@ class Recording:
                 snapshot, marks = snapshot_of_host_run(run, max_events=self._max_events, was_cut_short=was_cut_short)
             num_bytes = write_snapshot(self.path, snapshot)
         except Exception as failure:
+            is_known = isinstance(failure, OSError | TightfitError)
+            own = failure if is_known else internal_error(failure, "the recording")
             # What the program itself raised must not be hidden by the file that could not be written.
-            if error is None:
+            if error is None and is_known:
                 raise
-            sys.stderr.write(f"tightfit: the recording could not be written to {self.path}: {failure}\n")
+            if error is None:
+                raise own from failure
+            sys.stderr.write(f"tightfit: the recording could not be written to {self.path}: {own}\n")
+            if not is_known:
+                note(own, "the recording")
             return
         self.written = Written(
             path=self.path,

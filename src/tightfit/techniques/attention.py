@@ -17,6 +17,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.attention_tape import attention_options, math_attention_bytes
 from tightfit.techniques.deferral import name_of
 from tightfit.techniques.deferred_scores import started
+from tightfit.techniques.forwards import are_forwards_plain
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -63,7 +64,7 @@ class _Start(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum"):
+        if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum") and not are_forwards_plain():
             is_plain = not any(hasattr(arg, "_attention") for arg in (*args, *given.values()))
             scores = started(func, tuple(args), given) if is_plain else None
             if scores is not None:

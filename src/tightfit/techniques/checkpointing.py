@@ -14,7 +14,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.blocks import blocks, recompute_option
 from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 
 
 @final
@@ -23,6 +23,7 @@ class Checkpointing(AbstractTechnique):
 
     name = "checkpointing"
     exact = True
+    needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:

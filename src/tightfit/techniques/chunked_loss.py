@@ -5,13 +5,13 @@ reach a cross-entropy it is worked out chunk by chunk (`chunked_cross_entropy`).
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
@@ -19,7 +19,7 @@ from tightfit.tape import Tape
 from tightfit.techniques.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head_options import loss_head_options
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 
 
 @final
@@ -28,6 +28,7 @@ class ChunkedLoss(AbstractTechnique):
 
     name = "chunked_loss"
     exact = True
+    needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
@@ -46,7 +47,7 @@ class ChunkedLoss(AbstractTechnique):
             return head
 
         heads = check_each(chosen, check)
-        origins: weakref.WeakSet[Origin] = weakref.WeakSet()
+        origins: WeakTable[Origin, None] = WeakTable()
         for choice, head in zip(chosen, heads, strict=True):
             chunks = Chunks(**choice.settings)
             deferral = _Deferral(chunks, origins, functools.partial(_count, session))
@@ -65,7 +66,7 @@ class ChunkedLoss(AbstractTechnique):
 class _Deferral:
     """What runs in place of the head's `forward`."""
 
-    def __init__(self, chunks: Chunks, origins: "weakref.WeakSet[Origin]", counted: Callable[[str], None]) -> None:
+    def __init__(self, chunks: Chunks, origins: WeakTable[Origin, None], counted: Callable[[str], None]) -> None:
         self.chunks = chunks
         self.origins = origins
         self.counted = counted
@@ -78,7 +79,7 @@ class _Deferral:
             if earlier.parameter is linear.weight:
                 earlier.when_called_again()
         origin = Origin(linear, args[0], self.chunks, self.counted)
-        self.origins.add(origin)
+        self.origins[origin] = None
         return deferred_logits(origin)
 
 

@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.errors import ApplyError
 from tightfit.techniques.deferral import FACTS, fact, name_of
+from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.products import apply_weights, scores_of
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -45,6 +47,7 @@ class Attention:
     bias: torch.Tensor | None = None
     keep: torch.Tensor | None = None
     is_softmax: bool = False
+    refuse: Refuse = ApplyError
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the calls were given."""
@@ -103,11 +106,11 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> "DeferredScores":
-        ctx.attention = attention
+        ctx.attention, ctx.refuse = attention, attention.refuse
         return DeferredScores.of(attention)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("attention")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         tensors = ctx.attention.tensors()
         leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
@@ -206,7 +209,9 @@ def deferred_scores(attention: Attention) -> DeferredScores:
     return out
 
 
-def started(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredScores | None:
+def started(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refuse: Refuse = ApplyError
+) -> DeferredScores | None:
     """The scores of a product of queries and keys; None if the call is no such product."""
     found = scores_of(name_of(func), args, kwargs)
     if found is None:
@@ -215,7 +220,7 @@ def started(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     on_meta = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
     meta = func(*on_meta[0], **on_meta[1])
     meta = meta.to(_autocast_type(query) or meta.dtype)
-    return deferred_scores(Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta))
+    return deferred_scores(Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse))
 
 
 def _members(values: Any) -> Iterator[DeferredScores]:

@@ -14,7 +14,7 @@ from tightfit.techniques.encoded_states import encode_states
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import FactoredCodec
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # One of Adam's two states is an average of squares. It is read for the means of its rows and of its columns, and written again; the product
 # of a row and a column is in float32 first. Rows and columns themselves are next to nothing.
@@ -27,6 +27,7 @@ class FactoredStates(AbstractTechnique):
 
     name = "factored_states"
     exact = False
+    needs = Needs.STEPS
     exactness = "lossy: of the averages of squared gradients only the means of rows and columns are kept; vectors keep theirs whole"
     tolerance = 0.15
 

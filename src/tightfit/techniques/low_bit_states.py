@@ -15,7 +15,7 @@ from tightfit.techniques.encoded_states import encode_states
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
 from tightfit.techniques.state_codecs import BLOCK_SIZE, AbstractCodec, BlockCodec
-from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
 # up, scaled, rounded. 4 bits are also packed and unpacked. Lookups and maxima reach less of the bandwidth than what is read in order, so more
@@ -54,6 +54,7 @@ class LowBitStates(AbstractTechnique):
 
     name = "low_bit_states"
     exact = False
+    needs = Needs.STEPS
     exactness = "lossy: averages of gradients and of their squares are rounded to 8 or 4 bits after each step; the update itself is that of the parameter's type"
     tolerance = 0.15
 

@@ -22,7 +22,7 @@ from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import waiting_bytes
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 
 _LENGTHS = (2, 4, 8, 16)
 _FEWEST_BLOCKS = 6
@@ -36,6 +36,7 @@ class NestedCheckpointing(AbstractTechnique):
 
     name = "nested_checkpointing"
     exact = True
+    needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:

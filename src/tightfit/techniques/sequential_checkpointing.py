@@ -19,7 +19,7 @@ from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
 from tightfit.techniques.stretches import Stretch, rows, segments, waiting_bytes, with_settings
-from tightfit.techniques.technique import AbstractTechnique, Choice, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 
 # Of all that waits; a segment that saves less is noise in a plan, and there are many.
 _SMALLEST_SHARE = 0.01
@@ -31,6 +31,7 @@ class SequentialCheckpointing(AbstractTechnique):
 
     name = "sequential_checkpointing"
     exact = True
+    needs = Needs.REPEATABLE
     exactness = "bit for bit: the same operators on the same values, random state and autocast included"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:

@@ -5,6 +5,7 @@ A technique is put on the virtual model with the very code that runs on the card
 """
 
 import abc
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -31,17 +32,33 @@ class Choice(Protocol):
         ...
 
 
+class Needs(enum.Flag):
+    """What a technique needs of the code that it changes, so that a plan leaves it out where the trace shows otherwise.
+
+    `REPEATABLE`: that it can be run again. `DIVISIBLE`: that it can be run in parts. `GRADIENTS`: that nobody else waits for the gradients.
+    `STEPS`: that no hook of an optimizer's step needs what the technique hides.
+    """
+
+    NOTHING = 0
+    REPEATABLE = enum.auto()
+    DIVISIBLE = enum.auto()
+    GRADIENTS = enum.auto()
+    STEPS = enum.auto()
+
+
 class AbstractTechnique(abc.ABC):
     """One way to trade time for memory. Subclasses are final; nothing concrete is overridden.
 
     `exact` is what the field means by it: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which.
     A lossy technique is only offered where the user allows it. `tolerance` is relative to the promised saving.
+    A planner leaves out options at places that do not give what the technique `needs`.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool]
     exactness: ClassVar[str]
     tolerance: ClassVar[float] = 0.1
+    needs: ClassVar[Needs] = Needs.NOTHING
 
     @abc.abstractmethod
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:

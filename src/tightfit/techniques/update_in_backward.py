@@ -13,11 +13,12 @@ from tightfit.planner.option import Advice, Change, Option
 from tightfit.tape import Tape
 from tightfit.techniques.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer_steps import check_separable, update_alone
 from tightfit.techniques.optimizer_tape import OptimizerTape
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice
-from tightfit.techniques.updates import Clipping, Updates
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
     gradients_used_up,
     obstacle,
@@ -33,6 +34,7 @@ class UpdateInBackward(AbstractTechnique):
 
     name = "update_in_backward"
     exact = True
+    needs = Needs.GRADIENTS
     exactness = (
         "bit for bit: the same update of every parameter from the same gradient; with the fused kernel, or where gradients are clipped, "
         "up to rounding and the order in which the norm is summed"
@@ -72,17 +74,18 @@ class UpdateInBackward(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Hooks every parameter that an optimizer holds."""
+        """Takes over the gradients of every parameter that an optimizer holds."""
         (choice,) = chosen
+        settings = UpdateSettings.of(choice.settings, in_backward=True)
         for optimizer in session.optimizers:
             check_separable(optimizer, self.name)
-            if choice.settings["kernel"] == "fused":
+            if settings.kernel == "fused":
                 check_kernel(optimizer, session.model, "fused")
-        clipping = Clipping(session) if choice.settings["clips"] in (True, "True") else None
         for optimizer in session.optimizers:
-            if choice.settings["kernel"] == "fused":
+            if settings.kernel == "fused":
                 set_kernel(session, optimizer, "fused")
-            Updates(session, optimizer, update_alone(optimizer), clipping).install()
+        updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
+        Updates(session, updates, in_one_pass=settings.may_update_in_one_pass).install()
 
 
 def _update_seconds(run: OptimizerTape, kernel: str) -> float:

@@ -121,6 +121,21 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
+TENSOR_HOOK = Name(
+    module="torch",
+    kind="Tensor",
+    name="register_hook",
+    purpose="to tell which tensors of a graph are hooked, before its backward pass is run twice",
+    versions=_TORCH,
+)
+RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
+TENSOR_CLASS = Name(module="torch", name="Tensor", purpose=TENSOR_HOOK.purpose, versions=_TORCH)
+STORAGE_USES = Name(
+    module="torch._C",
+    name="_storage_Use_Count",
+    purpose="to tell a gradient that somebody else has a view of",
+    versions=_TORCH,
+)
 
 REPLACED = (
     RUN_BACKWARD,
@@ -130,5 +145,7 @@ REPLACED = (
     PYTORCH_LIGHTNING_STEP,
     TRAINER_STEP,
     CUDA_IS_AVAILABLE,
+    TENSOR_HOOK,
+    RETAIN_GRAD,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, STORAGE_USES, TENSOR_CLASS)

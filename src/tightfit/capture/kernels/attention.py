@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from tightfit.capture.kernels.card import Card
+from tightfit.faults import for_torch
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]
 
@@ -203,7 +204,7 @@ def _choose(call: _Call, card: Card) -> Backend:
                 return "efficient"
             case SDPBackend.MATH if torch.backends.cuda.math_sdp_enabled():
                 return "math"
-    raise RuntimeError("No available kernel. Aborting execution.")
+    raise for_torch(RuntimeError("No available kernel. Aborting execution."))
 
 
 def choose_backend(
@@ -313,8 +314,10 @@ def _run(call: _Call, card: Card) -> torch.Tensor:
             )[0]
         case "math":
             if call.is_causal and mask is not None:
-                raise RuntimeError(
-                    "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+                raise for_torch(
+                    RuntimeError(
+                        "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+                    )
                 )
             return _plain_attention(call, mask)
 

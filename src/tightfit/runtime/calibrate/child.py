@@ -1,6 +1,6 @@
 """The process that measures. Told what to do by a request file; leaves the content of a calibration file, or one line that says why not.
 
-    python -m tightfit.runtime.calibrate.child REQUEST.json
+    python -m tightfit.runtime.calibrate.child REQUEST.json PARENT
 
 A process of its own, because what a context costs can be read once in a process, and because a simulated card changes torch for good.
 """
@@ -19,23 +19,29 @@ from typing import Any
 import torch
 
 from tightfit import __version__
+from tightfit.children import die_with_parent
 from tightfit.devices.calibration import SCHEMA
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import TightfitError, UnknownDevice
+from tightfit.faults import internal_error
 from tightfit.runtime.calibrate import disk, host, kernels, launches, links, memory
 from tightfit.runtime.calibrate.card import CardInstruments
 from tightfit.runtime.calibrate.instruments import Findings, Instruments
 from tightfit.runtime.calibrate.simulated import SimulatedInstruments
 
 
-def main(path: str) -> None:
-    """Measures what the request at `path` says and leaves the answer beside it."""
+def main(path: str, parent: str) -> None:
+    """Measures what the request at `path` says and leaves the answer beside it; ends with the process `parent`."""
+    die_with_parent(int(parent))
     request = json.loads(Path(path).read_text())
     try:
         answer = {"ok": True, "content": _content(request)}
     except TightfitError as error:
-        answer = {"ok": False, "kind": type(error).__name__, "message": str(error)}
+        answer = {"ok": False, "kind": type(error).__name__, "message": str(error), "trace": error.trace}
+    except Exception as error:  # noqa: BLE001 - only our own code runs here
+        own = internal_error(error, "the calibration")
+        answer = {"ok": False, "kind": "InternalError", "message": str(own), "trace": own.trace}
     Path(f"{path}.answer").write_text(json.dumps(answer))
 
 
@@ -118,4 +124,4 @@ def _measured(instruments: Instruments, folder: Path, *, driver: str) -> dict[st
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

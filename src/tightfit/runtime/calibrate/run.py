@@ -2,12 +2,11 @@
 
 import json
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.children import child, shared_folder
 
 # Under two minutes on a card; a machine that takes five times as long hangs.
 _TIMEOUT_SECONDS = 600
@@ -22,24 +21,25 @@ def measure(*, device: str | None, virtual: bool, disk_folder: Path) -> dict[str
         UsageError: there is no card, or one that neither the catalogue nor `device` describes.
         CaptureError: the process that measures died.
     """
-    with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
-        request = Path(folder, "request.json")
+    with shared_folder() as folder:
+        request = folder / "request.json"
         request.write_text(json.dumps({"device": device, "virtual": virtual, "disk_folder": str(disk_folder)}))
-        command = [sys.executable, "-m", "tightfit.runtime.calibrate.child", str(request)]
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=None if not virtual else subprocess.PIPE,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
+        with child("tightfit.runtime.calibrate.child", request, reads_errors=virtual) as process:
+            try:
+                said = (process.communicate(timeout=_TIMEOUT_SECONDS)[1] or b"").decode(errors="replace")
+            except subprocess.TimeoutExpired:
+                raise errors.CaptureError(
+                    f"the process that measures had not ended after {_TIMEOUT_SECONDS} s, and was ended"
+                ) from None
         answer = Path(f"{request}.answer")
         if not answer.exists():
-            said = (done.stderr or b"").decode(errors="replace").strip().splitlines()
+            lines = said.strip().splitlines()
             raise errors.CaptureError(
-                f"the process that measures ended with exit code {done.returncode}: {said[-1] if said else 'see above'}"
+                f"the process that measures ended with exit code {process.returncode}: {lines[-1] if lines else 'see above'}"
             )
         result = json.loads(answer.read_text())
     if not result["ok"]:
-        raise getattr(errors, result["kind"])(result["message"])
+        error = getattr(errors, result["kind"])(result["message"])
+        error.trace = result["trace"]
+        raise error
     return result["content"]

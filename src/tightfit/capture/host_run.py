@@ -1,0 +1,118 @@
+"""Runs the first steps of a target on the host with real numbers, and writes down what they left: losses, weights, buffers, random states.
+
+    python -m tightfit.capture.host_run REQUEST.json
+
+Used for one run and then ended; the answer beside the request says whether it came to its end.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tightfit.capture import on_host, targets
+from tightfit.capture.child import prepare, quiet, target_of
+from tightfit.errors import ApplyError
+
+_SEED = 0
+_MOST_OBJECTS = 10_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRequest:
+    """What is asked of the child; `is_double`: what has no type of its own is made in float64. Values go to the file `values`."""
+
+    target: dict[str, Any]
+    num_steps: int
+    values: str
+    is_double: bool
+    preparation: dict[str, Any] | None
+
+
+def main(path: str) -> None:
+    """Runs what the request at `path` says, and ends the process."""
+    request = HostRequest(**json.loads(Path(path).read_text()))
+    try:
+        with quiet(show_output=False):
+            torch.save(_run(request), request.values)
+        answer: dict[str, Any] = {"kind": "done"}
+    except ApplyError as error:
+        answer = {
+            "kind": "refused",
+            "message": str(error),
+            "technique": error.technique,
+            "places": list(error.places),
+        }
+    except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
+        lines = traceback.format_exception_only(error)
+        answer = {"kind": "failed", "message": lines[-1].strip()}
+    Path(f"{path}.answer").write_text(json.dumps(answer))
+    os._exit(0)
+
+
+def _run(request: HostRequest) -> dict[str, Any]:
+    on_host.install()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    if request.is_double:
+        torch.set_default_dtype(torch.float64)
+    report = prepare(request.preparation)
+    generator = targets.generator_on(target_of(request.target), device="cpu")
+    losses = [_numbers(value) for value in itertools.islice(generator, request.num_steps)]
+    values = {
+        "losses": losses,
+        "weights": {},
+        "buffers": {},
+        "torch": torch.get_rng_state(),
+        "python": repr(random.getstate()),
+        "numpy": repr(np.random.get_state()),
+    }
+    # Those of the generator's own variables: what trains has to be there when it goes on.
+    for path, module in _modules(generator.gi_frame.f_locals):
+        for name, parameter in module.named_parameters():
+            values["weights"][f"{path}.{name}"] = parameter.detach().clone()
+        for name, buffer in module.named_buffers():
+            values["buffers"][f"{path}.{name}"] = buffer.detach().clone()
+    report()
+    return values
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value if isinstance(value, int | float) else None
+
+
+def _modules(variables: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that a function's variables hold, in containers and objects too."""
+    waiting = list(variables.items())
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        path, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            yield path, value
+        elif isinstance(value, dict):
+            waiting += [(f"{path}[{name!r}]", inner) for name, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
+        elif type(value).__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
+            waiting += [(f"{path}.{name}", inner) for name, inner in getattr(value, "__dict__", {}).items()]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,180 @@
+"""The processes that trace end when the one that asked ends, when a program comes to no step, and leave nothing behind."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+import tightfit
+from tightfit.capture.trace import no_step
+from tightfit.cli.main import run
+from tightfit.errors import CaptureError, UsageError
+from tightfit.fit import batch_size
+
+# What a test waits for comes at once; this is for a test that fails.
+PATIENCE_SECONDS = 120
+HOLDS_A_PIPE = """\
+import os, sys
+with open(os.environ["PIPE"], "wb", buffering=0) as pipe:
+    pipe.write(b"begun")
+    sys.stdin.close()
+    while True:
+        pass
+"""
+STEPS = """\
+import sys, torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    optimizer.step()
+while True:
+    pass
+"""
+DROPS_LAST = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def workload(batch_size=8):
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(20, 64)), batch_size=batch_size, drop_last=True)
+    while True:
+        for (rows,) in loader:
+            model(rows.cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+def has_ended(pipe: BinaryIO) -> bool:
+    """Waits until nobody holds the other end: the program that was traced is gone."""
+    readable, _, _ = select.select([pipe], [], [], PATIENCE_SECONDS)
+    return bool(readable) and pipe.read() == b""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes and signals")
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, ["estimate", "train.py"]),
+        (signal.SIGTERM, ["estimate", "train.py"]),
+        (signal.SIGINT, ["plan", "train.py", "--search", "batch-size"]),
+    ],
+)
+def test_a_child_dies_with_the_process_that_asked(number: signal.Signals, words: list[str], tmp_path: Path) -> None:
+    Path("train.py").write_text(HOLDS_A_PIPE)
+    os.mkfifo("pipe")
+    with subprocess.Popen(
+        # Where a shell has started us in the background, interrupts are ignored, and that is inherited.
+        [
+            *(sys.executable, "-c"),
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from tightfit.cli.main import run; sys.exit(run())",
+            *(*words, "--device", "RTX 4090"),
+        ],
+        env={**os.environ, "PIPE": str(tmp_path / "pipe")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as asking:
+        with open("pipe", "rb", buffering=0) as pipe:
+            assert pipe.read(5) == b"begun"
+            asking.send_signal(number)
+            assert has_ended(pipe)
+        _, said = asking.communicate(timeout=PATIENCE_SECONDS)
+    if number == signal.SIGINT:
+        assert (asking.returncode, said) == (130, "tightfit: interrupted\n")
+    else:
+        assert (asking.returncode, said) == (-number, "")
+    if number != signal.SIGKILL:
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("steps", ["0", "2"])
+def test_a_program_that_comes_to_no_further_step_ends_with_a_line(
+    steps: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text(STEPS)
+    assert run(["estimate", "train.py", "--device", "RTX 4090", "--timeout", "2", "--", steps]) == 3
+    said = capfd.readouterr().err
+    assert re.fullmatch(
+        r"tightfit: train\.py: no step ended within 2 s(; it was at train\.py:\d)?; if it only needs longer, .* --timeout SECONDS\n",
+        said,
+    )
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_the_line_is_that_of_the_programs_main_thread() -> None:
+    said = (
+        "Timeout (0:00:02)!\nThread 0x1 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 331 in wait\n  File "other.py", line 3 in wait\n\n'
+        'Thread 0x2 (most recent call first):\n  File "/lib/site-packages/torch/x.py", line 1 in next\n'
+        '  File "train.py", line 9 in read\n  File "train.py", line 20 in <module>\n'
+    )
+    assert "within 2 s; it was at train.py:9; if it" in no_step("train.py", said, 2.0)
+    assert "within 0.5 s; if it" in no_step("train.py", "Timeout", 0.5)
+
+
+@pytest.mark.parametrize("ask", [tightfit.estimate, tightfit.plan])
+def test_the_time_can_be_set_in_python_too(ask: Callable[..., object]) -> None:
+    Path("train.py").write_text("while True:\n    pass\n")
+    with pytest.raises(CaptureError, match=r"no step ended within 0\.5 s"):
+        ask("train.py", "RTX 4090", timeout=0.5)
+    with pytest.raises(UsageError, match="give the seconds to wait for a step"):
+        ask("train.py", "RTX 4090", timeout=0)
+
+
+def test_a_search_ends_where_a_loader_has_no_batch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch_size, "MAX_TRACES", 2)
+    monkeypatch.setattr(batch_size, "MAX_PLANS", 0)
+    Path("work.py").write_text(DROPS_LAST)
+    words = ["--search", "batch_size", "-p", "batch_size=20", "--steps", "1"]
+    assert run(["plan", "work.py:workload", "--device", "RTX 4090", *words]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "batch_size 20 is the largest found to fit" in said
+    assert "batch_size 40 does not run: work.py:9 reads a DataLoader that has no batch, again and again" in said
+    assert "its batches are of 40, there are 20 examples, and drop_last is set" in said
+
+
+def test_where_no_size_has_a_batch_the_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch_size, "MAX_PLANS", 0)
+    Path("work.py").write_text(DROPS_LAST.replace("torch.ones(20, 64)", "torch.ones(0, 64)"))
+    words = ["--search", "batch_size", "-p", "batch_size=1", "--steps", "1"]
+    assert run(["plan", "work.py:workload", "--device", "RTX 4090", *words]) == 3
+    assert "reads a DataLoader that has no batch" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes that are inherited")
+def test_where_no_signal_tells_of_the_parents_end_a_closed_pipe_does() -> None:
+    code = (
+        "from tightfit import children; import os\nchildren._IS_LINUX = False\nchildren.die_with_parent(os.getppid())\n"
+        "print('begun', flush=True)\nwhile True:\n    pass\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == "begun\n"
+        child.stdin.close()
+        assert child.wait(timeout=PATIENCE_SECONDS) == 1
