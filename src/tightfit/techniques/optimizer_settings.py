@@ -30,7 +30,9 @@ class UpdateSettings:
         kernel = settings.get("kernel", "same")
         if kernel not in ("same", "fused"):
             raise ApplyError(f"kernel={kernel!r} is neither 'same' nor 'fused'")
-        truths = {name: _truth(name, settings[name]) for name in ("in_backward", "clips", "one_pass") if name in settings}
+        truths = {
+            name: _truth(name, settings[name]) for name in ("in_backward", "clips", "one_pass") if name in settings
+        }
         return cls(kernel=kernel, **{**defaults, **truths})
 
     @property

@@ -25,6 +25,8 @@ class TileProofs:
         self._checks_left = check_steps
         self._state = RegionState()
         self._key: Any = None
+        # Whether the last call is one of those that are compared by value.
+        self.is_checked = False
         self._before: Snapshot | None = None
 
     def prove(
@@ -51,7 +53,8 @@ class TileProofs:
                 raise self._refuse(f"cannot be run in tiles: {error}") from None
             now = self._state.snapshot(module, is_kept=True)
             self._key, self._before, self._checks_left = key, now, self._check_steps
-        if self._checks_left and has_values(value):
+        self.is_checked = self._checks_left > 0 and has_values(value)
+        if self.is_checked:
             self._checks_left -= 1
             with paused():
                 told = halves_differ(module, run, tiles[0].of(value.detach(), dim), dim)

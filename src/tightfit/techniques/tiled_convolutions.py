@@ -128,8 +128,9 @@ class _Slabs:
             overlap=True,
             refuse=self._refusal,
             changed=lambda: self._changed(before),
+            is_checked=self._checks_left > 0 and has_values(value),
         )
-        if self._checks_left and has_values(value):
+        if tiling.is_checked:
             self._checks_left -= 1
             with paused():
                 self._compare(tiling, layers, value)

@@ -109,13 +109,15 @@ class _Tiles:
         proofs = self._proofs.get(module)
         if proofs is None:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
+        changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
         tiling = Tiling(
             run=run,
             tiles=tiles,
             dim=dim,
             parameters=list(module.parameters()),
             refuse=self._refusal,
-            changed=proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs)),
+            changed=changed,
+            is_checked=proofs.is_checked,
         )
         return run_tiled(tiling, value)
 

@@ -340,7 +340,9 @@ class Updates:
             kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
             kept.check_same()
         except BaseException:
-            self.session.refuse(f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}")
+            self.session.refuse(
+                f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
+            )
             raise
         self._kept.remove(kept)
         self._num_clean = self._num_clean + 1 if is_clean else 0

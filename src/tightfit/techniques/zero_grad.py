@@ -132,9 +132,7 @@ def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
     return ()
 
 
-def _zero_optimizer(
-    known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True
-) -> None:
+def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
     """In place of `Optimizer.zero_grad`."""
     optimizer = known()
     assert optimizer is not None
