@@ -47,6 +47,11 @@ class ChunkedLoss(AbstractTechnique):
                 raise ApplyError(
                     f"the head {choice.where} is a {type(head).__name__}, and chunked_loss needs a torch.nn.Linear; leave it out"
                 )
+            if not has_plain_weight(head):
+                raise ApplyError(
+                    f"the weight of the head {choice.where} is computed from others (a parametrization such as spectral_norm), and chunked_loss "
+                    "needs a plain one; leave it out"
+                )
             return head
 
         heads = check_each(chosen, check)
@@ -88,9 +93,9 @@ class _Deferral:
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
-        if linear is None or kwargs or len(args) != 1 or not _can_wait(linear, args[0]):
+        if are_transforms_active() or linear is None or kwargs or len(args) != 1:
             return forward(*args, **kwargs)
-        if are_transforms_active():
+        if not has_plain_weight(linear) or not _can_wait(linear, args[0]):
             return forward(*args, **kwargs)
         for earlier in self.origins:
             if earlier.parameter is linear.weight:
@@ -107,6 +112,11 @@ def _linear_of(forward: Callable[..., Any]) -> torch.nn.Linear | None:
     if isinstance(forward, functools.partial) and forward.func is torch.nn.Linear.forward:
         return forward.args[0]
     return None
+
+
+def has_plain_weight(linear: torch.nn.Module) -> bool:
+    """Whether the weight and the bias are parameters, and not computed at each read, or set by a hook."""
+    return linear._parameters.get("weight") is not None and "bias" in linear._parameters
 
 
 def _can_wait(linear: torch.nn.Linear, hidden: torch.Tensor) -> bool:

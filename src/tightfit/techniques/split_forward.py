@@ -17,7 +17,7 @@ from tightfit.effects.fingerprints import paused
 from tightfit.errors import ApplyError
 from tightfit.techniques.batch_proofs import BatchProofs
 from tightfit.techniques.batches import AbstractBatch, Batch
-from tightfit.techniques.first_order import Refuse, check_transforms
+from tightfit.techniques.first_order import Refuse, are_transforms_active
 from tightfit.techniques.loss_means import Watch
 from tightfit.techniques.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.value_checks import has_values, nothing_hidden
@@ -84,9 +84,8 @@ class SplitForward:
         )
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or are_transforms_active():
             return forward(*args, **kwargs)
-        check_transforms("micro_batches", self._refuse)
         batch = self._batch_of(args, kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:

@@ -19,6 +19,7 @@ from tightfit.effects.holders import PLAIN
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
+from tightfit.techniques.first_order import are_transforms_active
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -89,6 +90,9 @@ class _Tiles:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or are_transforms_active():
+            # Code that is compiled runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
             return forward(*args, **kwargs)
         rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
         if any(isinstance(other, torch.Tensor) for other in rest):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.stateless import _reparametrize_module
 
 _BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-4}
 _BOUND_OF_HALVES = 4e-2
@@ -62,14 +61,26 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 @contextlib.contextmanager
 def nothing_hidden(module: torch.nn.Module) -> Iterator[None]:
     """For the time, parameters that are all zero are others, drawn from a generator of its own."""
-    replaced = {}
-    for name, parameter in module.named_parameters():
+    instead: dict[int, torch.nn.Parameter] = {}
+    for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.numel() and not bool(parameter.detach().any()):
-            generator = torch.Generator(parameter.device).manual_seed(len(replaced))
+            generator = torch.Generator(parameter.device).manual_seed(len(instead))
             drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32)
-            replaced[name] = torch.nn.Parameter((_WIDTH * drawn).to(parameter.dtype), parameter.requires_grad)
-    with _reparametrize_module(module, replaced, tie_weights=True) if replaced else contextlib.nullcontext():
+            instead[id(parameter)] = torch.nn.Parameter((_WIDTH * drawn).to(parameter.dtype), parameter.requires_grad)
+    # Each place once: modules may be listed, and parameters held, more than once.
+    places = [
+        (own._parameters, name, p)
+        for own in module.modules()
+        for name, p in own._parameters.items()
+        if id(p) in instead
+    ]
+    try:
+        for holder, name, parameter in places:
+            holder[name] = instead[id(parameter)]
         yield
+    finally:
+        for holder, name, parameter in places:
+            holder[name] = parameter
 
 
 def halves_differ(
