@@ -192,7 +192,9 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
     assert options["fused"].seconds < options["same"].seconds
     option = options[kernel]
     assert option.settings["clips"] is bool(max_norm)
-    actual = traced(technique=NAME, settings=f"kernel:{kernel}+clips:{bool(max_norm)}+one_pass:{not max_norm}", max_norm=max_norm)
+    actual = traced(
+        technique=NAME, settings=f"kernel:{kernel}+clips:{bool(max_norm)}+one_pass:{not max_norm}", max_norm=max_norm
+    )
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 30e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=UpdateInBackward.tolerance)

@@ -138,8 +138,8 @@ def settle(parameter: torch.Tensor) -> None:
         parameter.grad = deferred.whole()
 
 
-def _is_two_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:
-    return ord == 2 and dim is None and not keepdim
+def _is_two_norm(order: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:
+    return order == 2 and dim is None and not keepdim
 
 
 def _is_number(value: Any) -> bool:

@@ -28,10 +28,10 @@ class AbstractSource(abc.ABC):
             ElementsNeeded: they cannot be made within an operator.
         """
 
-    def make(self) -> None:
+    def make(self) -> None:  # noqa: B027 - most have nothing to make
         """Makes the elements, outside of any operator, so that `whole` has them; called where that has raised `ElementsNeeded`."""
 
-    def was_written(self, whole: torch.Tensor) -> None:
+    def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """An operator has written to what `whole` gave."""
 
     def held(self) -> Sequence[torch.Tensor]:
@@ -79,7 +79,7 @@ class LazyTensor(torch.Tensor):
                 needed.source.make()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return LazyTensor(args[0].source, args[0])
@@ -105,8 +105,8 @@ class LazyTensor(torch.Tensor):
             memo[id(self)] = copy.deepcopy(self.whole().detach(), memo)
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().detach().__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.whole().detach().__reduce_ex__(proto)
 
     # What torch's wrapper subclasses say of the tensors inside, for those who count memory.
 

@@ -97,8 +97,13 @@ class Updates:
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
-        self.session.when_undone(on_backward(self))
-        self.session.when_undone(on_tensor_hooks(self))
+        leaves = on_backward(self), on_tensor_hooks(self)
+
+        def leave() -> None:
+            for each in leaves:
+                each()
+
+        self.session.when_undone(leave)
         self.session.when_undone(self._end)
 
     def _end(self) -> None:
@@ -217,12 +222,7 @@ class Updates:
                 return "gradients are there before the backward pass, to be added to"
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return "a parameter has a hook on its gradient"
-        for node in backward.nodes():
-            if (reason := _NODES_WITH_MORE.get(type(node).__name__)) is not None:
-                return reason
-            if is_hooked(node):
-                return "a tensor inside the model has a hook on its gradient, or keeps it"
-        return ""
+        return next(filter(None, map(_reason_of, backward.nodes())), "")
 
     def _left_to_torch(self, reason: str) -> None:
         self._num_clean = 0
@@ -385,6 +385,13 @@ class Updates:
         if kept:
             self._num_clean = 0
             self._num_read += 1
+
+
+def _reason_of(node: Any) -> str:
+    """Why a graph with this node is not run twice; empty for most."""
+    if is_hooked(node):
+        return "a tensor inside the model has a hook on its gradient, or keeps it"
+    return _NODES_WITH_MORE.get(type(node).__name__, "")
 
 
 def _drop(parameter: torch.Tensor) -> None:
