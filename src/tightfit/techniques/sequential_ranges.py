@@ -25,9 +25,9 @@ class Ranges:
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
-        self._runners: WeakTable[
-            torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]
-        ] = WeakTable()
+        self._runners: WeakTable[torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]] = (
+            WeakTable()
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranges":
         return self
