@@ -124,6 +124,15 @@ def expected() -> Sequence[torch.Tensor]:
     return _EXPECTED
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_look_through() -> Iterator[None]:
+    """Recordings and collections look at all objects of the process: those of other tests are put aside."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def everything_is_as_it_was() -> Iterator[None]:
     """As for all tests, but said here, as this is what is tested."""
@@ -157,8 +166,8 @@ def scenario(found: Scenario) -> Scenario:
 @scenario
 def two_models_undone_in_all_orders(variant: Variant, beside: Beside) -> None:
     """Their steps interleave."""
-    for order in itertools.permutations(range(3)):
-        lives = [Live(variant, seed) for seed in range(3)]
+    for order in itertools.permutations(range(2)):
+        lives = [Live(variant, seed) for seed in range(2)]
         sessions = [live.plan() for live in lives]
         for live in lives:
             live.step()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.capture.replacing import replace
+from tightfit.faults import hands_over
 
 _FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
@@ -37,6 +38,7 @@ def _host(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the host for every device that is a card."""
 
     @functools.wraps(function, updated=())
+    @hands_over
     def on_host(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: False if name == "pin_memory" else _own(value) for name, value in kwargs.items()}
         return function(*map(_own, args), **kwargs)

@@ -95,6 +95,7 @@ class Deferred(AbstractSource):
     def is_used(self, why: str, norm: torch.Tensor | None = None) -> None:
         """The gradient is gone for good; `why` ends the sentence of the error, `norm` is what is still known of it."""
         self.state, self.norm, self._made, self._why_used = "used", norm, None, why
+        self.was_asked = False
         self.changes.clear()
 
     def answers(self, operator: Any, others: Sequence[Any]) -> bool:
@@ -112,7 +113,7 @@ class Deferred(AbstractSource):
         if operator is _aten.zero_.default:
             self.is_zero()
             return args[0]
-        self.was_asked = True
+        self.was_asked = True  # whatever was asked, an update at once would have changed the answer
         if operator in _SCALING:
             # The script may write to what it multiplied by.
             other = args[1].detach().clone() if isinstance(args[1], torch.Tensor) else args[1]

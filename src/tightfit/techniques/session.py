@@ -20,7 +20,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.forwards import Around, OnlyHere, wrap_forward
 from tightfit.techniques.layers import Layer
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 CHECK_STEPS = 2
 """In how many of its first calls what a technique does is compared with the plain run."""
 

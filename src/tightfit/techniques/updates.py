@@ -88,6 +88,7 @@ class Updates:
         self._was_called = False
         self._num_clean = 0
         self._num_checked = 0
+        self._last: list[Deferred] = []  # of the last step in two passes
         self._num_read = 0
         self.is_over = False
 
@@ -238,6 +239,8 @@ class Updates:
         needed = max(1, self.session.check_steps)
         if any(_num_hooks(optimizer) != stepper.num_hooks for optimizer, stepper in self._steppers.items()):
             self._num_clean = 0
+        if any(deferred.was_asked for deferred in self._last):
+            self._num_clean = 0  # somebody reads gradients after the step
         return self._in_one_pass and self._num_clean >= needed and len(self._steppers) == 1 and not self._kept
 
     def _run_and_update(
@@ -344,6 +347,7 @@ class Updates:
                 f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
             )
             raise
+        self._last = list(kept.gradients.values())
         self._kept.remove(kept)
         self._num_clean = self._num_clean + 1 if is_clean else 0
         self._num_read = 0
