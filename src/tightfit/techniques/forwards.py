@@ -42,6 +42,17 @@ def are_forwards_plain() -> bool:
     return bool(_PLAIN_IN) and threading.get_ident() in _PLAIN_IN
 
 
+class OnlyHere:
+    """Code around a forward, or what has a method that is, that belongs to one module and its session: copies of the module do without it."""
+
+    __slots__ = ()
+
+
+def through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What is around a forward where nothing is."""
+    return forward(*args, **kwargs)
+
+
 class WrappedForward:
     """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had.
 
