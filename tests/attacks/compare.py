@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import torch
-
 from tests.attacks.trial import Snapshot, Values
 
 # Models of attacks train in float64 (lossy techniques: float32); sums in another order differ by far less than this.
@@ -52,7 +51,7 @@ class Closeness:
         elif not (plain.is_floating_point() or plain.is_complex()) or self.is_bitwise:
             same = plain.dtype == found.dtype and bool(((plain == found) | ((plain != plain) & (found != found))).all())
         elif self.is_lossy:
-            scale = float(plain.double().abs().max()) if plain.numel() else 0.0
+            scale = float(plain.double().nan_to_num().abs().max()) if plain.numel() else 0.0
             same = _all_close(found, plain, rtol=0.0, atol=0.2 * scale + 0.05)
         else:
             same = plain.dtype == found.dtype and _all_close(found, plain, **_ORDER)

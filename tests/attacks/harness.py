@@ -7,17 +7,30 @@ import gc
 import random
 import traceback
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
 from tests.attacks.compare import Closeness
 from tests.attacks.places import VARIANTS, Variant
 from tests.attacks.registry import Attack
 from tests.attacks.trial import Refusal, Trial
+from torch import nn
+
 from tightfit.errors import TightfitError
 
+# What has nothing to do with what an attack of this kind does.
+_RERUN = ("selective checkpointing", "nested checkpointing", "sequential checkpointing")
+EXCLUDED = {
+    "recomputation": ("optimizer kernel", "zero_grad", "8-bit states", "8-bit states in backward", "empty_cache"),
+    "parts": (*_RERUN, "optimizer kernel", "zero_grad", "empty_cache", "8-bit states", "8-bit states in backward"),
+    "gradients": (*_RERUN, "chunked loss, gradients in forward", "empty_cache"),
+    "second order": ("optimizer kernel", "empty_cache"),
+    "changes": ("optimizer kernel", "8-bit states in backward"),
+    "exceptions": ("chunked loss, gradients in forward", "empty_cache"),
+}
+# Owners of names in torch, and what the names stand for.
+Names = dict[Any, dict[str, Any]]
 INTERNAL = "InternalError"
 
 
@@ -46,18 +59,22 @@ class _Run:
     place: str = ""
 
 
+@functools.cache
 def run(attack: Attack, variant_name: str) -> Verdict:
     """The verdict on `attack` with the technique `variant_name`, a key of `VARIANTS`, on it."""
     variant = VARIANTS[variant_name]
+    if variant_name in EXCLUDED.get(attack.kind, ()) or (attack.only and variant_name not in attack.only):
+        return Verdict(outcome=Outcome.NO_PLACE)
     plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64)
+    torch_before = _torch_now()
     found = _run(attack, variant, torch.float32 if variant.is_lossy else torch.float64)
     try:
         if not found.trial.num_choices:
             return Verdict(outcome=Outcome.NO_PLACE)
-        return _judged(variant, plain, found)
+        return _judged(variant, plain, found, torch_before)
     finally:
         _take_off(found.trial)
-        _put_torch_back()
+        _put_torch_back(torch_before)
 
 
 @functools.cache
@@ -91,29 +108,34 @@ def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype) -> _Run:
     return _Run(trial=trial, error=None)
 
 
-def _judged(variant: Variant, plain: Trial, found: _Run) -> Verdict:
+def _judged(variant: Variant, plain: Trial, found: _Run, torch_before: Names) -> Verdict:
     trial = found.trial
     closeness = Closeness(is_bitwise=variant.is_bitwise, is_lossy=variant.is_lossy)
     if found.error is not None and not isinstance(found.error, TightfitError):
         text = " ".join(str(found.error).split())[:160]
         return Verdict(outcome=Outcome.CRASHED, reason=f"{type(found.error).__name__} at {found.place}: {text}")
     if trial.refusals:
-        return _judged_refusal(closeness, plain, trial)
+        return _judged_refusal(closeness, plain, trial, torch_before)
     told = _difference(closeness, plain, trial)
     if not told:
         _take_off(trial)
-        told = _left_behind(trial)
+        told = _left_behind(trial, torch_before)
     return Verdict(outcome=Outcome.WRONG, reason=told) if told else Verdict(outcome=Outcome.RIGHT)
 
 
-def _judged_refusal(closeness: Closeness, plain: Trial, trial: Trial) -> Verdict:
+def _judged_refusal(closeness: Closeness, plain: Trial, trial: Trial, torch_before: Names) -> Verdict:
     first = trial.refusals[0]
     told = _trained_wrongly(closeness, plain, trial, first)
+    if not told:
+        _take_off(trial)
+        told = _left_behind(trial, torch_before)
     message = str(first.error)
     if type(first.error).__name__ == INTERNAL:
         return Verdict(outcome=Outcome.CRASHED, reason=message)
     if told:
-        return Verdict(outcome=Outcome.WRONG, reason=f"refused after {first.num_steps} steps, but {told}: {message[:100]}")
+        return Verdict(
+            outcome=Outcome.WRONG, reason=f"refused after {first.num_steps} steps, but {told}: {message[:100]}"
+        )
     if "\n" in message:
         return Verdict(outcome=Outcome.CRASHED, reason=f"a refusal of several lines: {message!r}")
     return Verdict(outcome=Outcome.REFUSED, reason=message)
@@ -128,12 +150,14 @@ def _trained_wrongly(closeness: Closeness, plain: Trial, trial: Trial, refusal: 
     if all(differences):
         return differences[0]
     after = [*(each.snapshot for each in trial.refusals[1:]), *trial.snapshots[number + 1 :]]
-    if any(Closeness(is_bitwise=True, is_lossy=False).difference(refusal.snapshot.weights, each.weights, "w") for each in after):
+    if any(
+        Closeness(is_bitwise=True, is_lossy=False).difference(refusal.snapshot.weights, each.weights, "w")
+        for each in after
+    ):
         return "the program trained on after it"
     if any(len(o.param_groups) == 0 or not all(g["params"] for g in o.param_groups) for o in trial.optimizers):
         return "the optimizer's groups are empty"
-    _take_off(trial)
-    return _left_behind(trial)
+    return ""
 
 
 def _difference(closeness: Closeness, plain: Trial, trial: Trial) -> str:
@@ -157,45 +181,43 @@ def _take_off(trial: Trial) -> None:
     gc.collect(0)
 
 
-def _left_behind(trial: Trial) -> str:
+def _left_behind(trial: Trial, torch_before: Names) -> str:
     """What an undone session left on the models or in torch."""
-    for model in trial.models:
+    # A copy that the program made may keep its plan.
+    for model in trial.applied:
         for path, module in model.named_modules():
             if type(vars(module).get("forward")).__name__ == "WrappedForward":
                 return f"the forward of {path or 'the model'} is still wrapped after undo"
-    for owner, names in _TORCH.items():
+    for owner, names in torch_before.items():
         for name, value in names.items():
             if vars(owner).get(name) is not value:
-                return f"{getattr(owner, '__name__', owner)}.{name} is not torch's own after undo"
+                return f"{owner.__name__}.{name} is not torch's own after undo"
     return ""
 
 
-# torch wraps the step of an optimizer's class when the first is made.
-for _optimizer in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):
-    _optimizer([torch.zeros(1)])
+_OWNERS = (
+    torch.autograd,
+    torch.autograd.graph,
+    torch.nn.utils.clip_grad,
+    torch.nn.utils,
+    torch.optim.Optimizer,
+    torch.optim.SGD,
+    torch.optim.AdamW,
+    torch.nn.functional,
+    torch.utils.checkpoint,
+    torch.Tensor,
+    nn.Module,
+)
 
 
-def _put_torch_back() -> None:
+def _torch_now() -> Names:
+    """What the names of torch that a session might replace stand for."""
+    return {owner: dict(vars(owner)) for owner in _OWNERS}
+
+
+def _put_torch_back(before: Names) -> None:
     """What a session left in torch is in its own verdict, and not in the next one's."""
-    for owner, names in _TORCH.items():
+    for owner, names in before.items():
         for name, value in names.items():
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
-
-
-_TORCH = {
-    owner: dict(vars(owner))
-    for owner in (
-        torch.autograd,
-        torch.autograd.graph,
-        torch.nn.utils.clip_grad,
-        torch.nn.utils,
-        torch.optim.Optimizer,
-        torch.optim.SGD,
-        torch.optim.AdamW,
-        torch.nn.functional,
-        torch.utils.checkpoint,
-        torch.Tensor,
-        nn.Module,
-    )
-}

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from tests.attacks.trial import Trial
 from torch import nn
 from torch.nn import functional
-
-from tests.attacks.trial import Trial
 
 WIDTH, NUM_CLASSES = 8, 7
 BATCH, TOKENS = 4, 6
@@ -68,7 +67,11 @@ class Images(nn.Module):
 
     def __init__(self, layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__()
-        made = list(layers) if layers is not None else [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)]
+        made = (
+            list(layers)
+            if layers is not None
+            else [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)]
+        )
         self.stem = nn.Conv2d(3, 3, 1)
         self.chain = nn.Sequential(*made)
         self.head = nn.Linear(4, NUM_CLASSES)

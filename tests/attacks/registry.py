@@ -21,25 +21,29 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """One program. `kind` is a key of `KINDS`; `what` is one line for the table; `program` trains on a `Trial`."""
+    """One program. `kind` is a key of `KINDS`; `what` is one line for the table; `program` trains on a `Trial`. `only` names the
+    techniques that it is tried with, all of them where it is empty."""
 
     name: str
     kind: str
     what: str
     program: Callable[[Trial], None]
+    only: tuple[str, ...] = ()
 
 
 _ATTACKS: dict[str, Attack] = {}
 
 
-def attack(kind: str, what: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+def attack(
+    kind: str, what: str, *, only: tuple[str, ...] = ()
+) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
     """Registers the program under its own name."""
     assert kind in KINDS
 
     def registered(program: Callable[[Trial], None]) -> Callable[[Trial], None]:
         name = program.__name__
         assert name not in _ATTACKS, f"there are two attacks {name}"
-        _ATTACKS[name] = Attack(name=name, kind=kind, what=what, program=program)
+        _ATTACKS[name] = Attack(name=name, kind=kind, what=what, program=program, only=only)
         return program
 
     return registered

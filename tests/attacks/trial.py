@@ -46,6 +46,7 @@ class Trial:
     def __init__(self, variant: Variant | None) -> None:
         self._variant = variant
         self.models: list[nn.Module] = []
+        self.applied: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.sessions: list[Session] = []
         self.snapshots: list[Snapshot] = []
@@ -57,6 +58,7 @@ class Trial:
     def apply(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Session | None:
         """Puts the technique on the model with its optimizers, where it has a place there; the session, None in a plain run."""
         self.track(model)
+        self.applied.append(model)
         self.optimizers += optimizers
         if self._variant is None:
             return None
@@ -74,8 +76,8 @@ class Trial:
         if len(self.snapshots) < 2:
             self.snapshots[:] = [self.snapshot()]
 
-    def forward_writes(self, *endings: str) -> None:
-        """Weights whose names end so are written by the program's own forward: a refusal in the middle of one may find them written or not."""
+    def writes_within_step(self, *endings: str) -> None:
+        """Weights whose names end so are written by the program itself within a step: a refusal in its middle may find them written or not."""
         self.volatile += endings
 
     def note(self, name: str, value: Any) -> None:
@@ -111,7 +113,9 @@ class Trial:
                 for name, value in vars(module).items():
                     if not name.startswith("_") and _is_plain(value):
                         attributes[f"{number}.{path}.{name}"] = frozen(value)
-        drawn = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": repr(np.random.get_state())}
+        kind, keys, position, *rest = np.random.get_state()
+        of_numpy = (kind, keys.tobytes(), position, *rest)
+        drawn = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": of_numpy}
         return Snapshot(weights=weights, buffers=buffers, attributes=attributes, random=drawn)
 
 

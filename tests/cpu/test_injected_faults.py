@@ -23,7 +23,7 @@ from tightfit.fit import plan as fit_plan
 from tightfit.fit import planning, trials
 from tightfit.programs import one_line
 from tightfit.reports import plans, text
-from tightfit.runtime import record_host
+from tightfit.runtime import attach, record_host
 from tightfit.runtime.apply import apply_choices
 from tightfit.simulate import peak
 from tightfit.techniques.catalogue import techniques
@@ -166,6 +166,17 @@ def test_a_program_that_swallows_it_ends_with_it(
     monkeypatch.setattr(type(techniques()["checkpointing"]), "apply", broken)
     assert is_internal(run(["run", "--plan", "plan.json", "train.py"]), (said := capfd.readouterr()).err)
     assert said.out == "done\n"
+
+
+@pytest.mark.parametrize("name", ["input_shapes", "num_parameters", "choices_for"])
+@pytest.mark.parametrize("script", [TRAIN, SWALLOWING], ids=["shown", "swallowed"])
+def test_in_what_waits_for_models(
+    name: str, script: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan_of().save("plan.json")
+    Path("train.py").write_text(script)
+    monkeypatch.setattr(attach, name, broken)
+    assert is_internal(run(["run", "--plan", "plan.json", "train.py"]), capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("what", ["rule", "free", "allocate swallowed", "handler swallowed"])

@@ -44,7 +44,7 @@ OPTIONS = {
         *("--lora-rank", "--optimizer", "--no-prove", "--output", "--parameter", "--prove", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
-    "run": ["--allow", "--budget", "--device", "--plan", "--virtual"],
+    "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
     "techniques": ["--json"],

@@ -24,6 +24,7 @@ def run(
     device: str | None = None,
     allow: Annotated[tuple[str, ...], _SEVERAL] = (),
     virtual: bool = False,
+    check_steps: int = 2,
 ) -> int:
     """Run a script with a plan on it. The script is not changed; its own arguments go after --.
 
@@ -43,9 +44,13 @@ def run(
         A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
     virtual
         Without a card: run the script's first steps with the plan on a virtual one, and say what they hold.
+    check_steps
+        In how many of the first steps, and after a change of shape, mode or module, results are compared with plain ones. 0: never.
     """
     if not script.endswith(".py") or not Path(script).is_file():
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
+    if check_steps < 0:
+        raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
     if plan is not None and (budget or device or allow):
         raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
     card = device or next((local.name for local in local_cards()), None)
@@ -63,7 +68,9 @@ def run(
     from tightfit.capture.targets import Script
     from tightfit.runtime.run import run as run_really
 
-    return exit_code_of(lambda: run_really(chosen, Script(path=script, arguments=arguments), _say), script)
+    return exit_code_of(
+        lambda: run_really(chosen, Script(path=script, arguments=arguments), _say, check_steps=check_steps), script
+    )
 
 
 def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | None, allow: tuple[str, ...]) -> Plan:

@@ -57,8 +57,9 @@ class Ambient:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
 
     def unknown_modes(self) -> list[str]:
-        """The modes that were entered then and are not now, but for a default device: what they do is not known."""
-        return [type(m).__name__ for m in self._left(Ambient.now()) if not isinstance(m, DeviceContext)]
+        """The modes that were entered then and are not now, but for a default device and our own, which only look on: what they do is not known."""
+        left = [type(mode) for mode in self._left(Ambient.now())]
+        return [m.__name__ for m in left if m is not DeviceContext and m.__module__.partition(".")[0] != "tightfit"]
 
     def _put(self, instead_of: "Ambient") -> None:
         for (_, put), value, other in zip(_SETTINGS, self.values, instead_of.values, strict=True):

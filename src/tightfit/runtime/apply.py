@@ -1,24 +1,32 @@
 """Puts a plan on a live model and its optimizers, all of it or nothing, on the virtual GPU and on a real one alike."""
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
 from tightfit.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
-from tightfit.techniques.forwards import WrappedForward
+from tightfit.techniques.forwards import take_off_copied
 from tightfit.techniques.session import CHECK_STEPS, Session
+from tightfit.techniques.technique import AbstractTechnique
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
+# The session of each model. It is kept by the model's own forward, and not here.
+_sessions: WeakTable[torch.nn.Module, weakref.ref[Session]] = WeakTable()
 
-def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Session:
+
+def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, check_steps: int = CHECK_STEPS) -> Session:
     """The session of `model` and its optimizers with `plan` on it; `session.undo()` takes it off again.
+
+    In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run.
 
     `model` is what the program calls; what torch.compile returned stands for the model inside. For a plan of several models, each is given
     with its own optimizers.
@@ -36,8 +44,12 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = ()) -> Ses
         if not any(id(p) in held for group in each.param_groups for p in group["params"]):
             raise ApplyError(f"the {type(each).__name__} holds no parameter of this {type(model).__name__}")
     planned = planned_for(plan.model.get("roots", ()), model)
-    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers)
-    watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2))
+    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers, check_steps=check_steps)
+    try:
+        watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2))
+    except BaseException as error:
+        undo_after(session, error)
+        raise
     return session
 
 
@@ -50,7 +62,12 @@ def apply_choices(
 ) -> Session:
     """The same for bare choices, in the order in which their techniques are put on."""
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps)
-    apply_to(session, choices)
+    put_back = take_off_copied(model)
+    try:
+        apply_to(session, choices)
+    except BaseException:
+        put_back()
+        raise
     return session
 
 
@@ -63,21 +80,32 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)
-    for name, known in techniques().items():
-        if name not in by_name:
-            continue
-        try:
-            with answering(f"technique {name}", technique=name):
-                known.apply(session, by_name[name])
-        except ApplyError as error:
-            session.undo()
-            raise ApplyError(f"{name}: {error}", technique=name, places=error.places) from error
-        except BaseException as error:
-            session.undo()
-            note(error, "the run")
-            raise
-    if by_name:
-        session.guard()
+    try:
+        for name, known in techniques().items():
+            if name in by_name:
+                _put_on(session, name, known, by_name[name])
+        if by_name:
+            session.guard()
+    except BaseException as error:
+        undo_after(session, error)
+        note(error, "the run")
+        raise
+
+
+def _put_on(session: Session, name: str, known: AbstractTechnique, choices: Sequence[Choice]) -> None:
+    try:
+        with answering(f"technique {name}", technique=name):
+            known.apply(session, choices)
+    except ApplyError as error:
+        raise ApplyError(f"{name}: {error}", technique=name, places=error.places) from error
+
+
+def undo_after(session: Session, error: BaseException) -> None:
+    """Undoes a session that `error` ended, which stays the one that is told if this fails as well."""
+    try:
+        session.undo()
+    except Exception as other:  # noqa: BLE001 - it is told with the first one
+        error.add_note(f"and while undoing: {type(other).__name__}: {other}")
 
 
 def choices_for(choices: Iterable[Choice], model: torch.nn.Module, *, is_first: bool) -> list[Choice]:
@@ -111,17 +139,15 @@ def watch_inputs(session: Session, planned: Inputs | None, tell: Tell) -> InputC
     """Has the model of `session` compare its inputs with those of the plan, and keep the session."""
     check = InputCheck(session, planned, tell)
     session.wrap_forward(session.model, check)
+    _sessions[session.model] = weakref.ref(session)
     return check
 
 
 def has_plan(model: torch.nn.Module) -> bool:
     """Whether a session is on the model."""
-    forward = vars(model).get("forward")
-    while isinstance(forward, WrappedForward):
-        if isinstance(forward.around, InputCheck):
-            return True
-        forward = forward.previous
-    return False
+    known = _sessions.get(model)
+    session = None if known is None else known()
+    return session is not None and session.is_on
 
 
 def is_module(where: str) -> bool:

@@ -27,6 +27,7 @@ from tightfit.runtime.apply import (
     num_parameters,
     planned_for,
     root_of,
+    undo_after,
     watch_inputs,
 )
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
@@ -204,7 +205,11 @@ class Attachment:
         for optimizer in session.optimizers:
             self._optimizers[optimizer] = weakref.ref(session.model)
         if choices or planned is not None:
-            return watch_inputs(session, planned, self._tell)
+            try:
+                return watch_inputs(session, planned, self._tell)
+            except BaseException as error:
+                undo_after(session, error)
+                raise
         return InputCheck(session, planned, self._tell)
 
     def _free_optimizers(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.forwards import OnlyHere
 from tightfit.techniques.session import Session
 
 Shapes = dict[str, list[int]]
@@ -54,7 +55,7 @@ class Inputs:
         return cls(largest={n: list(s) for n, s in root["inputs"].items()}, varying=set(root.get("varying", ())))
 
 
-class InputCheck:
+class InputCheck(OnlyHere):
     """The code around the forward of a model that a plan is on. It keeps the session for as long as the model lives with it."""
 
     def __init__(self, session: Session, planned: Inputs | None, tell: Tell) -> None:
@@ -63,7 +64,7 @@ class InputCheck:
         self._tell = tell
         self._is_first = True
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._planned is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._compare(self._planned, input_shapes(args, kwargs))
         return forward(*args, **kwargs)

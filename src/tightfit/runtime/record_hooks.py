@@ -5,7 +5,7 @@ Hooks return nothing and change nothing, so the run's results are its own. A ste
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.deaths import WeakTable
 from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
+from tightfit.techniques.lazy_tensor import LazyTensor
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.replaced import Leave
 
@@ -98,7 +99,11 @@ class RunHooks:
             self._end()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._emit("held", "", {"gradients": [p.grad for p in _parameters(optimizer) if p.grad is not None]})
+        self._emit(
+            "held",
+            "",
+            {"gradients": [held for p in _parameters(optimizer) if p.grad is not None for held in _with_inner(p.grad)]},
+        )
         self._begin(OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -152,7 +157,12 @@ def held_tensors() -> HeldTensors:
     parameters += itertools.chain.from_iterable(_parameters(optimizer) for optimizer in optimizers)
     return {
         "parameters": parameters,
-        "gradients": [tensor.grad for tensor in parameters if tensor.is_leaf and tensor.grad is not None],
+        "gradients": [
+            held
+            for tensor in parameters
+            if tensor.is_leaf and tensor.grad is not None
+            for held in _with_inner(tensor.grad)
+        ],
         "optimizer_state": list(itertools.chain.from_iterable(_states(optimizer) for optimizer in optimizers)),
     }
 
@@ -181,4 +191,10 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:
     states = (state for state in optimizer.state.values() if isinstance(state, dict))
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    values = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return list(itertools.chain.from_iterable(map(_with_inner, values)))
+
+
+def _with_inner(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors that hold memory for one of which a technique keeps another form, or nothing."""
+    return tensor.source.held() if isinstance(tensor, LazyTensor) else (tensor,)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
-def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
+def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2) -> None:
     """Runs `script` to its end with `plan` on it. `say` is told what was done when it is done: three lines, and one more for each further model.
+    `check_steps` is as in `tightfit.techniques.session.Session`.
 
     Raises:
         ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun. Or the
@@ -44,7 +45,8 @@ def run(plan: Plan, script: Script, say: Callable[[str], None]) -> None:
                 say(line)
                 said.add(line)
 
-    attachment = Attachment(plan.choices, plan.model.get("roots", ()), on_apply=applied, tell=say)
+    roots = plan.model.get("roots", ())
+    attachment = Attachment(plan.choices, roots, on_apply=applied, tell=say, check_steps=check_steps)
     forget_apply_errors()
     end = attachment.install()
     try:

@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn import functional
 
+from tightfit.errors import ApplyError
+from tightfit.techniques.first_order import Refuse, first_order
+
 GradientsIn: TypeAlias = Literal["forward", "backward"]
 
 NUM_WEIGHT_BLOCKS = 4  # of the weight whose gradient in half precision is added to the sum at once
@@ -57,6 +60,7 @@ class Loss:
     label_smoothing: float
     num_chunks: int
     gradients_in: GradientsIn | None
+    refuse: Refuse = ApplyError
 
     @property
     def result_type(self) -> torch.dtype:
@@ -104,6 +108,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             rows, log_sums, gradients = _through_tokens(ctx, hidden, weight, bias, target, loss)
             ctx.loss = loss
+            ctx.refuse = loss.refuse
             ctx.gradients = gradients
             if loss.gradients_in is not None:
                 ctx.save_for_backward(hidden, weight, bias, target, log_sums)
@@ -115,7 +120,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             return total.to(loss.result_type)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("chunked_loss")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         """The gradients left by the forward pass, or those computed now; a graph that is kept is computed again the second time."""
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
@@ -293,6 +298,11 @@ def _forward(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> tuple[torc
             case Cast():
                 logits = logits.to(change.target)
     return logits, kept
+
+
+def changed_logits(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> torch.Tensor:
+    """What the cross-entropy sees of the logits of a head."""
+    return _forward(logits, changes)[0]
 
 
 def _backward(slope: torch.Tensor, changes: tuple[Pointwise, ...], kept: list[torch.Tensor]) -> torch.Tensor:

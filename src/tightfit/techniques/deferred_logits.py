@@ -23,7 +23,9 @@ from tightfit.techniques.chunked_cross_entropy import (
     Loss,
 )
 from tightfit.techniques.deferral import FACTS, changes, fact, name_of
+from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.logit_forms import Form
+from tightfit.techniques.loss_checks import sample_differs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,17 @@ class Origin:
     """One call of a head: what its logits come from, and the logits themselves once somebody has asked for them."""
 
     def __init__(
-        self, linear: torch.nn.Linear, hidden: torch.Tensor, chunks: Chunks, counted: Callable[[str], None]
+        self,
+        linear: torch.nn.Linear,
+        hidden: torch.Tensor,
+        chunks: Chunks,
+        counted: Callable[[str], None],
+        refuse: Refuse = ApplyError,
+        *,
+        is_checked: bool = False,
     ) -> None:
+        self.refuse = refuse
+        self.is_checked = is_checked
         self.hidden = hidden
         self.parameter = linear.weight
         self.weight: torch.Tensor = linear.weight
@@ -84,7 +95,7 @@ class Origin:
             ApplyError: what they come from has changed since, and it was not an optimizer of the session that changed it.
         """
         if not self._is_as_it_was:
-            raise ApplyError(
+            raise self.refuse(
                 "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
                 "hand; read them before that, or leave the technique chunked_loss out"
             )
@@ -147,11 +158,11 @@ class _Defer(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin, form: Form
     ) -> "DeferredLogits":
-        ctx.origin, ctx.form = origin, form
+        ctx.origin, ctx.form, ctx.refuse = origin, form, origin.refuse
         return DeferredLogits.of(origin, form)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("chunked_loss")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         origin: Origin = ctx.origin
         inputs = [origin.hidden, origin.weight] + ([] if origin.bias is None else [origin.bias])
@@ -297,8 +308,15 @@ def _loss(
         label_smoothing=label_smoothing,
         num_chunks=origin.chunks.num_chunks,
         gradients_in=gradients_in if wants_gradients else None,
+        refuse=origin.refuse,
     )
     origin.counted("losses in chunks")
+    if origin.is_checked and wants_gradients:
+        told = sample_differs(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+        if told:
+            raise origin.refuse(
+                f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
+            )
     out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)
     return out.reshape(target.shape) if reduction == "none" else out

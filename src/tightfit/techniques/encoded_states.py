@@ -1,21 +1,42 @@
 """An optimizer of torch.optim whose states are kept in a smaller form between its steps: each is restored for the update of its parameter.
 
-The optimizer stays the script's own and does the arithmetic. Its checkpoints have the states in float32, as those of a plain run, and on the
-host, where they take no device memory; what is loaded is made small again.
+The optimizer stays the script's own and does the arithmetic. Whoever else reads or writes a state, by any operator, finds it whole; a copy and a
+pickle of the optimizer have whole states. So have its checkpoints, in float32 as those of a plain run, and on the host, where they take no device
+memory; what is loaded is made small again.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 
+from tightfit.techniques.lazy_tensor import AbstractSource, LazyTensor
 from tightfit.techniques.optimizer_kernels import check_kernel, set_kernel
-from tightfit.techniques.optimizer_steps import check_separable, groups_by_parameter, replace_step, update_alone
+from tightfit.techniques.optimizer_settings import UpdateSettings
+from tightfit.techniques.optimizer_steps import check_separable, groups_by_parameter, update_alone, update_within_step
 from tightfit.techniques.session import Session
-from tightfit.techniques.state_codecs import AbstractCodec, Encoded
-from tightfit.techniques.updates import Clipping, Updates
+from tightfit.techniques.state_codecs import AbstractCodec
+from tightfit.techniques.updates import Updates
 
-_REST = "_rest"
+
+@final
+class EncodedState(AbstractSource):
+    """One state in the form of `codec`."""
+
+    def __init__(self, codec: AbstractCodec, name: str, value: torch.Tensor) -> None:
+        self._codec = codec
+        self._name = name
+        self._shape, self._dtype = value.shape, value.dtype
+        self.encoded = codec.encode(name, value)
+
+    def whole(self) -> torch.Tensor:
+        return self._codec.decode(self._name, self.encoded, self._shape, self._dtype)
+
+    def was_written(self, whole: torch.Tensor) -> None:
+        self.encoded = self._codec.encode(self._name, whole)
+
+    def held(self) -> Sequence[torch.Tensor]:
+        return self.encoded.main, self.encoded.rest
 
 
 class EncodedStates:
@@ -26,10 +47,13 @@ class EncodedStates:
         self._codec = codec
         self._update_whole = update_alone(optimizer)
 
-    def __call__(self) -> None:
-        for parameter, group in groups_by_parameter(self._optimizer).items():
-            if parameter.grad is not None:
-                self.update(parameter, group)
+    def __call__(self) -> list[torch.Tensor]:
+        """Updates all parameters that have a gradient, and returns them."""
+        groups = groups_by_parameter(self._optimizer)
+        updated = [parameter for parameter in groups if parameter.grad is not None]
+        for parameter in updated:
+            self.update(parameter, groups[parameter])
+        return updated
 
     def update(self, parameter: torch.Tensor, group: int) -> None:
         """Updates one parameter, whose states are whole meanwhile."""
@@ -42,38 +66,27 @@ class EncodedStates:
     def encode(self, parameter: torch.Tensor) -> None:
         """Makes the states of one parameter small."""
         state = self._optimizer.state.get(parameter, {})
-        for name in [n for n, v in state.items() if n + _REST not in state and self._is_whole(n, v, parameter)]:
-            encoded = self._codec.encode(name, state[name])
-            state[name], state[name + _REST] = encoded.main, encoded.rest
+        for name in [name for name, value in state.items() if self._is_whole(name, value, parameter)]:
+            state[name] = LazyTensor(EncodedState(self._codec, name, state[name]), state[name])
 
     def decode(self, parameter: torch.Tensor) -> None:
         """Makes the states of one parameter whole again."""
-        state = self._optimizer.state[parameter]
-        for name in _names_encoded(state):
-            state[name] = self._decoded(state, name, parameter)
-            del state[name + _REST]
-
-    def _decoded(self, state: dict[str, Any], name: str, parameter: torch.Tensor) -> torch.Tensor:
-        encoded = Encoded(main=state[name], rest=state[name + _REST])
-        return self._codec.decode(name, encoded, parameter.shape, parameter.dtype)
+        state = self._optimizer.state.get(parameter, {})
+        for name, value in list(state.items()):
+            if isinstance(value, LazyTensor):
+                state[name] = value.whole()
 
     def _is_whole(self, name: str, value: Any, parameter: torch.Tensor) -> bool:
         return (
             isinstance(value, torch.Tensor)
+            and not isinstance(value, LazyTensor)
             and value.shape == parameter.shape
             and self._codec.takes(name, parameter.shape)
         )
 
-    def saved(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with whole states, on the host."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        states = dict(state_dict["state"])
-        for index, parameter in zip(indices, parameters, strict=True):
-            if index in states:
-                state = states[index]
-                whole = {name: self._decoded(state, name, parameter).cpu() for name in _names_encoded(state)}
-                states[index] = {n: v for n, v in state.items() if not n.endswith(_REST)} | whole
+        states = {index: {n: _on_host(v) for n, v in state.items()} for index, state in state_dict["state"].items()}
         return {**state_dict, "state": states}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,8 +95,8 @@ class EncodedStates:
             self.encode(parameter)
 
 
-def _names_encoded(state: dict[str, Any]) -> list[str]:
-    return [name.removesuffix(_REST) for name in state if name.endswith(_REST)]
+def _on_host(value: Any) -> Any:
+    return value.whole().cpu() if isinstance(value, LazyTensor) else value
 
 
 def encode_states(session: Session, codec: AbstractCodec, technique: str, settings: Mapping[str, Any]) -> None:
@@ -95,27 +108,26 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str, settin
     Raises:
         ApplyError: an optimizer is not known to update each parameter by itself, or has no fused implementation.
     """
-    is_fused = settings.get("kernel") == "fused"
-    in_backward, clips = (settings.get(name) in (True, "True") for name in ("in_backward", "clips"))
+    given = UpdateSettings.of(settings)
     for optimizer in session.optimizers:
         check_separable(optimizer, technique)
-        if is_fused:
+        if given.kernel == "fused":
             check_kernel(optimizer, session.model, "fused")
-    clipping = Clipping(session) if in_backward and clips else None
-    for optimizer in session.optimizers:
-        if is_fused:
+    states = {optimizer: EncodedStates(optimizer, codec) for optimizer in session.optimizers}
+    for optimizer, encoded in states.items():
+        if given.kernel == "fused":
             set_kernel(session, optimizer, "fused")
-        states = EncodedStates(optimizer, codec)
 
-        def undo(states: EncodedStates = states, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def undo(encoded: EncodedStates = encoded, optimizer: torch.optim.Optimizer = optimizer) -> None:
             for parameter in list(optimizer.state):
-                states.decode(parameter)
+                encoded.decode(parameter)
 
         session.when_undone(undo)
-        states.loaded(optimizer)
-        if in_backward:
-            Updates(session, optimizer, states.update, clipping).install()
-        else:
-            replace_step(session, optimizer, states)
-        session.when_undone(optimizer.register_state_dict_post_hook(states.saved).remove)
-        session.when_undone(optimizer.register_load_state_dict_post_hook(states.loaded).remove)
+        encoded.loaded(optimizer)
+        if not given.in_backward:
+            update_within_step(session, optimizer, encoded)
+        session.when_undone(optimizer.register_state_dict_post_hook(encoded.saved).remove)
+        session.when_undone(optimizer.register_load_state_dict_post_hook(encoded.loaded).remove)
+    if given.in_backward:
+        updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
+        Updates(session, updates, in_one_pass=given.may_update_in_one_pass, updates_all=True).install()

@@ -2,15 +2,17 @@
 
 The wrapper lives in the module's own `__dict__`: hooks, submodules, parameters and `state_dict` keys stay what they are. A copy of the module
 (an EMA, say) wraps the copy and not the original, a module that is pickled whole is pickled without it, and `inspect.signature` sees the
-module's own signature.
+module's own signature. A wrapper is taken off by itself: what somebody else has put around it or in its place stays.
 """
 
+import contextlib
+import contextvars
 import copy
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +20,54 @@ import torch
 # Called with what comes next, and with the arguments of the module.
 Around = Callable[..., Any]
 
+_IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)
+
+
+@contextlib.contextmanager
+def plain_forwards() -> Iterator[None]:
+    """For the time, wrapped forwards run what would run without any wrapper: for proofs about the model itself."""
+    token = _IS_PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _IS_PLAIN.reset(token)
+
+
+def are_forwards_plain() -> bool:
+    """Whether this is inside of `plain_forwards`."""
+    return _IS_PLAIN.get()
+
+
+class OnlyHere:
+    """Code around a forward, or what has a method that is, that belongs to one module and its session: copies of the module do without it."""
+
+    __slots__ = ()
+
+
+def through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What is around a forward where nothing is."""
+    return forward(*args, **kwargs)
+
 
 class WrappedForward:
-    """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had."""
+    """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had.
 
-    def __init__(self, module: torch.nn.Module, around: Around, previous: Callable[..., Any] | None) -> None:
+    `is_copied` in a copy of a module, whose wrappers no session knows.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        around: Around,
+        previous: Callable[..., Any] | None,
+        *,
+        is_copied: bool = False,
+    ) -> None:
         # The module owns the wrapper: a reference back would keep both alive until the next collection of cycles.
         self._module = weakref.ref(module)
         self.around = around
         self.previous = previous
+        self.is_copied = is_copied
 
     @property
     def module(self) -> torch.nn.Module:
@@ -35,8 +76,8 @@ class WrappedForward:
         assert module is not None
         return module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.inner, *args, **kwargs)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if _IS_PLAIN.get() else self.around(self.inner, *args, **kwargs)
 
     @property
     def inner(self) -> Callable[..., Any]:
@@ -54,19 +95,72 @@ class WrappedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.inner)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WrappedForward":
-        previous = self.previous
+    def put_on(self) -> None:
+        """Has the module call this."""
+        vars(self.module)["forward"] = self
+
+    def take_off(self) -> None:
+        """Has the module do without this, wherever it is by now: where somebody else calls it, it does nothing any more."""
+        self.around = through
+        module = self._module()
+        if module is None:
+            return
+        outer, current = None, vars(module).get("forward")
+        while isinstance(current, WrappedForward) and current is not self:
+            outer, current = current, current.previous
+        if current is not self:
+            return
+        if outer is not None:
+            outer.previous = self.previous
+        elif self.previous is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = self.previous
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        module, previous = copy.deepcopy(self.module, memo), self.previous
         if isinstance(previous, types.MethodType | WrappedForward):
             previous = copy.deepcopy(previous, memo)
+        if self.around is through or isinstance(getattr(self.around, "__self__", self.around), OnlyHere):
+            return types.MethodType(type(module).forward, module) if previous is None else previous
         # Code that is an object of its own may belong to the module; a function is shared, as functions are.
         around = copy.deepcopy(self.around, memo) if hasattr(self.around, "__deepcopy__") else self.around
-        return WrappedForward(copy.deepcopy(self.module, memo), around, previous)
+        return WrappedForward(module, around, previous, is_copied=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By name: the type of bound methods has no name that pickle finds.
         return (getattr, (self.module, "forward"))
 
 
+def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What stands as `forward` on the module object itself; None where the class's own is called, also by its name in a copy."""
+    current = vars(module).get("forward")
+    if isinstance(current, types.MethodType) and current.__self__ is module:
+        return None if current.__func__ is type(module).forward else current
+    return current
+
+
 def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
-    """The wrapper that `session.set(module, "forward", ...)` takes."""
-    return WrappedForward(module, around, vars(module).get("forward"))
+    """The wrapper around what `module` has as its `forward`; it is not on yet."""
+    return WrappedForward(module, around, own_forward(module))
+
+
+def take_off_copied(model: torch.nn.Module) -> Callable[[], None]:
+    """Has `model` do without the wrappers that came with it when a model with a plan was copied; returns what puts them back."""
+    taken: list[tuple[torch.nn.Module, WrappedForward]] = []
+    for module in model.modules():
+        outermost = current = vars(module).get("forward")
+        while isinstance(current, WrappedForward) and current.is_copied:
+            current = current.previous
+        if isinstance(outermost, WrappedForward) and current is not outermost:
+            taken.append((module, outermost))
+            if current is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = current
+
+    def put_back() -> None:
+        for module, outermost in taken:
+            vars(module)["forward"] = outermost
+
+    return put_back

@@ -176,6 +176,8 @@ def _pool(module: Any, axis: int) -> Layer | None:
 
 
 def _growing(module: Any, axis: int) -> Layer | None:
+    if not _is_of_torch(module):
+        return None
     if isinstance(module, _TRANSPOSED):
         is_apart = module.kernel_size == module.stride and not any((*module.padding, *module.output_padding))
         return Layer(module=module, grows=module.stride[axis]) if is_apart and set(module.dilation) == {1} else None
@@ -185,11 +187,18 @@ def _growing(module: Any, axis: int) -> Layer | None:
 
 def _is_pointwise(module: Any) -> bool:
     """Whether each position is computed by itself: an activation, a dropout or a batch norm that is not training."""
+    if not _is_of_torch(module):
+        return False
     if isinstance(module, _DROPOUTS):
         return not module.training or module.p == 0
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return not module.training and module.running_mean is not None
     return type(module) in _POINTWISE
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether the class is torch's own, and not one that is derived from it and may do anything."""
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _nearest_factor(module: Any, axis: int) -> int:
@@ -223,6 +232,24 @@ def _path(layers: Sequence[Layer], lengths: Sequence[int], out_begin: int, out_e
         begin, end = clipped
     tile = Tile(begin=begin, end=end, out_begin=out_begin, out_end=out_end)
     return Path(tile=tile, steps=tuple(reversed(steps)))
+
+
+def length_within(layers: Sequence[Layer], length: int) -> int:
+    """How many positions at the beginning of a chain's output need nothing of its input after the first `length`, and no padding there."""
+    lengths = [length]
+    for layer in layers:
+        lengths.append(layer.length(lengths[-1]))
+    end = lengths[-1]
+    while end > 0:
+        needed = end
+        for layer, available in zip(reversed(layers), reversed(lengths[:-1]), strict=True):
+            needed = layer.needs(0, needed)[1]
+            if needed > available:
+                break
+        else:
+            return end
+        end -= 1
+    return 0
 
 
 def run_step(step: Step, value: torch.Tensor, dim: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.split_forward import AbstractBatch
+from tightfit.techniques.batches import AbstractBatch, Instead
 
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -33,12 +33,13 @@ class LoadedBatch(AbstractBatch):
                     f"the batch holds a {type(leaf).__name__}, which is not known how to split; leave micro_batches out"
                 )
 
-    def part(self, begin: int, end: int) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The batch of the examples from `begin` to before `end`."""
+    def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The batch of the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
 
         def cut(value: Any) -> Any:
-            is_split = isinstance(value, torch.Tensor) and value.dim()
-            return value[begin:end] if is_split or self._is_row_of_plain(value) else value
+            if isinstance(value, torch.Tensor) and value.dim():
+                return value[begin:end] if instead is None else instead(value)
+            return value[begin:end] if self._is_row_of_plain(value) else value
 
         return [_mapped(self._batch, cut, self._is_row_of_plain)], {}
 

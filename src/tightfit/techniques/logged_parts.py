@@ -37,6 +37,14 @@ class LoggedParts:
         self._by_name: dict[str, _Logged] = {}
         self._new: list[dict[str, Any]] = []
         self._is_muted = False
+        signature = inspect.signature(module.log)
+
+        def gather(*args: Any, **kwargs: Any) -> None:
+            if not self._is_muted:
+                self._new.append(dict(signature.bind(*args, **kwargs).arguments))
+
+        # The same object in each step: another one would look like a module that has changed.
+        self._gather = gather
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -44,13 +52,7 @@ class LoggedParts:
         self._by_name, self._new = {}, []
         own = vars(self._module)
         before = own.get("log")
-        signature = inspect.signature(self._module.log)
-
-        def gather(*args: Any, **kwargs: Any) -> None:
-            if not self._is_muted:
-                self._new.append(dict(signature.bind(*args, **kwargs).arguments))
-
-        own["log"] = gather
+        own["log"] = self._gather
         try:
             yield
         finally:

@@ -33,6 +33,7 @@ _DRAWS = frozenset(
         *("multinomial", "normal", "normal_", "uniform_", "exponential_", "native_dropout", "gumbel_softmax"),
     }
 )
+_DECIDES = frozenset({"__bool__", "item", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"})
 _DROPOUTS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"}
 )
@@ -58,7 +59,9 @@ class Watch(TorchFunctionMode):
     def __init__(self, num_examples: int, *, allows_randomness: bool) -> None:
         super().__init__()
         self.terms: list[Term] = []
-        self._num_examples = num_examples
+        # What the code read off tensors, to go on by.
+        self.decisions: list[Any] = []
+        self.num_examples = num_examples
         self._allows_randomness = allows_randomness
 
     def __torch_function__(
@@ -77,6 +80,8 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
+        elif name in _DECIDES and isinstance(result, bool | int | float):
+            self.decisions.append(None if result != result else result)  # noqa: PLR0124 - not a number
         return result
 
     def _note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any) -> None:
@@ -86,21 +91,23 @@ class Watch(TorchFunctionMode):
             return
         scores, target = call["input"], call["target"]
         is_contrastive = (
-            func in _OF_CLASSES and scores.dim() == 2 and tuple(scores.shape) == (self._num_examples,) * 2
-        ) and self._num_examples > 1
+            func in _OF_CLASSES and scores.dim() == 2 and tuple(scores.shape) == (self.num_examples,) * 2
+        ) and self.num_examples > 1
         num_terms: torch.Tensor | int | None = None
         if call["reduction"] == "mean" and func in _OF_ELEMENTS:
             num_terms = torch.broadcast_shapes(scores.shape, target.shape).numel()
         elif call["reduction"] == "mean":
             num_terms = _num_targets(scores, target, call["weight"], call["ignore_index"])
-        self.terms.append(
-            Term(
-                loss=loss,
-                num_terms=num_terms,
-                most_terms=max(1, target.numel()),
-                is_contrastive=is_contrastive,
-            )
-        )
+        term = Term(loss=loss, num_terms=num_terms, most_terms=max(1, target.numel()), is_contrastive=is_contrastive)
+        self.noted(term, call, is_of_classes=func in _OF_CLASSES)
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a loss function that is not one of torch."""
+        return func(*args, **kwargs)
+
+    def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
+        """Keeps a term; `inputs` are the arguments of the loss function."""
+        self.terms.append(term)
 
     def index_of(self, loss: torch.Tensor) -> int:
         """Which of the terms `loss` is, up to a scale.

@@ -5,6 +5,7 @@ and for the training loops of Lightning and the Trainer, which have a method tha
 The means of the parts are weighted by the number of their terms, so that the sum is the gradient of the whole batch.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -104,14 +105,25 @@ class MicroBatches(AbstractTechnique):
                     f"{name} is a batch norm in training: its statistics are those of the whole batch; leave micro_batches out"
                 )
 
+        statistics = session.statistics
+
         def counted() -> None:
-            session.statistics["micro-batches"] += 1
+            statistics["micro-batches"] += 1
 
         num_parts, draws = int(choice.settings["num_parts"]), choice.settings["draws_anew"] in (True, "True")
+        refuse = functools.partial(session.verdict.refuse, technique=self.name)
         if loop:
-            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted)
-        else:
-            session.wrap_forward(model, SplitForward(model, num_parts, allows_randomness=draws, counted=counted))
+            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted, refuse=refuse)
+            return
+        split = SplitForward(
+            model,
+            num_parts,
+            allows_randomness=draws,
+            counted=counted,
+            refuse=refuse,
+            check_steps=session.check_steps,
+        )
+        session.wrap_forward(model, split)
 
 
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:

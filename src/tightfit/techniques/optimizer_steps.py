@@ -1,12 +1,12 @@
 """Steps of an optimizer of torch.optim in other ways than all parameters at once: one parameter alone, or something else in its place.
 
 The optimizer stays the script's own object, and its `step` is not replaced: schedulers have wrapped it, and count its calls. What is to happen
-instead runs in a hook before it, after which the step itself finds nothing to do.
+instead runs as the closure of that step, which torch calls after all hooks of the script and before any update; the step then passes over the
+parameters that were updated, because their gradients are not there, and these are back before the script's next hook.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 
 UpdateOne = Callable[[torch.Tensor, int], None]
+Groups = list[dict[str, Any]]
 
 # These update every parameter from its own gradient and state only; LBFGS looks at all of them together.
 _NOT_SEPARABLE = ("LBFGS",)
@@ -38,68 +39,78 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         )
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's step without its hooks and without what schedulers have put around it."""
-    step = type(optimizer).step
-    inner = vars(step)["__wrapped__"] if getattr(step, "hooked", False) else step
-    return lambda: inner(optimizer)
-
-
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
     """Which group each parameter is in, by the index of the group: a checkpoint that is loaded brings new group objects."""
     return {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
-@contextmanager
-def only(optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Iterator[None]:
-    """While this lasts `optimizer` has one parameter, with the hyperparameters of that group as they are now."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[group], "params": [parameter]}]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
+def beside(optimizer: torch.optim.Optimizer, groups: Groups, states: dict[torch.Tensor, Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same kind with these groups and states, and without hooks; the script's own is not touched."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update({name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")})
+    made.param_groups, made.state = groups, states  # type: ignore[assignment]
+    return made
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of this kind of optimizer without hooks and without what schedulers have put around it."""
+    step = type(optimizer).step
+    return vars(step)["__wrapped__"] if getattr(step, "hooked", False) else step
 
 
 def update_alone(optimizer: torch.optim.Optimizer) -> UpdateOne:
     """Updates one parameter, of the group with this index, as the optimizer's step would."""
-    step = step_of(optimizer)
+    step, known = step_of(optimizer), weakref.ref(optimizer)
 
     def update(parameter: torch.Tensor, group: int) -> None:
-        with only(optimizer, group, parameter):
-            step()
+        live = known()
+        assert live is not None
+        step(beside(live, [{**live.param_groups[group], "params": [parameter]}], live.state))
 
     return update
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Replaced:
-    """The hooks around one optimizer's step that run `update` in its place."""
+class _Innermost:
+    """Runs `update` within the steps of one optimizer; it returns the parameters that torch's own loop is to pass over."""
 
-    update: Callable[[], None]
-    groups: list[dict[str, Any]] | None = None
+    def __init__(self, update: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._update = update
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Gradients that a step has left hidden were those of a step that was interrupted.
+        self._hidden.clear()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = (args[0],), {"closure": lambda: loss}
-        with torch.no_grad():
-            self.update()
-        self.groups, optimizer.param_groups = optimizer.param_groups, []
-        return args, kwargs
 
-    def after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self.groups is not None:
-            self.groups, optimizer.param_groups = None, self.groups
+        def closure_and_update() -> Any:
+            loss = closure() if closure is not None else None
+            with torch.no_grad():
+                self._hide(self._update())
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_and_update}
+
+    def _hide(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
 
 
-def replace_step(session: Session, optimizer: torch.optim.Optimizer, update: Callable[[], None]) -> None:
-    """Has `update` run whenever `optimizer` is stepped, in place of what it does; closures are called first, as it would."""
-    replaced = _Replaced(update=update)
-    for handle in (
-        optimizer.register_step_pre_hook(replaced.before),
-        optimizer.register_step_post_hook(replaced.after),
-    ):
-        session.when_undone(handle.remove)
+def update_within_step(
+    session: Session, optimizer: torch.optim.Optimizer, update: Callable[[], Iterable[torch.Tensor]]
+) -> None:
+    """Has `update` run whenever `optimizer` is stepped, after closures and the script's own hooks, until the session is undone.
+
+    The parameters that it returns are not updated by the step itself.
+    """
+    innermost = _Innermost(update)
+    session.hook(optimizer.register_step_pre_hook, innermost.before)
+    after = session.hook(optimizer.register_step_post_hook, innermost.after)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(after.id, last=False)

@@ -5,17 +5,18 @@ still in eight bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Never, final
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Category, Tape
 from tightfit.techniques.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
-from tightfit.techniques.optimizer_steps import check_separable, replace_step
+from tightfit.techniques.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels
 from tightfit.techniques.rounding import LowPrecisionUpdate, Rounding, WideStates
 from tightfit.techniques.session import Session
@@ -70,17 +71,38 @@ class PureBf16(AbstractTechnique):
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
         for optimizer, update in zip(session.optimizers, updates, strict=True):
-            replace_step(session, optimizer, update)
+            update_within_step(session, optimizer, update)
             wide = WideStates()
             session.when_undone(optimizer.register_load_state_dict_pre_hook(wide.before).remove)
             session.when_undone(optimizer.register_load_state_dict_post_hook(wide.after).remove)
 
-        def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
-            return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
-
-        session.wrap_forward(session.model, around)
+        for module in session.model.modules():
+            # Scripts call parts of a model as well.
+            if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
+                session.wrap_forward(module, _part_in_bfloat16)
+        session.wrap_forward(session.model, _in_bfloat16)
+        for optimizer in session.optimizers:
+            session.set(optimizer, "__deepcopy__", _refuse_copy)
+            session.set(optimizer, "__reduce_ex__", _refuse_copy)
         session.notes.append("checkpoints of the model are in bfloat16 while pure_bf16 is on")
+
+
+def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
+    return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
+
+
+def _part_in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Casts only where float32 comes in: what comes in bfloat16 is of the model's own making."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
+        return _in_bfloat16(forward, *args, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _refuse_copy(*_: object) -> Never:
+    raise ApplyError(
+        "a copy of this optimizer would train in bfloat16 without the bits that are cut off; copy its state_dict, or leave pure_bf16 out of the plan"
+    )
 
 
 def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:

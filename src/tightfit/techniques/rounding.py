@@ -6,12 +6,13 @@ keeping what was cut off in a second bfloat16 makes it right to 16 bits (Kahan s
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
-from tightfit.techniques.optimizer_steps import groups_by_parameter, only, step_of
+from tightfit.techniques.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
 
 Rounding = Literal["stochastic", "compensated"]
 
@@ -30,10 +31,15 @@ def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> tor
 
 @dataclasses.dataclass(slots=True)
 class _Rest:
-    """What was cut off of a parameter, and at which of its versions: one that was written to since has no rest."""
+    """What was cut off of a parameter, and a sum over the bits of what was left: one that was written to since, also through `.data`, has no rest."""
 
     value: torch.Tensor
-    version: int
+    bits: torch.Tensor
+
+
+def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """A sum over the elements of a tensor in bfloat16 as integers."""
+    return value.detach().view(torch.int16).sum(dtype=torch.int64)
 
 
 class LowPrecisionUpdate:
@@ -46,18 +52,20 @@ class LowPrecisionUpdate:
         self._lowered = lowered
         self._rounding = rounding
         self._step = step_of(optimizer)
+        self._update_whole = update_alone(optimizer)
         self._rests: dict[torch.Tensor, _Rest] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __call__(self) -> None:
-        for parameter, group in groups_by_parameter(self._optimizer).items():
-            if parameter.grad is None:
-                continue
+    def __call__(self) -> list[torch.Tensor]:
+        """Updates all parameters that have a gradient, and returns them."""
+        groups = groups_by_parameter(self._optimizer)
+        updated = [parameter for parameter in groups if parameter.grad is not None]
+        for parameter in updated:
             if parameter in self._lowered:
-                self._update(parameter, group)
+                self._update(parameter, groups[parameter])
             else:
-                with only(self._optimizer, group, parameter):
-                    self._step()
+                self._update_whole(parameter, groups[parameter])
+        return updated
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether there is a rest of this parameter."""
@@ -67,22 +75,22 @@ class LowPrecisionUpdate:
         """A parameter in float32, with its rest."""
         value = parameter.detach().float()
         rest = self._rests.get(parameter)
-        if rest is not None and rest.version == parameter._version:
-            value.add_(rest.value)
+        if rest is not None and rest.value.shape == value.shape:
+            # No branch, for which the host would wait: a parameter that was written to since gets nothing.
+            value.add_(rest.value * (rest.bits == _sum_of_bits(parameter)))
         return value
 
     def _update(self, parameter: torch.Tensor, group: int) -> None:
-        states = self._optimizer.state
+        optimizer = self._optimizer
         value = self.whole(parameter)
-        value.grad = parameter.grad.float() if parameter.grad is not None else None
-        if parameter in states:
-            states[value] = {name: _wide(state) for name, state in states.pop(parameter).items()}
-        try:
-            with only(self._optimizer, group, value):
-                self._step()
-        finally:
-            if value in states:
-                states[parameter] = states.pop(value)
+        assert parameter.grad is not None
+        value.grad = parameter.grad.float()
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        if parameter in optimizer.state:
+            states[value] = {name: _wide(state) for name, state in optimizer.state[parameter].items()}
+        self._step(beside(optimizer, [{**optimizer.param_groups[group], "params": [value]}], states))
+        if value in states:
+            optimizer.state[parameter] = states[value]
         value.grad = None
         self._write(parameter, value)
 
@@ -92,7 +100,7 @@ class LowPrecisionUpdate:
             return
         parameter.copy_(value)
         rest = value.sub_(parameter).to(torch.bfloat16)
-        self._rests[parameter] = _Rest(rest, parameter._version)
+        self._rests[parameter] = _Rest(rest, _sum_of_bits(parameter))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """A generator of our own: the script's random numbers stay what they were."""

@@ -3,14 +3,15 @@
 Several techniques may have a range each of the same Sequential. A copy of the model (an EMA, say) gets runners of its own.
 """
 
-import weakref
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import WrappedForward
+from tightfit.techniques.forwards import WrappedForward, own_forward
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session
 
@@ -24,8 +25,8 @@ class Ranges:
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
-        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], Runner]] = (
-            weakref.WeakKeyDictionary()
+        self._runners: WeakTable[torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]] = (
+            WeakTable()
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranges":
@@ -42,9 +43,13 @@ class Ranges:
                 value = children[position](value)
                 position += 1
                 continue
-            if place not in runners:
-                runners[place] = self.makers[place](children[place[0] : place[1]])
-            value = runners[place](value)
+            own = children[place[0] : place[1]]
+            known, runner = runners.get(place, ([], None))
+            # A child may be replaced at any time.
+            if runner is None or len(known) != len(own) or not all(map(operator.is_, known, own)):
+                runner = self.makers[place](own)
+                runners[place] = own, runner
+            value = runner(value)
             position = place[1]
         return value
 
@@ -56,7 +61,7 @@ def put_range(session: Session, where: str, begin: int, end: int, make: MakeRunn
         ApplyError: it is no plain Sequential, has no such children, or some of them are run in another way already.
     """
     sequential = check_sequential(session, where, begin, end)
-    current = vars(sequential).get("forward")
+    current = own_forward(sequential)
     if current is None:
         ranges = Ranges()
         session.wrap_forward(sequential, ranges)
@@ -84,7 +89,7 @@ def check_sequential(session: Session, where: str, begin: int, end: int) -> torc
     sequential = session.module(where)
     if type(sequential).forward is not torch.nn.Sequential.forward:
         raise ApplyError(f"{where} is a {type(sequential).__name__}, and a torch.nn.Sequential is needed; leave it out")
-    current = vars(sequential).get("forward")
+    current = own_forward(sequential)
     if current is not None and not (isinstance(current, WrappedForward) and isinstance(current.around, Ranges)):
         raise ApplyError(f"the forward of {where} has been replaced on the object itself; leave it out")
     if not 0 <= begin < end <= len(sequential._modules):

@@ -7,23 +7,26 @@ A technique that finds out while the program runs that it cannot go on rightly r
 it is undone: a program that swallows the error meets it again at its next forward or step.
 """
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import Around, wrap_forward
+from tightfit.techniques.forwards import Around, OnlyHere, wrap_forward
+from tightfit.techniques.layers import Layer
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 CHECK_STEPS = 2
 """In how many of its first calls what a technique does is compared with the plain run."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Verdict:
+class Verdict(OnlyHere):
     """Whether something was refused after a plan was put on: `failure` is the first such error."""
 
     failure: ApplyError | None = None
@@ -56,7 +59,7 @@ class Verdict:
         """A hook before the step of an optimizer."""
         self.check()
 
-    def before_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The code around the forward of a model."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
@@ -85,6 +88,7 @@ class Session:
     notes: list[str] = dataclasses.field(default_factory=list)
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
     _is_guarded: bool = False
+    _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
 
     def module(self, where: str) -> torch.nn.Module:
@@ -106,22 +110,50 @@ class Session:
             ) from None
 
     def when_undone(self, undo: Undo) -> None:
-        """`undo` is run when the session is undone, before all that were given earlier."""
+        """`undo` is run when the session is undone, before all that were given earlier; twice, if an interrupt cuts it short."""
         self._undo.append(undo)
+        self._is_over = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to undo."""
+        return bool(self._undo)
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again."""
+        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again.
+
+        What somebody else sets there meanwhile stays. A function that they call from there does from then on what was there before.
+        """
         own = vars(holder)
-        if name in own:
-            before = own[name]
-            self.when_undone(lambda: setattr(holder, name, before))
+        had, before = name in own, own.get(name)
+        if callable(value) and not isinstance(value, type | torch.nn.Module):
+            value = Layer(holder, name, value, before)
+            self.when_undone(value.take_off)
         else:
-            self.when_undone(lambda: delattr(holder, name))
+            self.when_undone(lambda: _put_back(holder, name, value, had=had, before=before))
         setattr(holder, name, value)
 
     def wrap_forward(self, module: torch.nn.Module, around: Around) -> None:
-        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given."""
-        self.set(module, "forward", wrap_forward(module, around))
+        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given.
+
+        A copy of the module is wrapped likewise, by the same function or by a copy of what has `__deepcopy__`, but not by an `OnlyHere`.
+        """
+        wrapped = wrap_forward(module, around)
+        self.when_undone(wrapped.take_off)
+        wrapped.put_on()
+
+    def hook(self, register: Callable[[Any], RemovableHandle], function: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook for the time of the session: `session.hook(optimizer.register_step_pre_hook, function)`."""
+        handles: list[RemovableHandle] = []
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        self.when_undone(remove)
+        # In one call of C, so that no interrupt comes between.
+        handles.extend(map(register, (function,)))
+        return handles[0]
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
         """The error to raise where user code runs already: `raise session.refuse(...)`.
@@ -129,6 +161,9 @@ class Session:
         From here on the model's forwards with gradients and its optimizers' steps raise it again, until the session is undone. Of several
         refusals the first one stays; threads of the backward pass may call this.
         """
+        if self._is_over:
+            # What is left of a backward pass, say, from before the session was undone.
+            return ApplyError(message, technique=technique, places=places)
         if self.verdict.failure is None:
             self.verdict.refuse(message, technique=technique, places=places)
             self.guard()
@@ -148,7 +183,7 @@ class Session:
         self.verdict.check()
 
     def guard(self) -> None:
-        """Has the model's forwards with gradients and its optimizers' steps raise what was refused, before all else that is around them.
+        """Has the model's forwards with gradients and its optimizers' steps call `check`, before all else that is around them.
 
         A technique may ask for a module whose forward is its own, so this comes after all of them.
         """
@@ -157,20 +192,62 @@ class Session:
         self._is_guarded = True
         self.when_undone(self.verdict.forget)
         for optimizer in self.optimizers:
-            handle = optimizer.register_step_pre_hook(self.verdict.before_step)
+            handle = self.hook(optimizer.register_step_pre_hook, self.verdict.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
-            self.when_undone(handle.remove)
         self.wrap_forward(self.model, self.verdict.before_forward)
 
     def undo(self) -> None:
-        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them."""
+        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them.
+
+        All steps of it are taken. If some fail, the first error is raised at the end, and tells of the others. What an interrupt has cut short is
+        done again.
+        """
+        self._is_over, self._is_guarded = True, False
+        errors: list[BaseException] = []
+        try:
+            self._undo_all(errors)
+        except KeyboardInterrupt as interrupt:
+            errors.append(interrupt)
+            self._undo_all(errors)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and while undoing: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def _undo_all(self, errors: list[BaseException]) -> None:
         while self._undo:
-            self._undo.pop()()
-        self._is_guarded = False
+            try:
+                self._undo[-1]()
+            except Exception as error:  # noqa: BLE001 - the other steps are taken first
+                errors.append(error)
+            self._undo.pop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        """In a copy of an object that holds a session, one with nothing on the copied model and optimizers."""
+        return Session(
+            model=copy.deepcopy(self.model, memo),
+            optimizers=[copy.deepcopy(optimizer, memo) for optimizer in self.optimizers],
+            loop=copy.deepcopy(self.loop, memo),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _without_plan, (self.model, list(self.optimizers))
+
+
+def _without_plan(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
+    return Session(model=model, optimizers=optimizers)
+
+
+def _put_back(holder: Any, name: str, value: Any, *, had: bool, before: Any) -> None:
+    if vars(holder).get(name) is value:
+        if had:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)

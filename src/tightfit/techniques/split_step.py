@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.first_order import Refuse
 from tightfit.techniques.loaded_batch import LoadedBatch, num_examples
 from tightfit.techniques.logged_parts import LoggedParts
 from tightfit.techniques.loss_means import Term, active_watch
@@ -25,7 +26,13 @@ Step = Callable[..., Any]
 
 
 def split_step(
-    session: Session, framework: str, num_parts: int, *, allows_randomness: bool, counted: Callable[[], None]
+    session: Session,
+    framework: str,
+    num_parts: int,
+    *,
+    allows_randomness: bool,
+    counted: Callable[[], None],
+    refuse: Refuse,
 ) -> None:
     """Puts the parts around the method of `session.loop` that computes the loss of a batch.
 
@@ -40,6 +47,8 @@ def split_step(
         num_parts=num_parts,
         allows_randomness=allows_randomness,
         counted=counted,
+        refuse=refuse,
+        check_steps=session.check_steps,
         batch_of=LoadedBatch,
         scaled=None if scaler is None else scaler.scale,
     )
@@ -134,22 +143,27 @@ def _watched(smoother: Any) -> Step:
 
     @functools.wraps(smoother, updated=())
     def smoothed(outputs: Any, labels: torch.Tensor, shift_labels: bool = False, **kwargs: Any) -> torch.Tensor:
-        loss = smoother(outputs, labels, shift_labels=shift_labels, **kwargs)
         watch = active_watch()
+        run = _called if watch is None else watch.run
+        loss = run(smoother, outputs, labels, shift_labels=shift_labels, **kwargs)
         if watch is not None:
             counting = labels[..., 1:] if shift_labels else labels
             is_sum = kwargs.get("num_items_in_batch") is not None
-            watch.terms.append(
-                Term(
-                    loss=loss,
-                    num_terms=None if is_sum else (counting != smoother.ignore_index).sum(),
-                    most_terms=max(1, counting.numel()),
-                    is_contrastive=False,
-                )
+            term = Term(
+                loss=loss,
+                num_terms=None if is_sum else (counting != smoother.ignore_index).sum(),
+                most_terms=max(1, counting.numel()),
+                is_contrastive=False,
             )
+            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+            watch.noted(term, {"input": logits.movedim(-1, 1), "target": labels}, is_of_classes=True)
         return loss
 
     return smoothed
+
+
+def _called(function: Step, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 @contextmanager

@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from tightfit.effects.ambient import Ambient
+from tightfit.errors import ApplyError
+from tightfit.techniques.first_order import Refuse, check_transforms, first_order
+from tightfit.techniques.value_checks import checksum
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +32,33 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output."""
+    """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output.
+
+    `changed` says what of the modules is not what it was at the forward pass, in words, or nothing; `refuse` makes the error to raise then.
+    With `is_checked`, values of what it is given are compared too.
+    """
 
     run: Callable[[Tile, torch.Tensor], torch.Tensor]
     tiles: Sequence[Tile]
     dim: int
     parameters: Sequence[torch.nn.Parameter]
     overlap: bool = False
+    changed: Callable[[], str] = str
+    is_checked: bool = False
+    refuse: Refuse = ApplyError
 
 
 def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
-    """The output of all tiles for the input `value`, with one node in the graph."""
+    """The output of all tiles for the input `value`, with one node in the graph.
+
+    Raises:
+        ApplyError: it is transformed by torch.func. The backward pass raises it where it is differentiated, or the modules have changed since.
+    """
+    check_transforms("tiles", tiling.refuse)
+    if not all(p.is_leaf for p in tiling.parameters):
+        raise tiling.refuse(
+            "has weights that are computed from others (functional_call), which its tiles would not find in the backward pass"
+        )
     trained = [p for p in tiling.parameters if p.requires_grad]
     return _Tiled.apply(tiling, _autocast(value.device.type), value, *trained)
 
@@ -46,7 +66,9 @@ def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiling: Tiling, autocast: dict[str, Any], value: torch.Tensor, *trained: Any) -> torch.Tensor:
-        ctx.tiling, ctx.autocast = tiling, autocast
+        ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
+        ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
+        ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
         ctx.save_for_backward(value, *trained)
         length = max(tile.out_end for tile in tiling.tiles)
         output = None
@@ -62,18 +84,25 @@ class _Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order("tiles")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         (gradient,) = grad_outputs
         tiling = ctx.tiling
         value, *trained = ctx.saved_tensors
+        changed = tiling.changed()
+        if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
+            changed = "a weight was given other data"
+        if not changed and ctx.checksum is not None and ctx.checksum != checksum([value, *tiling.parameters]):
+            changed = "the input or a weight was written to past autograd (through .data)"
+        if changed:
+            raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
         whole = None
         if ctx.needs_input_grad[2]:
             whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
         sums: list[torch.Tensor | None] = [None] * len(trained)
         for tile in tiling.tiles:
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
             wanted = [part, *trained] if whole is not None else trained
             along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)

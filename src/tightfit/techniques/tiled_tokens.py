@@ -7,22 +7,25 @@ backward pass runs, which checkpointing cannot have.
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
+from tightfit.effects.holders import PLAIN
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
+from tightfit.techniques.first_order import are_transforms_active
 from tightfit.techniques.innermost import module_of
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
+from tightfit.techniques.tile_proofs import TileProofs
 from tightfit.techniques.tiled_tokens_options import tiled_tokens_options
-from tightfit.techniques.token_proof import MixesTokens, check_token_wise
 
 # What is known to look at more than one token, to say so before anything runs.
 _MIXES = (
@@ -60,26 +63,42 @@ class TiledTokens(AbstractTechnique):
             return module
 
         for choice, module in zip(chosen, check_each(chosen, check), strict=True):
-            session.wrap_forward(module, _Tiles(choice.where, choice.settings["num_tiles"]))
+            session.wrap_forward(
+                module,
+                _Tiles(
+                    choice.where,
+                    choice.settings["num_tiles"],
+                    verdict=session.verdict,
+                    check_steps=session.check_steps,
+                ),
+            )
 
 
 class _Tiles:
     """The code around the forward of one module."""
 
-    def __init__(self, where: str, num_tiles: int) -> None:
+    def __init__(self, where: str, num_tiles: int, *, verdict: Verdict, check_steps: int) -> None:
         self._where = where
         self._num_tiles = num_tiles
-        self._proved: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._verdict = verdict
+        self._check_steps = check_steps
+        self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
-        return self
+        return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return forward(*args, **kwargs)
-        if any(isinstance(other, torch.Tensor) for other in (*args[1:], *kwargs.values())):
+        if torch.compiler.is_compiling() or are_transforms_active():
+            # Code that is compiled runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
+            return forward(*args, **kwargs)
+        rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
+        if any(isinstance(other, torch.Tensor) for other in rest):
             raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")
+        if rest:
+            raise self._refusal(f"is called with a {type(rest[0]).__name__}, which tiles would share")
         dim = _dimension(value, self._num_tiles)
         if dim is None:
             return forward(*args, **kwargs)
@@ -91,22 +110,27 @@ class _Tiles:
         def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
             return forward(part, *others, **kwargs)
 
-        tiling = Tiling(run=run, tiles=tiles, dim=dim, parameters=list(module.parameters()))
-        if self._proved.get(module) is not module.training:
-            self._prove(module, tiling, value)
+        proofs = self._proofs.get(module)
+        if proofs is None:
+            proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
+        changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+        tiling = Tiling(
+            run=run,
+            tiles=tiles,
+            dim=dim,
+            parameters=list(module.parameters()),
+            refuse=self._refusal,
+            changed=changed,
+            is_checked=proofs.is_checked,
+        )
         return run_tiled(tiling, value)
 
-    def _prove(self, module: torch.nn.Module, tiling: Tiling, value: torch.Tensor) -> None:
-        tile = tiling.tiles[0]
-        part = tile.of(value.detach(), tiling.dim)
-        try:
-            check_token_wise(lambda part: tiling.run(tile, part), part, tiling.parameters, module.buffers())
-        except MixesTokens as error:
-            raise self._refusal(f"cannot be run in tiles: {error}") from None
-        self._proved[module] = module.training
-
     def _refusal(self, why: str) -> ApplyError:
-        return ApplyError(f"{self._where} {why}; leave it out", technique=TiledTokens.name, places=(self._where,))
+        return self._verdict.refuse(
+            f"{self._where} {why}; leave it out (tightfit plan --without {TiledTokens.name}@{self._where})",
+            technique=TiledTokens.name,
+            places=(self._where,),
+        )
 
 
 def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:

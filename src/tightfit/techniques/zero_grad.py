@@ -1,24 +1,35 @@
 """Gradients are freed where a script only fills them with zeros: between the two nothing is gained by holding them.
 
 `zero_grad(set_to_none=False)`, and torch before 2.0 by default, keep every gradient through the next forward pass, and the next backward
-pass makes new ones to add to them. torch's own documentation says what differs: a parameter without gradient is skipped by an optimizer, one with
-a gradient of zeros is not. So a parameter that had a gradient and gets none in a step is given zeros just before the step.
+pass makes new ones to add to them. What stands on a parameter instead is zeros to whoever reads it, adds to it or steps with it, and takes memory
+from then on only. A gradient that somebody else has a name or a view of is filled where it is.
 """
 
-import copy
+import functools
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
+from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
+from tightfit.techniques.lazy_tensor import LazyTensor
+from tightfit.techniques.optimizer_steps import update_within_step
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels, runs_of
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.torch_hooks.manifest import STORAGE_USES
 
+# What refers to a gradient that nobody else keeps, while `_is_shared` looks at it: the parameter, two names and an argument; and to its storage:
+# the gradient and a name.
+_OWN_REFERENCES = 4
+_OWN_USES = 2
 _ZEROING = ("aten.zero_", "aten._foreach_zero_")
 
 
@@ -28,7 +39,7 @@ class ZeroGrad(AbstractTechnique):
 
     name = "zero_grad"
     exact = True
-    exactness = "bit for bit, but that a gradient may be -0.0 where it was 0.0: a new gradient takes the place of zeros that it is added to"
+    exactness = "bit for bit"
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
@@ -58,70 +69,87 @@ class ZeroGrad(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts a `zero_grad` that frees on the model and on every optimizer."""
-        absents = [_Absent(optimizer) for optimizer in session.optimizers]
-        for optimizer, absent in zip(session.optimizers, absents, strict=True):
-            session.set(optimizer, "zero_grad", absent.free)
-            session.when_undone(optimizer.register_step_pre_hook(absent.before_step).remove)
-        session.set(session.model, "zero_grad", _FreeingModule(session.model, absents))
+        freed = _Freed()
+        for optimizer in session.optimizers:
+            session.set(optimizer, "zero_grad", functools.partial(_zero_optimizer, weakref.ref(optimizer), freed))
+            # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
+            update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
+        session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
+        session.when_undone(freed.end)
 
 
-class _Absent:
-    """The gradients of one optimizer that were freed in place of being zeroed."""
+class _Freed:
+    """The parameters whose gradients were freed in place of being filled with zeros; what stands for these is zeros to whoever reads or adds."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._had: dict[torch.Tensor, None] = {}
+    def __init__(self) -> None:
+        self._handles: dict[torch.Tensor, RemovableHandle] = {}
 
-    def note(self, *, are_zeroed: bool) -> None:
-        """Remembers which parameters have a gradient that would have become zeros; those that would have been freed are nothing to remember."""
-        if not are_zeroed:
-            self._had.clear()
-            return
-        self._had.update((p, None) for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None)
+    def zero(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Has gradients of zeros on these parameters, for which no memory is held."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            deferred = deferred_gradient(parameter)
+            if deferred is not None or _is_shared(gradient):
+                # What is deferred already answers itself; a view of the script's own buffer is filled where it is.
+                with torch.no_grad():
+                    gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+                    gradient.zero_()
+                continue
+            Deferred.zeros(gradient).put(parameter)
+            if parameter not in self._handles:
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(settle)
 
-    def free(self, set_to_none: bool = True) -> None:
-        """In place of `Optimizer.zero_grad`."""
-        self.note(are_zeroed=not set_to_none)
-        type(self._optimizer).zero_grad(self._optimizer, set_to_none=True)
-
-    def before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Fills before the step, or after the closure that it calls first."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.fill()
-            return None
-
-        def closure_and_fill() -> Any:
-            loss = closure()
-            self.fill()
-            return loss
-
-        return (args[0],), {"closure": closure_and_fill}
-
-    def fill(self) -> None:
-        """Gives zeros to what had a gradient and got none."""
-        for parameter in self._had:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def end(self) -> None:
+        """Makes the zeros, and hooks nothing any more."""
+        for parameter, handle in self._handles.items():
+            handle.remove()
+            if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
+                deferred.whole()
+                settle(parameter)
+        self._handles.clear()
 
 
-class _FreeingModule:
-    """In place of `Module.zero_grad`; a copy or a pickle of the model has its own."""
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """Whether more than the parameter knows this memory: it is a view or has one, or somebody keeps the tensor."""
+    if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
+        return True
+    storage = gradient.untyped_storage()
+    uses = STORAGE_USES.value()(storage._cdata)
+    return gradient._is_view() or uses > _OWN_USES or sys.getrefcount(gradient) > _OWN_REFERENCES
 
-    def __init__(self, module: torch.nn.Module, absents: Sequence[_Absent]) -> None:
-        self._module = module
-        self._absents = tuple(absents)
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        for absent in self._absents:
-            absent.note(are_zeroed=not set_to_none)
-        type(self._module).zero_grad(self._module, set_to_none=True)
+def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
+    """Makes zeros, within a step, for what the script has zeroed and no backward pass has reached."""
+    optimizer = known()
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            deferred = deferred_gradient(parameter)
+            if deferred is not None and deferred.state == "zero":
+                deferred.whole()
+            settle(parameter)
+    return ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_FreeingModule":
-        return _FreeingModule(copy.deepcopy(self._module, memo), ())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "zero_grad")
+def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
+    """In place of `Optimizer.zero_grad`."""
+    optimizer = known()
+    assert optimizer is not None
+    if set_to_none:
+        type(optimizer).zero_grad(optimizer)
+    else:
+        freed.zero(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_none: bool = True) -> None:
+    """In place of `Module.zero_grad`."""
+    module = known()
+    assert module is not None
+    if set_to_none:
+        type(module).zero_grad(module)
+    else:
+        freed.zero(module.parameters())
 
 
 def _kept(run: OptimizerTape) -> Column:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tightfit.faults import note
 from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, RUN_BACKWARD
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
@@ -55,10 +56,22 @@ class BackwardPass:
         """Runs the pass with the arguments that it was called with, but for `keeps_graph` where one is given."""
         return self._next(*self._args(keeps_graph), **self.kwargs)
 
-    def run_again(self, *, keeps_graph: bool | None = None) -> Any:
-        """Runs a pass that kept its graph once more, later, with the owners around it that it concerns then, but not the one whom it was given to."""
+    def run_again(self, *, keeps_graph: bool | None = None, inputs: tuple[Any, ...] | None = None) -> Any:
+        """Runs a pass that kept its graph once more, later, with the owners around it that it concerns then, but not the one whom it was given to.
+
+        With `inputs` these leaves alone get gradients.
+        """
         owners = [owner for owner in _REPLACED.owners() if owner is not self._owner()]
-        return _run(owners, self._innermost, self._args(keeps_graph), self.kwargs)
+        args = self._args(keeps_graph)
+        return _run(owners, self._innermost, args if inputs is None else (*args[:4], inputs, *args[5:]), self.kwargs)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves that get a gradient, each once, but for those that only a recomputation leads to."""
+        return list(dict.fromkeys(_leaves(self.roots, self.inputs)))
+
+    def nodes(self) -> Iterator[Any]:
+        """The nodes of the graph, each once."""
+        return _nodes(self.roots)
 
     def _args(self, keeps_graph: bool | None) -> tuple[Any, ...]:
         if keeps_graph is None or keeps_graph == self.keeps_graph:
@@ -99,21 +112,25 @@ def _around(
     owner: BackwardOwner, run: Callable[..., Any], innermost: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     # torch/autograd/graph.py: the roots; torch/autograd/__init__.py: gradients, keep_graph, create_graph, inputs.
-    return owner.around_backward(
-        BackwardPass(
-            roots=args[0],
-            inputs=args[4],
-            keeps_graph=bool(args[2]),
-            creates_graph=bool(args[3]),
-            accumulates=bool(kwargs.get("accumulate_grad")),
-            is_nested=torch._C._current_graph_task_id() != -1,
-            args=args,
-            kwargs=kwargs,
-            _owner=weakref.ref(owner),
-            _next=run,
-            _innermost=innermost,
-        )
+    backward = BackwardPass(
+        roots=args[0],
+        inputs=args[4],
+        keeps_graph=bool(args[2]),
+        creates_graph=bool(args[3]),
+        accumulates=bool(kwargs.get("accumulate_grad")),
+        is_nested=torch._C._current_graph_task_id() != -1,
+        args=args,
+        kwargs=kwargs,
+        _owner=weakref.ref(owner),
+        _next=run,
+        _innermost=innermost,
     )
+    try:
+        return owner.around_backward(backward)
+    except Exception as error:
+        # A fault of ours; the program may swallow it.
+        note(error, "the run")
+        raise
 
 
 def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> list[BackwardOwner]:
@@ -135,12 +152,15 @@ def _leaves(roots: Collection[Any], inputs: Collection[Any]) -> Iterator[torch.T
         yield from (leaf for leaf in map(_leaf, inputs) if leaf is not None)
         return
     yield from (root for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is None)
+    yield from (node.variable for node in _nodes(roots) if isinstance(node, _AccumulateGrad))
+
+
+def _nodes(roots: Collection[Any]) -> Iterator[Any]:
     waiting = [node for node in map(_node, roots) if node is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, _AccumulateGrad):
-            yield node.variable
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -415,7 +415,7 @@ def updated_by_hand(t: Trial) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
         t.note("loss", loss)
         t.end_step()
 
@@ -454,7 +454,7 @@ def swa(t: Trial) -> None:
     model = Net()
     averaged = torch.optim.swa_utils.AveragedModel(model)
     train(t, model, after=lambda _: averaged.update_parameters(model))
-    t.note("averaged", [p for p in averaged.module.parameters()])
+    t.note("averaged", list(averaged.module.parameters()))
 
 
 @attack("gradients", "an optimizer of the program's own, a subclass of SGD that reads all gradients in step")
@@ -519,7 +519,11 @@ def weight_used_by_loop(t: Trial) -> None:
     t.apply(model, optimizer)
     for step in range(4):
         optimizer.zero_grad()
-        loss = model(*tokens(step)) + 0.1 * model.head.weight.square().sum() + 0.1 * (model.stem.weight @ model.blocks[0].wide.weight.T).norm()
+        loss = (
+            model(*tokens(step))
+            + 0.1 * model.head.weight.square().sum()
+            + 0.1 * (model.stem.weight @ model.blocks[0].wide.weight.T).norm()
+        )
         loss.backward()
         optimizer.step()
         t.note("loss", loss)

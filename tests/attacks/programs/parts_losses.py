@@ -138,7 +138,14 @@ def cross_correlation(t: Trial) -> None:
 
 @attack("parts", "mean squared error against the mean of the batch")
 def against_batch_mean(t: Trial) -> None:
-    train(t, _Losing(lambda logits, y: functional.mse_loss(logits, logits.detach().mean((0, 1), keepdim=True).expand_as(logits) + 1)))
+    train(
+        t,
+        _Losing(
+            lambda logits, y: functional.mse_loss(
+                logits, logits.detach().mean((0, 1), keepdim=True).expand_as(logits) + 1
+            )
+        ),
+    )
 
 
 @attack("parts", "a last batch that is smaller, and one of a single example")

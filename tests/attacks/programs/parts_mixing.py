@@ -328,7 +328,11 @@ def penalty_inside_block(t: Trial) -> None:
 
 @attack("parts", "batch norm inside a chain of convolutions, in training")
 def batch_norm_in_chain(t: Trial) -> None:
-    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
+    train(
+        t,
+        Images([nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]),
+        batch=images,
+    )
 
 
 @attack("parts", "batch norm in a chain, in eval at first and in training later")
@@ -347,7 +351,11 @@ def squeeze_in_chain(t: Trial) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
 
-    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), Squeeze(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
+    train(
+        t,
+        Images([nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), Squeeze(), nn.Conv2d(4, 4, 3, padding=1)]),
+        batch=images,
+    )
 
 
 @attack("parts", "a Conv2d subclass that standardises its weight, and one that pads by reflection")
@@ -356,7 +364,11 @@ def unusual_convolutions(t: Trial) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
 
-    train(t, Images([Standardised(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")]), batch=images)
+    train(
+        t,
+        Images([Standardised(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")]),
+        batch=images,
+    )
 
 
 @attack("parts", "dropout in a chain whose rate starts at zero")

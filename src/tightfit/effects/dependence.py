@@ -1,0 +1,641 @@
+"""Proves that a computation treats each row of its inputs by itself, by following the rows through every operator of it.
+
+The computation runs on fake tensors, which have shapes and no data: once for each number of rows that parts have, and once for all rows. All runs
+must have the same operators with the same arguments, but for sizes that are multiples of the number of rows: so nothing that Python did depended
+on it. In the last one each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`dependence_rules`). What mixes
+rows, or has no rule, is marked and may be dropped; the proof fails if it reaches a result, a decision or a loss.
+"""
+
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tightfit.effects.reach import is_users_file
+from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
+
+aten = torch.ops.aten
+
+
+class NeedsValues(Exception):
+    """The code reads a value that fake tensors do not have: run it for real once, inside of `Reads`, and hand in what that read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """State of a storage in which rows may be mixed. `is_vote`: whether it is the `all` or `any` of something per row."""
+
+    reason: str
+    is_vote: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """State of a storage with the sum or mean over rows that is number `index` of the losses, up to a scale."""
+
+    index: int
+
+
+class Uniform:
+    """State of a storage whose elements are all the same, however many there are."""
+
+
+UNIFORM = Uniform()
+State = Pattern | Mixed | Total | Uniform
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One operator as it was called: its arguments by the names of its schema, and the tensors that it gave."""
+
+    func: OpOverload
+    arguments: Mapping[str, Any]
+    outputs: Sequence[torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """The name without namespace and overload, the same for what works in place."""
+        return self.func.overloadpacket.__name__.rstrip("_")
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors among the arguments."""
+        return [leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, torch.Tensor)]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that not all overloads have."""
+        return self.arguments.get(name, default)
+
+
+Result = Layout | Uniform | None | Sequence["Layout | Uniform | None"]
+Rule = Callable[["Flow", Call], Result]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """What must be the same for every number of rows: the operator and its arguments; sizes and shapes are compared as multiples."""
+
+    func: Any
+    values: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@functools.cache
+def _schema(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
+    """Of each argument its name, whether it is a size, and whether it is written to."""
+    sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
+    if func.overloadpacket is aten.arange:
+        sizes |= {"start", "end"}
+    return tuple(
+        (a.name, a.name in sizes, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
+    )
+
+
+def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return found | {known[0]: value for known, value in zip(_schema(func), args, strict=False)} | dict(kwargs)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | None)
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """The storage of a tensor, for as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def line_of_code() -> str:
+    """Where the user's code (or else a library's) called what runs now, as `train.py:12`."""
+    frame, found = sys._getframe(1), ""
+    here, there = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if (
+            not found
+            and not file.startswith((here, there, "<"))
+            and "lib/python" not in file.replace("site-packages", "")
+        ):
+            found = f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+class Reads(TorchDispatchMode):
+    """Keeps the values that a real run reads off its tensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _READS:
+            self.values.append(out)
+        return out
+
+
+_READS = (aten._local_scalar_dense.default, aten.equal.default)
+
+
+class Run(TorchDispatchMode):
+    """One run on fake tensors, with `num_rows` rows; what it did is in `operations`. A subclass follows the rows."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        fake: FakeTensorMode,
+        reads: Sequence[Any] | None = None,
+        allows_randomness: bool = False,
+        allows_votes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.fake = fake
+        self.operations: list[_Operation] = []
+        self.failure: Mixes | None = None
+        self._allows_randomness = allows_randomness
+        self._allows_votes = allows_votes
+        self._reads = None if reads is None else list(reads)
+        # Nothing here has data: all storages are kept, so that none is taken for another.
+        self._kept: list[Any] = []
+        self._born: set[int] = set()
+        self._is_atom = False
+
+    def fail(self, reason: str) -> Mixes:
+        """The error to raise; it also stays, for code that swallows it."""
+        self.failure = self.failure or Mixes(reason)
+        return self.failure
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        arguments = _bound(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves(list(arguments.values())) if isinstance(leaf, torch.Tensor)]
+        self._check(func, arguments, tensors)
+        if func in _READS:
+            return self._read(func, tensors)
+        if _is_on_host(func, arguments, tensors):
+            out = func(*args, **kwargs)
+        else:
+            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
+            with self.fake:
+                out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        known = {key_of(t) for t in tensors}
+        for output in outputs:
+            self._kept.append((output, output.untyped_storage()))
+            if key_of(output) not in known:
+                self._born.add(key_of(output))
+        if not self._is_atom:
+            self._note(_operation(func, arguments, outputs))
+            self.follow(Call(func=func, arguments=arguments, outputs=outputs), known)
+        return out
+
+    def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Raises what makes a run impossible to follow, before anything is done."""
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+                raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){_at()}")
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._allows_randomness:
+            rate = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
+            is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
+            if not is_off:
+                raise self.fail(f"{func} draws random numbers{_at()}")
+        for name, _, is_written in _schema(func):
+            if is_written:
+                for leaf in tree_leaves(arguments.get(name)):
+                    if isinstance(leaf, torch.Tensor) and key_of(leaf) not in self._born:
+                        raise self.fail(f"{func} writes to a tensor from outside{_at()}")
+
+    def _read(self, func: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        self.check_read(func, tensors)
+        if self._is_atom:
+            return 0
+        if self._reads is None:
+            raise NeedsValues
+        if not self._reads:
+            raise self.fail(f"values are read in another order than before{_at()}")
+        return self._reads.pop(0)
+
+    def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises Mixes where the value that is read is not the same for all rows."""
+
+    def _note(self, operation: _Operation) -> None:
+        self.operations.append(operation)
+
+    def follow(self, call: Call, known: set[int]) -> None:
+        """Follows the rows through one operator; `known` are the storages of its arguments."""
+
+    def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a function that counts as one operator."""
+        self._is_atom = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._is_atom = False
+        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if _is_plain(leaf))
+        self._note(_Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
+        return out
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor is made of it, for which torch asks after its gradient, which only leaves have."""
+    return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
+
+
+def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether to run an operator for real: what is on the host and no input went into has values; so has a view of a weight."""
+    device = arguments.get("device")
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        return False
+    return all(not isinstance(t, FakeTensor) and (t.device.type in ("cpu", "meta") or func.is_view) for t in tensors)
+
+
+def _at() -> str:
+    line = line_of_code()
+    return f" at {line}" if line else ""
+
+
+def _operation(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> _Operation:
+    values: list[Any] = []
+    sizes: list[Any] = []
+    for name, is_size, _ in _schema(func):
+        leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if _is_plain(leaf)]
+        if is_size:
+            sizes += [-1 if leaf is None else leaf for leaf in leaves]
+        else:
+            values += leaves
+    return _Operation(
+        func=func, values=tuple(values), sizes=tuple(sizes), shapes=tuple(tuple(o.shape) for o in outputs)
+    )
+
+
+def _fits(one: int, other: int, num_one: int, num_other: int) -> bool:
+    if one == other:
+        return True
+    return one % num_one == 0 and other % num_other == 0 and one // num_one == other // num_other
+
+
+def compare(one: Run, other: Run) -> None:
+    """Makes sure that two runs did the same, but for the number of rows.
+
+    Raises:
+        Mixes: they did not.
+    """
+    compare_operations(one, other, len(one.operations))
+    if len(one.operations) != len(other.operations):
+        raise Mixes(f"runs other operators for {one.num_rows} rows than for {other.num_rows}")
+
+
+def compare_operations(one: Run, other: Run, number: int) -> None:
+    """The first `number` operators of both."""
+    for mine, its in zip(one.operations[:number], other.operations, strict=False):
+        compare_one(mine, its, one.num_rows, other.num_rows)
+
+
+def compare_one(mine: _Operation, its: _Operation, num_mine: int, num_its: int) -> None:
+    """Raises Mixes where one operator differs by more than sizes that are multiples of the number of rows."""
+    rows = f"for {num_mine} rows than for {num_its}"
+    if mine.func is not its.func or len(mine.sizes) != len(its.sizes) or len(mine.shapes) != len(its.shapes):
+        raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
+    if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
+        raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
+    pairs = [*zip(mine.sizes, its.sizes, strict=True)]
+    for first, second in zip(mine.shapes, its.shapes, strict=True):
+        if len(first) != len(second):
+            raise Mixes(f"gives {_name(mine.func)} other dimensions {rows}")
+        pairs += zip(first, second, strict=True)
+    if not all(_fits(a, b, num_mine, num_its) for a, b in pairs):
+        raise Mixes(f"hands other sizes to {_name(mine.func)} {rows}")
+
+
+def _name(func: Any) -> str:
+    return str(func) if isinstance(func, OpOverload) else func.__name__
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - not a number
+
+
+class Flow(Run):
+    """The run with all rows, that follows them; `other` is a run with a part of them that was done before."""
+
+    def __init__(self, num_rows: int, other: Run, rules: Mapping[str, Rule], **settings: Any) -> None:
+        super().__init__(num_rows, **settings)
+        self.other = other
+        self._rules = rules
+        self._states: dict[int, State] = {}
+        # Of constants, the dimensions with as many elements as there are rows: expanded, or counting them.
+        self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
+
+    # What rules ask.
+
+    def state(self, tensor: torch.Tensor) -> State | None:
+        """What is known of the storage of a tensor; None for a constant."""
+        return self._states.get(key_of(tensor))
+
+    def layout(self, tensor: torch.Tensor) -> Layout | None:
+        """Where the rows lie in a tensor; None where it has none.
+
+        Raises:
+            Mixes: they are mixed in it.
+        """
+        state = self.state(tensor)
+        if isinstance(state, Mixed):
+            raise Mixes(state.reason)
+        if isinstance(state, Pattern):
+            return state.layout_in(tensor)
+        found = self._scaled.get(id(tensor))
+        if found is not None and not found[2]:
+            return Layout(dim=found[1][0])
+        return None
+
+    def is_uniform(self, tensor: torch.Tensor) -> bool:
+        """Whether all its elements are the same."""
+        return isinstance(self.state(tensor), Uniform)
+
+    def counts_rows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is 0, 1, 2, ... along the rows."""
+        found = self._scaled.get(id(tensor))
+        return found is not None and found[2]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
+        """Where the rows lie in what is pointwise in `tensors`, of `num_dims` dimensions.
+
+        Raises:
+            Mixes: in some they lie elsewhere, or something else varies along them.
+        """
+        tensors = [t for t in tensors if not self.is_uniform(t)]
+        found: Layout | None = None
+        for tensor in tensors:
+            layout = self.layout(tensor)
+            if layout is None:
+                continue
+            layout = layout.at(layout.dim + num_dims - tensor.dim())
+            if found is not None and found != layout:
+                raise Mixes("combines rows with others")
+            found = layout
+        if found is None:
+            return None
+        for tensor in tensors:
+            dim = found.dim - (num_dims - tensor.dim())
+            if self.layout(tensor) is None and dim >= 0 and tensor.shape[dim] != 1 and tensor.stride(dim) != 0:
+                raise Mixes("combines rows with something that varies along them")
+        return found
+
+    # What happens at each operator.
+
+    def put(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """Says that a tensor, an input say, has its rows in `layout`."""
+        self._kept.append((tensor, tensor.untyped_storage()))
+        self._states[key_of(tensor)] = pattern_of(tensor, layout, self.num_rows)
+
+    def put_total(self, tensor: torch.Tensor, index: int) -> None:
+        """Says that a tensor is the loss number `index`."""
+        self._states[key_of(tensor)] = Total(index=index)
+
+    def put_mixed(self, tensor: torch.Tensor, reason: str) -> None:
+        """Says that a tensor mixes rows."""
+        self._states[key_of(tensor)] = Mixed(reason=reason)
+
+    def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if self._is_atom:
+            return
+        for tensor in tensors:
+            state = self.state(tensor)
+            is_vote = self._allows_votes and isinstance(state, Mixed) and state.is_vote
+            if (state is not None and not is_vote) or id(tensor) in self._scaled:
+                raise self.fail(f"Python reads a value that depends on the rows{_at()}")
+
+    def _note(self, operation: _Operation) -> None:
+        number = len(self.operations)
+        super()._note(operation)
+        if number >= len(self.other.operations):
+            raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{_at()}")
+        try:
+            compare_one(operation, self.other.operations[number], self.num_rows, self.other.num_rows)
+        except Mixes as error:
+            raise self.fail(f"{error}{_at()}") from None
+
+    def follow(self, call: Call, known: set[int]) -> None:
+        written = {
+            key_of(leaf)
+            for name, _, is_written in _schema(call.func)
+            if is_written
+            for leaf in tree_leaves(call.get(name))
+            if isinstance(leaf, torch.Tensor)
+        }
+        made = [o for o in call.outputs if key_of(o) not in known]
+        changed = [o for o in call.outputs if key_of(o) in written]
+        for viewed in (o for o in call.outputs if key_of(o) in known - written):
+            self._view(viewed, call)
+        targets = [*made, *changed]
+        if not targets:
+            return
+        inputs = call.tensors
+        try:
+            results = self._results(call, inputs)
+        except Mixes as error:
+            state: State = self._poison(call, inputs, str(error))
+            for target in targets:
+                self._states[key_of(target)] = state
+            return
+        for output, result in zip(call.outputs, results, strict=True):
+            if key_of(output) in known - written or not output.numel():
+                continue
+            try:
+                self._assign(output, result, call)
+            except Mixes as error:
+                self._states[key_of(output)] = self._poison(call, inputs, str(error))
+
+    def _poison(self, call: Call, inputs: Sequence[torch.Tensor], why: str) -> State:
+        states = [self.state(t) for t in inputs]
+        totals = [s for s in states if isinstance(s, Total)]
+        if len(totals) == 1 and call.name in _KEEPS_TOTAL and all(s is None or s is totals[0] for s in states):
+            return totals[0]
+        mixed = next((s for s in states if isinstance(s, Mixed)), None)
+        if mixed is None:
+            return Mixed(reason=f"{call.func} {why}{_at()}", is_vote=call.name in ("all", "any"))
+        return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
+
+    def _results(self, call: Call, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
+        if any(isinstance(self.state(t), Total) for t in inputs):
+            raise Mixes("combines the loss with something else")
+        follows = any(self.state(t) is not None or id(t) in self._scaled for t in inputs)
+        if not follows:
+            return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
+        rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
+        if rule is None and torch.Tag.pointwise in call.func.tags:
+            rule = self._rules["pointwise"]
+        if rule is None:
+            raise Mixes("has no rule that says what it does to rows")
+        found = rule(self, call)
+        return found if isinstance(found, Sequence) else [found] * len(call.outputs)
+
+    def _grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """The dimensions of the output `number` of the current operator that are not the same for another number of rows."""
+        its = self.other.operations[len(self.operations) - 1].shapes[number]
+        return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
+
+    def _constant(self, call: Call, output: torch.Tensor, number: int) -> Layout | Uniform | None:
+        """What an operator makes that no row goes into: the same for every number of rows, or the same for each row."""
+        grown = self._grown(number, output)
+        if not grown:
+            return None
+        if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
+            self._scaled[id(output)] = output, grown, False
+            return None
+        if call.name in _UNIFORM:
+            is_plain = len(grown) == 1 and output.shape[grown[0]] == self.num_rows
+            return Layout(dim=grown[0]) if is_plain else UNIFORM
+        if call.name in ("repeat", "expand_copy") and len(grown) == 1:
+            whole, dim = call.arguments["self"], grown[0] - output.dim()
+            inner = whole.shape[dim] if -dim <= whole.dim() else 1
+            if output.shape[dim] % (inner * self.num_rows) == 0:
+                return Layout(dim=grown[0], inner=output.shape[dim] // self.num_rows)
+        if call.name == "arange" and output.dim() == 1 and len(output) == self.num_rows:
+            step = call.get("step", 1)
+            if call.get("start", 0) in (0, None) and step in (1, None):
+                self._scaled[id(output)] = output, grown, True
+                return None
+        raise Mixes("depends on the number of rows")
+
+    def _view(self, output: torch.Tensor, call: Call) -> None:
+        """A view of a constant may repeat it for each row."""
+        if self.state(output) is not None:
+            return
+        number = next(n for n, o in enumerate(call.outputs) if o is output)
+        grown = self._grown(number, output)
+        if not grown:
+            return
+        if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
+            self._scaled[id(output)] = output, grown, False
+            return
+        source = call.tensors[0]
+        if self.counts_rows(source) and output.numel() == self.num_rows:
+            self._scaled[id(output)] = output, grown, True
+            return
+        self._states[key_of(output)] = Mixed(reason=f"{call.func} depends on the number of rows{_at()}")
+
+    def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: Call) -> None:
+        state = self.state(output)
+        if isinstance(state, Mixed):
+            raise Mixes(state.reason)
+        if isinstance(result, Uniform):
+            if state is None or (state is result and call.name in _UNIFORM):
+                self._states[key_of(output)] = result
+            elif state is not result or call.func._schema.is_mutable:
+                raise Mixes("writes over rows")
+            return
+        number = next(n for n, o in enumerate(call.outputs) if o is output)
+        grown = self._grown(number, output)
+        if result is None:
+            if state is not None:
+                raise Mixes("writes over rows")
+            if grown and call.name in _KEEPS_COUNT and self.counts_rows(call.tensors[0]):
+                self._scaled[id(output)] = output, grown, True
+            elif grown and id(output) not in self._scaled:
+                raise Mixes("depends on the number of rows")
+            return
+        if grown and grown != (result.dim,):
+            raise Mixes("has a result with other dimensions for another number of rows")
+        if isinstance(state, Pattern):
+            if state.layout_in(output) != result:
+                raise Mixes("writes rows over others")
+            return
+        self._states[key_of(output)] = pattern_of(output, result, self.num_rows)
+
+
+_UNIFORM = frozenset(
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "zero",
+        "fill",
+        "scalar_tensor",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "empty_permuted",
+    ]
+)
+_KEEPS_TOTAL = frozenset(["mul", "div", "_to_copy", "clone", "neg"])
+_KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
+_KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
+
+
+class Functions(TorchFunctionMode):
+    """Sees functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
+
+    def __init__(self, run: Run, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
+        super().__init__()
+        self._run = run
+        self._atoms = atoms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise self._run.fail(f"puts a hook on a gradient{_at()}")
+        atom = self._atoms.get(func)
+        if atom is None or self._run._is_atom:
+            return func(*args, **kwargs)
+        out = self._run.atom(func, args, kwargs)
+        if isinstance(self._run, Flow):
+            try:
+                layout = atom(self._run, *args, **kwargs)
+                if layout is not None:
+                    self._run.put(out, layout)
+            except Mixes as error:
+                self._run.put_mixed(out, f"{func.__name__} {error}{_at()}")
+        return out
+
+
+def fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
+    """That of the virtual GPU where the tensors are on it, and a new one elsewhere."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def without_modes() -> Any:
+    """A context without the dispatch modes that are active around: what is run in it is nobody's business."""
+    return _disable_current_modes()

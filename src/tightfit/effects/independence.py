@@ -1,0 +1,238 @@
+"""Whether a module (or any function of tensors) may be run on parts of one dimension of its inputs: the proof, and all that must hold besides.
+
+Besides what `dependence` proves of the operators: nothing is written outside, no hook of the user's sees the parts, no backward pass is the
+user's own, and gradients go nowhere but to the inputs and the parameters.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, UnsupportedOperatorException
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects import dependence_indexing, dependence_products  # noqa: F401 - enter their rules
+from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run, compare, fake_mode_for, without_modes
+from tightfit.effects.dependence_rules import RULES
+from tightfit.effects.reach import is_users_class, is_users_file
+from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.state import RegionState, differences, restore
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The run with all rows that was followed, what it was given, and what it returned."""
+
+    flow: Flow
+    inputs: Sequence[torch.Tensor]
+    result: Any
+
+
+class Leaves(Mixes):
+    """Something is left behind. Where a first real call makes what later ones find there, another proof may come to another end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is proved: `call(inputs)`, where each of `inputs` has its rows in the dimension of the same place in `dims`, or None in none.
+
+    `module` is what it runs, `around` a context to be in for each run, what it gives is handed to `call` too.
+    """
+
+    call: Callable[..., Any]
+    inputs: Sequence[torch.Tensor]
+    dims: Sequence[int | None]
+    module: torch.nn.Module
+    is_contiguous: bool = False
+    allows_randomness: bool = False
+    allows_votes: bool = False
+    around: Callable[[Run], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+
+
+def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> Proof:
+    """Runs it on fake tensors with each of these numbers of rows.
+
+    Raises:
+        Mixes: it is not proved that parts give what the whole gives.
+        NeedsValues: it reads values, and there are no `reads`.
+    """
+    sizes = sorted({size for size in parts if size != num_rows}) or [max(1, num_rows // 2)]
+    if num_rows < 2:
+        raise Mixes("has one row, which is no part of anything")
+    tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
+    settings = {
+        "fake": fake_mode_for(tensors),
+        "reads": reads,
+        "allows_randomness": subject.allows_randomness,
+        "allows_votes": subject.allows_votes,
+    }
+    first, left = None, ""
+    for size in sizes:
+        run = Run(size, **settings)
+        left = _run(subject, run, num_rows)[2] or left
+        if first is not None:
+            compare(first, run)
+        first = first or run
+    assert first is not None
+    flow = Flow(num_rows, first, RULES, **settings)
+    inputs, result, left_last = _run(subject, flow, num_rows)
+    compare(flow, first)
+    if left or left_last:
+        raise Leaves(f"{left or left_last} in a forward, which would happen once for each part")
+    return Proof(flow=flow, inputs=inputs, result=result)
+
+
+def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, str]:
+    """The inputs, the result, and what of the state was changed."""
+    # A checkpoint around this counts what is saved in its first run, and this is no part of it. Detached, or a result would hold itself.
+    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
+    with (
+        _as_it_was(subject.module) as left,
+        torch.enable_grad(),
+        without_modes(),
+        _without_cache(),
+        _quiet(),
+        apart,
+    ):
+        inputs = [
+            _input(run, t, d, num_rows, subject.is_contiguous)
+            for t, d in zip(subject.inputs, subject.dims, strict=True)
+        ]
+        try:
+            with subject.around(run) as context, Functions(run, ATOMS), run:
+                result = subject.call(inputs) if context is None else subject.call(inputs, context)
+        except (Mixes, NeedsValues):
+            raise
+        except DynamicOutputShapeException as error:
+            raise Mixes(f"{error.func} has a size that depends on values{_line(error)}") from None
+        except UnsupportedOperatorException as error:
+            raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
+        except Exception as error:
+            if run.failure is None:
+                raise Mixes(
+                    f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                ) from error
+        if run.failure is not None:
+            raise run.failure
+    return inputs, result, "".join(left)
+
+
+def _line(error: BaseException) -> str:
+    places = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
+    return f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+
+
+def _input(run: Run, tensor: torch.Tensor, dim: int | None, num_rows: int, is_contiguous: bool) -> torch.Tensor:
+    if dim is None:
+        return tensor
+    strides = (
+        tensor.stride()
+        if all(tensor.stride()) and not is_contiguous
+        else torch.empty(tensor.shape, device="meta").stride()
+    )
+    with run.fake:
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=_device(tensor))
+        if run.num_rows != num_rows:
+            made = made.narrow(dim, 0, run.num_rows)
+            made = made.contiguous() if is_contiguous else made
+    if isinstance(run, Flow):
+        run.put(made, Layout(dim=dim))
+    return made.requires_grad_(tensor.requires_grad or (is_contiguous and made.is_floating_point()))
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+@contextlib.contextmanager
+def _as_it_was(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Puts back what the module can reach. The list then has the first of what was changed in it, if anything was."""
+    state, left = RegionState(), list[str]()
+    before = state.snapshot(module)
+    generator = torch.get_rng_state()
+    try:
+        yield left
+    finally:
+        left += [str(found) for found in differences(before, state.snapshot(module))[:1]]
+        restore(before)
+        torch.set_rng_state(generator)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Autocast's cache would keep weights that are fake."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs what fake tensors cannot do, with a traceback; and what the code warns of, it warns of in its real run too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
+
+
+def check_hooks(module: torch.nn.Module, *, is_inside: bool = True) -> None:
+    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a hook of the user's, who would see parts."""
+    for name, part in module.named_modules():
+        if part is module and is_inside:
+            continue
+        for kind in _HOOKS:
+            for hook in getattr(part, kind).values():
+                if not _is_of_library(hook):
+                    raise Mixes(f"{name or type(part).__name__} has a hook, which would see parts")
+
+
+def _is_of_library(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    function = function.__func__ if isinstance(function, types.MethodType) else function
+    if isinstance(function, types.FunctionType):
+        return not is_users_file(function.__code__.co_filename)
+    return not is_users_class(type(function))
+
+
+def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
+    """Raises Mixes if gradients go from `result` to other leaves, or through a backward pass that is the user's own."""
+    known = {id(tensor) for tensor in allowed}
+    waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise Mixes("gradients go through it to what is not its own")
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and is_users_class(type(node)._forward_cls):
+            raise Mixes(f"its backward pass is {type(node)._forward_cls.__name__}, a function of the program's own")
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:
+    if num_classes < 0:
+        raise Mixes("has a size that depends on values")
+    return flow.layout(tensor)
+
+
+ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _one_hot}

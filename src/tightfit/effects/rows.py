@@ -1,0 +1,73 @@
+"""Where the rows of one dimension lie in a tensor: in which of its dimensions, and merged with what; and the same as a pattern in its storage.
+
+A batch of B rows that is viewed with its T tokens as one dimension of B * T has its rows there with nothing outside and T inside each; heads and
+batch merged to H * B have H outside. In memory all of these are one pattern: runs of so many bytes belong to row 0, 1, 2, ... and again to 0. The
+pattern belongs to the storage, so that whatever views it (transposed, split, expanded, sliced) needs no rule.
+"""
+
+import dataclasses
+
+import torch
+
+
+class Mixes(Exception):
+    """Rows are not kept apart, or it is not known that they are; the message says by what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Dimension `dim` of a tensor has `outer` times all rows, and `inner` positions of each: `outer * num_rows * inner` in all."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def at(self, dim: int) -> "Layout":
+        """The same in another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Byte `b` of a storage belongs to row `b // run_bytes % num_rows`."""
+
+    run_bytes: int
+    num_rows: int
+
+    def layout_in(self, tensor: torch.Tensor) -> Layout:
+        """Where the rows lie in `tensor`, which shares the storage.
+
+        Raises:
+            Mixes: the tensor has some rows only, or not in one dimension of its own.
+        """
+        item, run, total = tensor.element_size(), self.run_bytes, self.run_bytes * self.num_rows
+        offset = tensor.storage_offset() * item
+        inside, found = offset % run, None
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            step = stride * item
+            if size == 1 or step % total == 0:
+                continue
+            if (size - 1) * step < run:
+                inside += (size - 1) * step
+                continue
+            inner = run // step if step < run else 1
+            if inner * step != run or size % (inner * self.num_rows) or found is not None:
+                raise Mixes("takes rows apart")
+            inside += (inner - 1) * step
+            found = Layout(dim=dim, outer=size // (inner * self.num_rows), inner=inner)
+        if found is None or inside + item > run or offset // run % self.num_rows:
+            raise Mixes("takes rows apart")
+        return found
+
+
+def pattern_of(tensor: torch.Tensor, layout: Layout, num_rows: int) -> Pattern:
+    """The pattern of the storage of `tensor`, whose rows lie in it as `layout` says.
+
+    Raises:
+        Mixes: that is no pattern.
+    """
+    run_bytes = layout.inner * tensor.stride(layout.dim) * tensor.element_size()
+    pattern = Pattern(run_bytes=run_bytes, num_rows=num_rows) if run_bytes else None
+    if pattern is None or pattern.layout_in(tensor) != layout:
+        raise Mixes("lays rows out in a way that is not followed")
+    return pattern

@@ -1,0 +1,81 @@
+"""The arguments of a call as a batch of examples, and parts of it."""
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.errors import ApplyError
+
+Instead = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AbstractBatch(abc.ABC):
+    """The arguments of a call that are a batch of examples."""
+
+    def __init__(self, num_examples: int, device: torch.device) -> None:
+        self.num_examples = num_examples
+        self.device = device
+
+    def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
+        """The stretches of examples, all of one length but for the last, which may be shorter."""
+        size = -(-self.num_examples // num_parts)
+        for begin in range(0, self.num_examples, size):
+            yield begin, min(self.num_examples, begin + size)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are split."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.part(0, self.num_examples, note)
+        return found
+
+    @abc.abstractmethod
+    def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
+
+
+class Batch(AbstractBatch):
+    """The arguments of a model: tensors whose first dimension is that of the first tensor are split, those of length one are shared.
+
+    Raises:
+        ApplyError: it is not clear how to split them, or there is nothing to split.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        named = {str(name): value for name, value in (*enumerate(args), *kwargs.items()) if value is not None}
+        tensors = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and v.dim()}
+        if not tensors:
+            raise ApplyError("the model is called without a tensor that could be split; leave micro_batches out")
+        first = next(iter(tensors.values()))
+        super().__init__(int(first.shape[0]), first.device)
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor):
+                if value.requires_grad:
+                    raise ApplyError(
+                        f"argument {name} wants a gradient of its own, which micro_batches does not give it; leave it out"
+                    )
+                if value.dim() > 1 and value.shape[0] not in (1, self.num_examples):
+                    raise ApplyError(
+                        f"argument {name} has {value.shape[0]} rows where the batch has {self.num_examples}: how to split it is not known; leave micro_batches out"
+                    )
+            elif not isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+                raise ApplyError(
+                    f"argument {name} is a {type(value).__name__}, which is not known how to split; leave micro_batches out"
+                )
+
+    def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
+
+        def cut(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == self.num_examples):
+                return value
+            return value[begin:end] if instead is None else instead(value)
+
+        return [cut(value) for value in self._args], {name: cut(value) for name, value in self._kwargs.items()}

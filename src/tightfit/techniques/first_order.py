@@ -1,0 +1,56 @@
+"""For autograd functions of ours whose backward pass has no derivative itself: asked for one, they refuse, and return nothing that lacks it.
+
+`torch.autograd.function.once_differentiable` raises only where the gradient that comes in wants a gradient itself; a gradient penalty, whose does
+not, would lose its second-order part without a word.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.errors import ApplyError
+
+Refuse = Callable[[str], ApplyError]
+"""Makes the error to raise from what is wrong: `Session.refuse` with what it is about, or `ApplyError` itself."""
+
+
+def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a `backward(ctx, *gradients)` of an autograd function, of the technique `what`, whose `ctx.refuse` is a `Refuse`.
+
+    Raises:
+        ApplyError: (the result) it is run with `create_graph`.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise ctx.refuse(
+                    f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative; "
+                    f"go on without it: tightfit plan --without {what}"
+                )
+            return backward(ctx, *gradients)
+
+        return once
+
+    return decorate
+
+
+def check_transforms(what: str, refuse: Refuse) -> None:
+    """Makes sure that plain autograd is what differentiates a call.
+
+    Raises:
+        ApplyError: it is run inside of a transform of torch.func (grad, vmap, jvp), or of forward-mode differentiation.
+    """
+    if are_transforms_active():
+        raise refuse(
+            f"the program transforms the model (torch.func, or forward-mode differentiation), which {what} knows nothing of; "
+            f"go on without it: tightfit plan --without {what}"
+        )
+
+
+def are_transforms_active() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

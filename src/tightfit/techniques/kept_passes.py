@@ -1,0 +1,230 @@
+"""A backward pass whose graph is kept so that it can be run again, once the script has said what is to become of its gradients.
+
+The first run keeps of each gradient its norm. A later one makes the same gradients one after the other, for updates or because somebody reads them;
+only the parameters that wait for theirs get any, so nothing else is accumulated twice. That it makes the same gradients is compared by their norms.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient
+from tightfit.torch_hooks.backward import BackwardPass
+
+REMEDY = "leave updates in the backward pass out of the plan"
+
+Told = Callable[[torch.Tensor], None]
+
+# Gradients that are summed in another order from run to run, as some kernels on a card do, have norms that differ by rounding only.
+_SAME_NORM = {"cpu": 1e-6}
+_SAME_NORM_ON_A_CARD = 1e-3
+
+
+class KeptPass:
+    """The graph of `backward`, and what stands for its gradients.
+
+    `buffers` are those of the model: what a further run writes to them (batch norms in a recomputation) is taken back.
+    """
+
+    def __init__(
+        self, backward: BackwardPass, buffers: Collection[torch.Tensor], refuse: Callable[[str], ApplyError]
+    ) -> None:
+        self.backward = backward
+        self.gradients: dict[torch.Tensor, Deferred] = {}
+        self._buffers = buffers
+        self._refuse = refuse
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._differ: list[torch.Tensor] = []
+
+    def run_first(
+        self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
+    ) -> Any:
+        """Runs the pass and keeps what stands for the gradients of `parameters`; those in `zeroed` held zeros, to which they are added.
+
+        `make_all` is what a reader of one calls to have them made.
+        """
+
+        def keep(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                return
+            deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
+            if parameter in zeroed:
+                deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
+            self.gradients[parameter] = deferred
+            deferred.put(parameter)
+
+        try:
+            with told_of_gradients(parameters, keep):
+                result = self.backward.run(keeps_graph=True)
+        except BaseException:
+            for deferred in self.gradients.values():
+                deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
+            self.gradients.clear()
+            raise
+        given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
+        self._versions = [(t, t._version) for t in (*parameters, *given)]
+        return result
+
+    @property
+    def waiting(self) -> dict[torch.Tensor, Deferred]:
+        """The gradients that are still wanted: neither cleared, nor made, nor used up, nor filled with zeros."""
+        return {
+            parameter: deferred
+            for parameter, deferred in self.gradients.items()
+            if deferred.state == "deferred" and deferred_gradient(parameter) is deferred
+        }
+
+    def make_all(self) -> None:
+        """Makes the gradients that wait, and leaves them where the script finds them."""
+        waiting = self.waiting
+        if not waiting:
+            return
+
+        def made(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            waiting[parameter].is_made(self._compared(parameter, waiting[parameter]))
+
+        self._run_again(waiting, made, is_last=True)
+        self.check_same()
+
+    def use(self, update: Told, mine: Collection[torch.Tensor], why: str) -> None:
+        """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
+
+        Others are left where the script finds them.
+        """
+        waiting = self.waiting
+
+        def used(parameter: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            gradient = self._compared(parameter, deferred)
+            if parameter not in mine:
+                deferred.is_made(gradient)
+                return
+            norm = _norm(gradient) if deferred.norm is None or deferred.changes else deferred.norm
+            update(parameter)
+            deferred.is_used(why, norm)
+            deferred.put(parameter)
+
+        self._run_again(waiting, used, is_last=True)
+
+    def try_out(self) -> None:
+        """Runs the pass once more for nothing but its norms.
+
+        Raises:
+            ApplyError: they differ; nothing has been updated.
+        """
+        waiting = self.waiting
+
+        def compared(parameter: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            gradient = parameter.grad
+            assert gradient is not None
+            self._compare(gradient, deferred)
+            deferred.put(parameter)
+
+        self._run_again(waiting, compared, is_last=False)
+        self.check_same()
+
+    def check_unchanged(self) -> None:
+        """Does nothing where no parameter was written to since the pass.
+
+        Raises:
+            ApplyError: one was, so the pass cannot be run again.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise self._refuse(
+                f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
+            )
+
+    def check_same(self) -> None:
+        """Does nothing where the norms of all that was compared were those of the first run.
+
+        Raises:
+            ApplyError: they were not.
+        """
+        differ, self._differ = self._differ, []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for each in differ:
+            by_device.setdefault(each.device, []).append(each)
+        if any(bool(torch.stack(of_device).any()) for of_device in by_device.values()):
+            raise self._refuse(
+                f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
+            )
+
+    def _compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+        """The gradient that has come, compared with the first one, and changed as that was."""
+        assert parameter.grad is not None
+        self._compare(parameter.grad, deferred)
+        return deferred.changed(parameter.grad)
+
+    def _compare(self, gradient: torch.Tensor, deferred: Deferred) -> None:
+        if deferred.norm is None or isinstance(gradient, FakeTensor):
+            return
+        tolerance = _SAME_NORM.get(gradient.device.type, _SAME_NORM_ON_A_CARD)
+        is_same = torch.isclose(_norm(gradient), deferred.norm, rtol=tolerance, atol=0.0, equal_nan=True)
+        self._differ.append(~is_same)
+
+    def _run_again(self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool) -> None:
+        self.check_unchanged()
+        keeps_graph = None if is_last else True
+        standing = {parameter: parameter.grad for parameter in waiting}
+        came: set[torch.Tensor] = set()
+
+        def tell(parameter: torch.Tensor) -> None:
+            came.add(parameter)
+            told(parameter)
+
+        for parameter in waiting:
+            parameter.grad = None
+        try:
+            with told_of_gradients(waiting, tell), _as_before(self._buffers), torch.inference_mode(mode=False):
+                self.backward.run_again(keeps_graph=keeps_graph, inputs=tuple(waiting))
+        except BaseException as error:
+            for parameter in waiting:
+                if parameter not in came:
+                    parameter.grad = standing[parameter]
+            if isinstance(error, ApplyError) or not isinstance(error, Exception):
+                raise
+            raise self._refuse(
+                f"a backward pass ended with an error when it was run a second time ({str(error).splitlines()[0]}); {REMEDY}"
+            ) from error
+        missing = [parameter for parameter in waiting if parameter not in came]
+        for parameter in missing:
+            parameter.grad = standing[parameter]
+        if missing:
+            raise self._refuse(f"a backward pass that ran twice did not reach the same parameters; {REMEDY}")
+
+
+@contextmanager
+def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterator[None]:
+    """While this lasts, `told` is called with each of `parameters` whose gradient has just been accumulated."""
+    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+    """Tensors that are written to while this lasts are given the elements that they had."""
+    # What was never written to since it was made, such as a mask, is not going to be.
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if tensor._version]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.linalg.vector_norm(gradient)

@@ -1,0 +1,204 @@
+"""Tensors without storage, whose elements are made when an operator asks for them.
+
+A wrapper subclass of torch's: shape, type and device are there, and every operator on it comes to `__torch_dispatch__`, whoever calls it. So what
+a technique keeps in another form, or not at all, is never read as something else without a word.
+"""
+
+import abc
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tightfit.errors import ApplyError
+
+NOT_ANSWERED = object()
+
+
+class AbstractSource(abc.ABC):
+    """What stands behind a lazy tensor and all of its aliases."""
+
+    @abc.abstractmethod
+    def whole(self) -> torch.Tensor:
+        """The elements, as a tensor of torch's own.
+
+        Raises:
+            ElementsNeeded: they cannot be made within an operator.
+        """
+
+    def make(self) -> None:  # noqa: B027 - most have nothing to make
+        """Makes the elements, outside of any operator, so that `whole` has them; called where that has raised `ElementsNeeded`."""
+
+    def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
+        """An operator has written to what `whole` gave."""
+
+    def held(self) -> Sequence[torch.Tensor]:
+        """The tensors that take memory for it."""
+        return ()
+
+    def answers(self, operator: Any, others: Sequence[Any]) -> bool:
+        """Whether `answer` knows the result of an operator with these arguments after the lazy tensor."""
+        return False
+
+    def answer(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator on one lazy tensor, its first argument, without the elements; `NOT_ANSWERED` where they are needed."""
+        return NOT_ANSWERED
+
+
+class ElementsNeeded(ApplyError):
+    """An operator reads a lazy tensor whose elements take a backward pass to make, which cannot run within an operator."""
+
+    def __init__(self, source: AbstractSource) -> None:
+        super().__init__("a gradient was read that was not kept; leave updates in the backward pass out of the plan")
+        self.source = source
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of which `source` has the elements."""
+
+    source: AbstractSource
+
+    @staticmethod
+    def __new__(cls, source: AbstractSource, like: torch.Tensor) -> "LazyTensor":
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Here autograd still works, which it does not within an operator.
+        while True:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            except ElementsNeeded as needed:
+                needed.source.make()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return LazyTensor(args[0].source, args[0])
+        if (apart := one_by_one(func, args, kwargs)) is not NOT_ANSWERED:
+            return apart
+        if isinstance(args[0], LazyTensor):
+            answer = args[0].source.answer(func, args, kwargs)
+            if answer is not NOT_ANSWERED:
+                return answer
+        return _on_elements(func, args, kwargs)
+
+    def whole(self) -> torch.Tensor:
+        """The elements, as a tensor of torch's own."""
+        try:
+            return self.source.whole()
+        except ElementsNeeded:
+            self.source.make()
+            return self.source.whole()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is a plain tensor: it belongs to somebody else."""
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self.whole().detach(), memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.whole().detach().__reduce_ex__(proto)
+
+    # What torch's wrapper subclasses say of the tensors inside, for those who count memory.
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first_held", "second_held"][: len(self.source.held())], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> torch.Tensor:
+        raise NotImplementedError("a lazy tensor belongs to one parameter, and is not made from parts")
+
+    @property
+    def first_held(self) -> torch.Tensor:
+        """The first of the tensors that take memory for it."""
+        return self.source.held()[0]
+
+    @property
+    def second_held(self) -> torch.Tensor:
+        """The second one."""
+        return self.source.held()[1]
+
+    # What reads memory past the dispatcher.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `torch.Tensor.numpy`."""
+        return self.whole().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.whole().__array__(dtype)
+
+    def tolist(self) -> Any:
+        """As `torch.Tensor.tolist`."""
+        return self.whole().tolist()
+
+    def data_ptr(self) -> int:
+        """As `torch.Tensor.data_ptr`."""
+        return self.whole().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As `torch.Tensor.untyped_storage`."""
+        return self.whole().untyped_storage()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.whole().__dlpack__(**kwargs)
+
+
+# The foreach operators that are answered for each tensor alone, with the operator that does the same to one.
+_aten = torch.ops.aten
+_EACH: dict[Any, Any] = {
+    _aten._foreach_norm.Scalar: _aten.linalg_vector_norm.default,
+    _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
+    _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
+    _aten._foreach_div_.Scalar: _aten.div_.Scalar,
+    _aten._foreach_div_.Tensor: _aten.div_.Tensor,
+    _aten._foreach_zero_.default: _aten.zero_.default,
+}
+
+
+def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a foreach operator whose single form may be answered without elements."""
+    single: Callable[..., Any] | None = _EACH.get(func)
+    if single is None or kwargs:
+        return NOT_ANSWERED
+    for each in args[0]:
+        if isinstance(each, LazyTensor) and not each.source.answers(single, args[1:]):
+            each.source.whole()  # before anything is changed
+    results = [single(each, *args[1:]) for each in args[0]]
+    return results if func is _aten._foreach_norm.Scalar else None
+
+
+def _on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    lazy: dict[int, LazyTensor] = {}
+
+    def whole(tensor: LazyTensor) -> torch.Tensor:
+        made = tensor.source.whole()
+        lazy[id(made)] = tensor
+        return made
+
+    # One by one: a lazy tensor that stands twice among the arguments is one tensor in both places.
+    known: dict[int, torch.Tensor] = {}
+    given = tree_map_only(LazyTensor, lambda t: known.setdefault(id(t.source), whole(t)), (tuple(args), kwargs))
+    result = func(*given[0], **given[1])
+    for tensor in _written(func, given[0], given[1]):
+        if id(tensor) in lazy:
+            lazy[id(tensor)].source.was_written(tensor)
+    return tree_map_only(torch.Tensor, lambda t: lazy.get(id(t), t), result)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found += [v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, torch.Tensor)]
+    return found

@@ -1,0 +1,47 @@
+"""What a plan says of updates in the backward pass, as values of their types: a plan that was read, or typed, has text in places."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tightfit.errors import ApplyError
+
+_TRUTHS = {True: True, False: False, "True": True, "False": False}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """`kernel` is the implementation of the optimizer; `in_backward` whether updates run in the backward pass, `clips` whether the script clips
+    gradients by their norm, `one_pass` whether the trace has shown that updates may run in the first backward pass.
+    """
+
+    kernel: Literal["same", "fused"] = "same"
+    in_backward: bool = False
+    clips: bool = False
+    one_pass: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], **defaults: Any) -> "UpdateSettings":
+        """The settings of a choice, with `defaults` for those that it does not name.
+
+        Raises:
+            ApplyError: one has a value that it cannot have.
+        """
+        kernel = settings.get("kernel", "same")
+        if kernel not in ("same", "fused"):
+            raise ApplyError(f"kernel={kernel!r} is neither 'same' nor 'fused'")
+        truths = {
+            name: _truth(name, settings[name]) for name in ("in_backward", "clips", "one_pass") if name in settings
+        }
+        return cls(kernel=kernel, **{**defaults, **truths})
+
+    @property
+    def may_update_in_one_pass(self) -> bool:
+        """Whether updates may run in the first backward pass."""
+        return self.one_pass and not self.clips
+
+
+def _truth(name: str, value: Any) -> bool:
+    if value not in _TRUTHS:
+        raise ApplyError(f"{name}={value!r} is neither True nor False")
+    return _TRUTHS[value]

@@ -1,0 +1,15 @@
+"""A test that leaves torch, or a library around it, other than it found it has failed: nothing is repaired for the next one."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.process_state import changed_since, process_state
+
+
+@pytest.fixture(autouse=True)
+def torch_is_as_it_was() -> Iterator[None]:
+    """Compares what the process has of torch before and after each test. Torch is not imported for that."""
+    before = process_state()
+    yield
+    changed = changed_since(before)
+    assert not changed, "the test has changed the process: " + "; ".join(changed)
