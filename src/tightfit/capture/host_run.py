@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,10 @@ def _run(request: HostRequest) -> dict[str, Any]:
     if request.is_double:
         torch.set_default_dtype(torch.float64)
     report = prepare(request.preparation)
-    generator = targets.generator_on(target_of(request.target), device="cpu")
+    target = target_of(request.target)
+    assert not isinstance(target, targets.Script)
+    generator = targets.generator_on(target, device="cpu")
+    assert isinstance(generator, GeneratorType)
     losses = [_numbers(value) for value in itertools.islice(generator, request.num_steps)]
     values = {
         "losses": losses,
@@ -81,8 +85,8 @@ def _run(request: HostRequest) -> dict[str, Any]:
         "python": repr(random.getstate()),
         "numpy": repr(np.random.get_state()),
     }
-    # Those of the generator's own variables: what trains has to be there when it goes on.
-    for path, module in _modules(generator.gi_frame.f_locals):
+    # Those of the generator's own variables, which are there as long as it goes on: what trains has to be among them.
+    for path, module in _modules(dict(generator.gi_frame.f_locals) if generator.gi_frame is not None else {}):
         for name, parameter in module.named_parameters():
             values["weights"][f"{path}.{name}"] = parameter.detach().clone()
         for name, buffer in module.named_buffers():

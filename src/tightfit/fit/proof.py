@@ -6,6 +6,7 @@ are to blame.
 """
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Prover:
         self._say = say
         self._plain: HostRun | None = None
         self._is_double = True
+        self._deadline = 0.0
 
     def prove(self, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
         """The proof that a plan of these choices has, or else the techniques that are to blame.
@@ -54,6 +56,7 @@ class Prover:
             ApplyError: a choice was refused by the checks of a real run.
         """
         started = time.monotonic()
+        self._deadline = started + self._seconds
         why = self._obstacle(choices)
         if why:
             return Proof(kind="structure", what=why)
@@ -107,7 +110,7 @@ class Prover:
             [c for c in choices if "alloc_conf" not in c.settings],
             num_steps=NUM_STEPS,
             is_double=self._is_double,
-            timeout_seconds=self._seconds,
+            timeout_seconds=max(1.0, self._deadline - time.monotonic()),
         )
 
     def _first_difference(self, plain: HostRun, planned: HostRun, choices: Sequence[Choice]) -> str:
@@ -118,6 +121,8 @@ class Prover:
     def _to_blame(self, plain: HostRun, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
         """The techniques with which, alone, the values are others; if none is by itself, the last that is put on."""
         assert plain.values is not None
+        # Something is wrong, and what it is must be known.
+        self._deadline = math.inf
         again = self._run(())
         if again.values is None or any(differences(plain.values, again.values, is_bitwise=True)):
             return Proof(kind="structure", what="not by values: two plain runs of the program differ by themselves")
