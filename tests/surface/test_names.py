@@ -14,7 +14,7 @@ PUBLIC_NAMES = [
 
 PARAMETERS = {
     "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output meanwhile",
-    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output say",
+    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove say",
     "apply": "plan model optimizer | check_steps",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",

@@ -58,6 +58,10 @@ class Subject:
     around: Callable[[Run], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
+class Unfollowed(Mixes):
+    """It ended with an error of its own, or because tensors without data cannot stand in for those that it works on."""
+
+
 def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> Proof:
     """Runs it on fake tensors with each of these numbers of rows.
 
@@ -118,7 +122,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
             raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
         except Exception as error:
             if run.failure is None:
-                raise Mixes(
+                raise Unfollowed(
                     f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
         if run.failure is not None:

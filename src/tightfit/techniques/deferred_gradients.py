@@ -71,6 +71,11 @@ class Deferred(AbstractSource):
     def held(self) -> Sequence[torch.Tensor]:
         return () if self._made is None else (self._made,)
 
+    def form_is_read(self) -> None:
+        # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
+        if self.state == "deferred":
+            self.make()
+
     def make(self) -> None:
         self._make_all()
         if self._made is None:

@@ -92,6 +92,11 @@ class KeptPass:
         self._run_again(waiting, made, is_last=True)
         self.check_same()
 
+    def give_up(self, why: str) -> None:
+        """The gradients that wait cannot be made any more."""
+        for deferred in self.waiting.values():
+            deferred.is_used(f"that cannot be made again: {why}")
+
     def use(self, update: Told, mine: Collection[torch.Tensor], why: str) -> None:
         """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
 

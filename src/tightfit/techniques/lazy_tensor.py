@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import ApplyError
 
 NOT_ANSWERED = object()
+_IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class AbstractSource(abc.ABC):
@@ -30,6 +31,9 @@ class AbstractSource(abc.ABC):
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
         """Makes the elements, outside of any operator, so that `whole` has them; called where that has raised `ElementsNeeded`."""
+
+    def form_is_read(self) -> None:  # noqa: B027 - most have nothing to do with it
+        """Somebody asks whether the tensor is sparse."""
 
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """An operator has written to what `whole` gave."""
@@ -70,6 +74,8 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _IS_SPARSE:
+            args[0].source.form_is_read()
         # Here autograd still works, which it does not within an operator.
         while True:
             try:

@@ -68,6 +68,10 @@ class PureBf16(AbstractTechnique):
             raise ApplyError(
                 f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan"
             )
+        if any(p.grad is not None and p.grad._is_view() for p in lowered):
+            raise ApplyError(
+                "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
+            )
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
         for optimizer, update in zip(session.optimizers, updates, strict=True):

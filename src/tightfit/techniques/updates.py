@@ -113,8 +113,13 @@ class Updates:
             ApplyError: a pass has updated parameters, and the step never came.
         """
         self.is_over = True
-        self._make_all()
-        if self._used:
+        try:
+            self._make_all()
+        except ApplyError as error:
+            # What the script has changed meanwhile stands against it; whoever reads one of these gradients is told.
+            for kept in self._kept:
+                kept.give_up(str(error))
+        if self._used and self.session.failure is None:
             raise ApplyError(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
 
     def forward_comes(self) -> None:
@@ -215,6 +220,8 @@ class Updates:
         """Why this pass is left to torch; empty where it is not."""
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
+        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
+            return "a parameter is held by two optimizers"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
         for parameter in reached:
@@ -223,6 +230,9 @@ class Updates:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return "a parameter has a hook on its gradient"
         return next(filter(None, map(_reason_of, backward.nodes())), "")
+
+    def _num_held(self) -> int:
+        return len({parameter for o in self._steppers for parameter in groups_by_parameter(o)})
 
     def _left_to_torch(self, reason: str) -> None:
         self._num_clean = 0
@@ -379,9 +389,10 @@ class Updates:
         return {p: _sum_of_bits(p) for p in parameters} if self.session.check_steps else {}
 
     def _make_all(self) -> None:
-        kept, self._kept = self._kept, []
+        kept = list(self._kept)
         for each in kept:
             each.make_all()
+        self._kept.clear()
         if kept:
             self._num_clean = 0
             self._num_read += 1
