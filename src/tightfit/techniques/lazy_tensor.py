@@ -65,16 +65,22 @@ class LazyTensor(torch.Tensor):
     source: AbstractSource
 
     @staticmethod
-    def __new__(cls, source: AbstractSource, like: torch.Tensor) -> "LazyTensor":
+    def __new__(
+        cls,
+        source: AbstractSource,
+        like: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> "LazyTensor":
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         made.source = source
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _IS_SPARSE:
+        if func == _IS_SPARSE:
             args[0].source.form_is_read()
         # Here autograd still works, which it does not within an operator.
         while True:

@@ -347,8 +347,11 @@ class Updates:
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
         is_clean = self._is_clean(kept, optimizer)
         if self._num_checked < self.session.check_steps:
-            kept.try_out()
             self._num_checked += 1
+            if not kept.try_out():
+                self._make_all()
+                self._num_read = _MAX_READ_IN_A_ROW
+                return {}
         try:
             kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
             kept.check_same()
