@@ -77,8 +77,8 @@ class PureBf16(AbstractTechnique):
         for optimizer, update in zip(session.optimizers, updates, strict=True):
             update_within_step(session, optimizer, update)
             wide = WideStates()
-            session.when_undone(optimizer.register_load_state_dict_pre_hook(wide.before).remove)
-            session.when_undone(optimizer.register_load_state_dict_post_hook(wide.after).remove)
+            session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
+            session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
 
         for module in session.model.modules():
             # Scripts call parts of a model as well.
