@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.errors import ApplyError
-
 NOT_ANSWERED = object()
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
@@ -51,7 +49,7 @@ class AbstractSource(abc.ABC):
         return NOT_ANSWERED
 
 
-class ElementsNeeded(ApplyError):
+class ElementsNeeded(Exception):  # noqa: N818 - not an error where somebody can make them
     """An operator reads a lazy tensor whose elements take a backward pass to make, which cannot run within an operator."""
 
     def __init__(self, source: AbstractSource) -> None:

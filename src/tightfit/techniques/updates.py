@@ -97,7 +97,9 @@ class Updates:
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
+        self.session.hook(self.session.model.register_state_dict_pre_hook, _BeforeSaving(self))
         leaves = on_backward(self), on_tensor_hooks(self)
+        _ALL[:] = [*(known for known in _ALL if known() is not None), weakref.ref(self)]
 
         def leave() -> None:
             for each in leaves:
@@ -121,6 +123,15 @@ class Updates:
                 kept.give_up(str(error))
         if self._used and self.session.failure is None:
             raise ApplyError(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
+
+    def check_finished(self) -> None:
+        """Does nothing where each update has had its step.
+
+        Raises:
+            ApplyError: a backward pass has updated parameters, and the step that was to has not come.
+        """
+        if self._used and not self.is_over:
+            raise self.session.refuse(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
 
     def forward_comes(self) -> None:
         """The model is called.
@@ -421,6 +432,43 @@ def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
         return ApplyError(message) if live is None or live.is_over else live.session.refuse(message)
 
     return refuse
+
+
+_ALL: "list[weakref.ref[Updates]]" = []
+
+
+def check_finished() -> None:
+    """As `Updates.check_finished`, for all that are there, at the end of a program."""
+    for known in _ALL:
+        if (updates := known()) is not None:
+            updates.check_finished()
+
+
+class _BeforeSaving(OnlyHere):
+    """A hook before a model's `state_dict`; a copy of the model does without it."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, *_: object) -> None:
+        if (updates := self._updates()) is not None:
+            updates.check_finished()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """What is called before a copy is saved."""
+
+
+def _made_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 class _Between(OnlyHere):
