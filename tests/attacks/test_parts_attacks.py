@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.attacks.places import choice
 from torch import nn
 from torch.nn import functional
 
-from tests.attacks.places import choice
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
