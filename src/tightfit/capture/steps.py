@@ -290,7 +290,8 @@ class StepWatch:
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         values = itertools.chain.from_iterable(s.values() for s in optimizer.state.values() if isinstance(s, dict))
-        self._mark((v for v in values if isinstance(v, torch.Tensor)), Category.OPTIMIZER_STATE)
+        tensors = (v for v in values if isinstance(v, torch.Tensor))
+        self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
 
     def _mark_parameters(self) -> None:
         modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
@@ -310,3 +311,10 @@ class StepWatch:
         alive = [reference.index for reference in self.gpu.references.values()]
         waiting = [i for i in alive if categories[i] == Category.TEMPORARIES and operators[i] >= self._first_operator]
         recorder.mark(waiting, Category.ACTIVATIONS)
+
+
+def _with_inner(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensors that hold memory for one that may only wrap others."""
+    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]

@@ -374,10 +374,10 @@ class Search:
         try:
             return self.bench.trial(options)
         except (ApplyError, CaptureError) as error:
-            self._refuse(options, error)
+            self.refuse(options, error)
             return None
 
-    def _refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
+    def refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
         names = list(dict.fromkeys(option.technique for option in options))
         if isinstance(error, ApplyError) and error.technique in names:
             reason = str(error).removeprefix(f"{error.technique}: ")

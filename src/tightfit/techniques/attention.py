@@ -12,13 +12,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.tape import Tape
 from tightfit.techniques.attention_tape import attention_options, math_attention_bytes
 from tightfit.techniques.deferral import name_of
 from tightfit.techniques.deferred_scores import started
+from tightfit.techniques.first_order import Refuse, are_transforms_active
 from tightfit.techniques.forwards import are_forwards_plain
-from tightfit.techniques.session import Session
+from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 
@@ -37,8 +39,8 @@ class Attention(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts the deferral around the `forward` of the modules that the choices name."""
         places = [place for choice in chosen for place in choice.settings["modules"]]
-        for module in [session.module(place) for place in places]:
-            session.wrap_forward(module, _deferring)
+        for place, module in [(place, session.module(place)) for place in places]:
+            session.wrap_forward(module, _Deferring(place, session.verdict))
 
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
         """Calls of `scaled_dot_product_attention` that no kernel but the plain one can serve."""
@@ -56,6 +58,10 @@ class Attention(AbstractTechnique):
 class _Start(TorchFunctionMode):
     """Watches for the product of queries and keys."""
 
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__()
+        self._refuse = refuse
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -66,14 +72,27 @@ class _Start(TorchFunctionMode):
         given = dict(kwargs or {})
         if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum") and not are_forwards_plain():
             is_plain = not any(hasattr(arg, "_attention") for arg in (*args, *given.values()))
-            scores = started(func, tuple(args), given) if is_plain else None
+            scores = started(func, tuple(args), given, self._refuse) if is_plain else None
             if scores is not None:
                 return scores
         return func(*args, **given)
 
 
-def _deferring(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with _Start():
-        return forward(*args, **kwargs)
+class _Deferring:
+    """The code around the forward of one module."""
+
+    def __init__(self, where: str, verdict: Verdict) -> None:
+        self._where = where
+        self._verdict = verdict
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
+        return _Deferring(self._where, Verdict())
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or are_transforms_active():
+            return forward(*args, **kwargs)
+        with _Start(self._refusal):
+            return forward(*args, **kwargs)
+
+    def _refusal(self, why: str) -> ApplyError:
+        return self._verdict.refuse(f"{self._where}: {why}", technique=Attention.name)

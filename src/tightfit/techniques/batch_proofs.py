@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.code import Code
 from tightfit.effects.dependence import Flow, NeedsValues, Run, Total
 from tightfit.effects.independence import Proof, Subject, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes
@@ -49,12 +50,14 @@ class BatchProofs:
         self._unseen = unseen
         self._state = RegionState()
         self._before: Snapshot | None = None
+        self._code: Code | None = None
         self._known: dict[Any, Proved] = {}
 
     def of(self, batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Proved | None:
         """What is proved about such a batch already."""
         now = self._state.snapshot(self._owner(), is_kept=True)
-        if self._before is not None and self._is_changed(self._before, now):
+        is_new = self._code is None or not self._code.is_same()
+        if is_new or (self._before is not None and self._is_changed(self._before, now)):
             self._known.clear()
         self._before = now
         return self._known.get(_key(batch, parts))
@@ -94,6 +97,7 @@ class BatchProofs:
                 ) from None
         # What a first forward makes is there now.
         self._before = self._state.snapshot(model, is_kept=True)
+        self._code = Code(model)
         if len(self._known) >= _MOST_SHAPES:
             self._known.clear()
         self._known[key] = proved

@@ -24,6 +24,17 @@ class AbstractBatch(abc.ABC):
         for begin in range(0, self.num_examples, size):
             yield begin, min(self.num_examples, begin + size)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are split."""
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.part(0, self.num_examples, note)
+        return found
+
     @abc.abstractmethod
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""

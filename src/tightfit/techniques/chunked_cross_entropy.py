@@ -300,6 +300,11 @@ def _forward(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> tuple[torc
     return logits, kept
 
 
+def changed_logits(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> torch.Tensor:
+    """What the cross-entropy sees of the logits of a head."""
+    return _forward(logits, changes)[0]
+
+
 def _backward(slope: torch.Tensor, changes: tuple[Pointwise, ...], kept: list[torch.Tensor]) -> torch.Tensor:
     """The gradient with respect to the head's own output, in its type."""
     for change in reversed(changes):

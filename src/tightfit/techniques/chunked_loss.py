@@ -5,6 +5,7 @@ reach a cross-entropy it is worked out chunk by chunk (`chunked_cross_entropy`).
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -17,9 +18,11 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.deferred_logits import Chunks, Copies, Origin, deferred_logits
+from tightfit.techniques.first_order import Refuse, are_transforms_active
 from tightfit.techniques.loss_head_options import loss_head_options
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.techniques.value_checks import has_values
 
 
 @final
@@ -44,13 +47,21 @@ class ChunkedLoss(AbstractTechnique):
                 raise ApplyError(
                     f"the head {choice.where} is a {type(head).__name__}, and chunked_loss needs a torch.nn.Linear; leave it out"
                 )
+            if not has_plain_weight(head):
+                raise ApplyError(
+                    f"the weight of the head {choice.where} is computed from others (a parametrization such as spectral_norm), and chunked_loss "
+                    "needs a plain one; leave it out"
+                )
             return head
 
         heads = check_each(chosen, check)
         origins: WeakTable[Origin, None] = WeakTable()
         for choice, head in zip(chosen, heads, strict=True):
             chunks = Chunks(**choice.settings)
-            deferral = _Deferral(chunks, origins, functools.partial(_count, session))
+            refuse = functools.partial(session.verdict.refuse, technique=self.name, places=(choice.where,))
+            deferral = _Deferral(
+                chunks, origins, functools.partial(_count, session.statistics), refuse, session.check_steps
+            )
             session.wrap_forward(head, deferral)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -60,25 +71,38 @@ class ChunkedLoss(AbstractTechnique):
                     origin.before_weight_changes(copies)
 
         for optimizer in session.optimizers:
-            session.when_undone(optimizer.register_step_pre_hook(before_step).remove)
+            session.hook(optimizer.register_step_pre_hook, before_step)
 
 
 class _Deferral:
     """What runs in place of the head's `forward`."""
 
-    def __init__(self, chunks: Chunks, origins: WeakTable[Origin, None], counted: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        origins: WeakTable[Origin, None],
+        counted: Callable[[str], None],
+        refuse: Refuse,
+        check_steps: int,
+    ) -> None:
         self.chunks = chunks
         self.origins = origins
         self.counted = counted
+        self.refuse = refuse
+        self.checks_left = check_steps
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
-        if linear is None or kwargs or len(args) != 1 or not _can_wait(linear, args[0]):
+        if are_transforms_active() or linear is None or kwargs or len(args) != 1:
+            return forward(*args, **kwargs)
+        if not has_plain_weight(linear) or not _can_wait(linear, args[0]):
             return forward(*args, **kwargs)
         for earlier in self.origins:
             if earlier.parameter is linear.weight:
                 earlier.when_called_again()
-        origin = Origin(linear, args[0], self.chunks, self.counted)
+        is_checked = self.checks_left > 0 and has_values(args[0], linear.weight)
+        self.checks_left -= is_checked
+        origin = Origin(linear, args[0], self.chunks, self.counted, self.refuse, is_checked=is_checked)
         self.origins[origin] = None
         return deferred_logits(origin)
 
@@ -90,6 +114,11 @@ def _linear_of(forward: Callable[..., Any]) -> torch.nn.Linear | None:
     return None
 
 
+def has_plain_weight(linear: torch.nn.Module) -> bool:
+    """Whether the weight and the bias are parameters, and not computed at each read, or set by a hook."""
+    return linear._parameters.get("weight") is not None and "bias" in linear._parameters
+
+
 def _can_wait(linear: torch.nn.Linear, hidden: torch.Tensor) -> bool:
     wants_gradients = linear.training and torch.is_grad_enabled()
     # Sharded and quantised weights are more than their values.
@@ -98,5 +127,5 @@ def _can_wait(linear: torch.nn.Linear, hidden: torch.Tensor) -> bool:
     return wants_gradients and is_plain and not is_double and hidden.dim() > 1 and not torch.compiler.is_compiling()
 
 
-def _count(session: Session, what: str) -> None:
-    session.statistics[what] += 1
+def _count(statistics: Counter[str], what: str) -> None:
+    statistics[what] += 1

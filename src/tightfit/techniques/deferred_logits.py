@@ -25,6 +25,7 @@ from tightfit.techniques.chunked_cross_entropy import (
 from tightfit.techniques.deferral import FACTS, changes, fact, name_of
 from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.logit_forms import Form
+from tightfit.techniques.loss_checks import sample_differs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,11 @@ class Origin:
         chunks: Chunks,
         counted: Callable[[str], None],
         refuse: Refuse = ApplyError,
+        *,
+        is_checked: bool = False,
     ) -> None:
         self.refuse = refuse
+        self.is_checked = is_checked
         self.hidden = hidden
         self.parameter = linear.weight
         self.weight: torch.Tensor = linear.weight
@@ -307,6 +311,12 @@ def _loss(
         refuse=origin.refuse,
     )
     origin.counted("losses in chunks")
+    if origin.is_checked and wants_gradients:
+        told = sample_differs(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+        if told:
+            raise origin.refuse(
+                f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
+            )
     out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)
     return out.reshape(target.shape) if reduction == "none" else out

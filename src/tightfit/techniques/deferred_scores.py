@@ -48,6 +48,19 @@ class Attention:
     keep: torch.Tensor | None = None
     is_softmax: bool = False
     refuse: Refuse = ApplyError
+    versions: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Makes sure that all that was given is what it was when it was given.
+
+        Raises:
+            ApplyError: some of it was written to since, as a mask that is kept and changed.
+        """
+        if self.versions != _versions(self.tensors()):
+            raise self.refuse(
+                "attention scores are used after what they come from (queries, keys or a mask) was written to; "
+                "leave the technique attention out: tightfit plan --without attention"
+            )
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that the calls were given."""
@@ -56,6 +69,7 @@ class Attention:
 
     def replayed(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
         """All of it done as it was written; with tensors replaced by those that `instead` has for their identities."""
+        self.check()
         out: Any = None
         for func, args, kwargs in self.calls:
             given = tree_map_only(_Scores, lambda _, scores=out: scores, (args, dict(kwargs)))
@@ -76,7 +90,8 @@ class Attention:
             return None
         if name_of(func) == "softmax" and _autocast_type(self.query) is not None:
             meta = meta.float()  # what autocast makes of it
-        return dataclasses.replace(self, calls=(*self.calls, (func, args, kwargs)), meta=meta, **changed)
+        after = dataclasses.replace(self, calls=(*self.calls, (func, args, kwargs)), meta=meta, **changed)
+        return dataclasses.replace(after, versions=(*self.versions, *_versions(after.tensors())[len(self.versions) :]))
 
     def _mask(self, arithmetic: torch.dtype) -> torch.Tensor | None:
         """What the kernel takes: True where a score counts, or what is added to scores of type `arithmetic`. Never larger than it was written."""
@@ -93,6 +108,7 @@ class Attention:
         arithmetic = _autocast_type(value)
         if not self.is_softmax or not fits or (arithmetic is None and value.dtype != self.key.dtype):
             return None
+        self.check()
         query, key, mask = self.query, self.key, self._mask(arithmetic or self.query.dtype)
         if query.dim() == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -220,7 +236,12 @@ def started(
     on_meta = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
     meta = func(*on_meta[0], **on_meta[1])
     meta = meta.to(_autocast_type(query) or meta.dtype)
-    return deferred_scores(Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse))
+    attention = Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse)
+    return deferred_scores(dataclasses.replace(attention, versions=_versions(attention.tensors())))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _members(values: Any) -> Iterator[DeferredScores]:

@@ -44,8 +44,13 @@ def check_transforms(what: str, refuse: Refuse) -> None:
     Raises:
         ApplyError: it is run inside of a transform of torch.func (grad, vmap, jvp), or of forward-mode differentiation.
     """
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if are_transforms_active():
         raise refuse(
             f"the program transforms the model (torch.func, or forward-mode differentiation), which {what} knows nothing of; "
             f"go on without it: tightfit plan --without {what}"
         )
+
+
+def are_transforms_active() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -17,9 +17,9 @@ from tightfit.effects.fingerprints import paused
 from tightfit.errors import ApplyError
 from tightfit.techniques.batch_proofs import BatchProofs
 from tightfit.techniques.batches import AbstractBatch, Batch
-from tightfit.techniques.first_order import Refuse, check_transforms
+from tightfit.techniques.first_order import Refuse, are_transforms_active
 from tightfit.techniques.loss_means import Watch
-from tightfit.techniques.split_outputs import Outputs, Sums, find_loss
+from tightfit.techniques.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.value_checks import has_values, nothing_hidden
 
 WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
@@ -84,19 +84,28 @@ class SplitForward:
         )
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or are_transforms_active():
             return forward(*args, **kwargs)
-        check_transforms("micro_batches", self._refuse)
+        try:
+            return self._in_parts(forward, args, kwargs)
+        except ApplyError as error:
+            raise self._refuse(str(error)) from None
+
+    def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._batch_of(args, kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:
             raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")
         if self._scaled is None:
             _refuse_float16(batch.device)
+        is_checked = False
         with _GradientsAside(self.model) as aside:
+            checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
+            is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
             sums.gradients = [p.grad for p in aside.parameters]
         sums.refuse = self._refuse
+        sums.unchanged = Unchanged([*aside.parameters, *batch.tensors()], has_checksum=is_checked)
         return outputs.joined(sums, aside.parameters)
 
     def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
@@ -110,6 +119,8 @@ class SplitForward:
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
             with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
                 output = forward(*args, **kwargs)
+            if watch.failure is not None:
+                raise watch.failure
             if decisions is not None and watch.decisions != decisions:
                 raise self._refuse(
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"

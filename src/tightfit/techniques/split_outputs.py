@@ -1,17 +1,49 @@
 """What the parts of a batch return, put together: the loss of the whole, whose gradients are there already, and small outputs besides."""
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.loss_means import Term
+from tightfit.techniques.value_checks import checksum
 
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
+
+
+class Unchanged:
+    """What the gradients were computed from, to be the same when the loss is run backwards: weights and batch, by address, version and (with
+    `has_checksum`) values. It refers to them weakly: a batch that is gone cannot be changed.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, has_checksum: bool) -> None:
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._places = [_place(tensor) for tensor in tensors]
+        self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
+
+    def what_changed(self) -> str:
+        """In words; nothing where all is the same."""
+        for number, reference in enumerate(self._tensors):
+            tensor = reference()
+            if tensor is None:
+                continue
+            is_same = _place(tensor) == self._places[number] and (
+                self._checksums is None or checksum([tensor]) == self._checksums[number]
+            )
+            if not is_same:
+                return "a weight was changed" if isinstance(tensor, torch.nn.Parameter) else "the batch was overwritten"
+        return ""
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version
 
 
 class Sums:
@@ -24,6 +56,7 @@ class Sums:
         self.loss_scale = loss_scale
         self.gradients: list[torch.Tensor | None] = []
         self.refuse: Refuse = ApplyError
+        self.unchanged: Unchanged | None = None
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._is_mean = True
@@ -143,6 +176,11 @@ class _Joined(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")
+        changed = "" if sums.unchanged is None else sums.unchanged.what_changed()
+        if changed:
+            raise ctx.refuse(
+                f"{changed} between the forward and the backward pass, and micro_batches has run both; leave it out"
+            )
         gradients, sums.gradients = sums.gradients, []
         if gradient is None:
             return None, None, *(None for _ in gradients)

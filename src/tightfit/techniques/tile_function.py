@@ -13,6 +13,7 @@ import torch
 from tightfit.effects.ambient import Ambient
 from tightfit.errors import ApplyError
 from tightfit.techniques.first_order import Refuse, check_transforms, first_order
+from tightfit.techniques.value_checks import checksum
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Tiling:
     """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output.
 
     `changed` says what of the modules is not what it was at the forward pass, in words, or nothing; `refuse` makes the error to raise then.
+    With `is_checked`, values of what it is given are compared too.
     """
 
     run: Callable[[Tile, torch.Tensor], torch.Tensor]
@@ -42,6 +44,7 @@ class Tiling:
     parameters: Sequence[torch.nn.Parameter]
     overlap: bool = False
     changed: Callable[[], str] = str
+    is_checked: bool = False
     refuse: Refuse = ApplyError
 
 
@@ -64,6 +67,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiling: Tiling, autocast: dict[str, Any], value: torch.Tensor, *trained: Any) -> torch.Tensor:
         ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
+        ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
         ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
         ctx.save_for_backward(value, *trained)
         length = max(tile.out_end for tile in tiling.tiles)
@@ -88,6 +92,8 @@ class _Tiled(torch.autograd.Function):
         changed = tiling.changed()
         if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
             changed = "a weight was given other data"
+        if not changed and ctx.checksum is not None and ctx.checksum != checksum([value, *tiling.parameters]):
+            changed = "the input or a weight was written to past autograd (through .data)"
         if changed:
             raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
         whole = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.code import Code
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.rows import Mixes
 from tightfit.effects.state import Difference, RegionState, Snapshot, differences
@@ -25,7 +26,10 @@ class TileProofs:
         self._checks_left = check_steps
         self._state = RegionState()
         self._key: Any = None
+        # Whether the last call is one of those that are compared by value.
+        self.is_checked = False
         self._before: Snapshot | None = None
+        self._code: Code | None = None
 
     def prove(
         self, run: Callable[[torch.Tensor], Any], value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any
@@ -38,7 +42,11 @@ class TileProofs:
         module = self._owner()
         now = self._state.snapshot(module, is_kept=True)
         key = _key(value, dim, tiles, others)
-        if key != self._key or self._before is None or structural(self._before, now):
+        hooked = [name for name, p in module.named_parameters() if p._backward_hooks]
+        if hooked:
+            raise self._refuse(f"has a hook on the gradient of {hooked[0]}, which would see each tile's")
+        is_new = self._code is None or not self._code.is_same()
+        if is_new or key != self._key or self._before is None or structural(self._before, now):
             part = tiles[0].of(value.detach(), dim)
 
             def first_call() -> None:
@@ -50,8 +58,9 @@ class TileProofs:
             except Mixes as error:
                 raise self._refuse(f"cannot be run in tiles: {error}") from None
             now = self._state.snapshot(module, is_kept=True)
-            self._key, self._before, self._checks_left = key, now, self._check_steps
-        if self._checks_left and has_values(value):
+            self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, Code(module)
+        self.is_checked = self._checks_left > 0 and has_values(value)
+        if self.is_checked:
             self._checks_left -= 1
             with paused():
                 told = halves_differ(module, run, tiles[0].of(value.detach(), dim), dim)
@@ -60,6 +69,10 @@ class TileProofs:
         return lambda: self._changed(now)
 
     def _changed(self, then: Snapshot) -> str:
+        if self._code is not None and not self._code.is_same():
+            return "the code of the module was replaced"
+        if any(p._backward_hooks for p in self._owner().parameters()):
+            return "a hook was put on a gradient"
         found = structural(then, self._state.snapshot(self._owner(), is_kept=True))
         return str(found[0]) if found else ""
 

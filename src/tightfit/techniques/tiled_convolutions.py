@@ -16,6 +16,7 @@ from tightfit.effects.state import RegionState, Snapshot
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
+from tightfit.techniques.first_order import are_transforms_active
 from tightfit.techniques.forwards import are_forwards_plain
 from tightfit.techniques.halos import Layer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.sequential_ranges import check_sequential, put_range
@@ -100,7 +101,12 @@ class _Slabs:
         self._state = RegionState()
 
     def __call__(self, value: Any) -> Any:
-        if not torch.is_grad_enabled() or are_forwards_plain():
+        if (
+            not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or are_forwards_plain()
+            or are_transforms_active()
+        ):
             return self._plain(value)
         children = list(self._chain)
         try:
@@ -128,8 +134,9 @@ class _Slabs:
             overlap=True,
             refuse=self._refusal,
             changed=lambda: self._changed(before),
+            is_checked=self._checks_left > 0 and has_values(value),
         )
-        if self._checks_left and has_values(value):
+        if tiling.is_checked:
             self._checks_left -= 1
             with paused():
                 self._compare(tiling, layers, value)

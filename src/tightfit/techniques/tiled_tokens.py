@@ -19,6 +19,7 @@ from tightfit.effects.holders import PLAIN
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
+from tightfit.techniques.first_order import are_transforms_active
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -90,6 +91,9 @@ class _Tiles:
         value = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or are_transforms_active():
+            # Code that is compiled runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
+            return forward(*args, **kwargs)
         rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
         if any(isinstance(other, torch.Tensor) for other in rest):
             raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")
@@ -109,13 +113,15 @@ class _Tiles:
         proofs = self._proofs.get(module)
         if proofs is None:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
+        changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
         tiling = Tiling(
             run=run,
             tiles=tiles,
             dim=dim,
             parameters=list(module.parameters()),
             refuse=self._refusal,
-            changed=proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs)),
+            changed=changed,
+            is_checked=proofs.is_checked,
         )
         return run_tiled(tiling, value)
 

@@ -43,7 +43,7 @@ class GradientWatch:
 
     def install(self) -> None:
         """Looks at every read of a gradient from now on, and at zeroing."""
-        plain = torch.Tensor.grad
+        plain: Any = torch.Tensor.grad
         watch = self
 
         @hands_over
