@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient
 from tightfit.torch_hooks.backward import BackwardPass
+from tightfit.torch_hooks.manifest import KEPT_VERSIONS
+
+_versions_kept = KEPT_VERSIONS.value()
 
 REMEDY = "leave updates in the backward pass out of the plan"
 
@@ -118,10 +122,12 @@ class KeptPass:
         self._run_again(waiting, used, is_last=True)
 
     def try_out(self) -> None:
-        """Runs the pass once more for nothing but its norms.
+        """Runs the pass once more for nothing but its norms, and says to autograd of each parameter whose gradient has come that it was written to.
+
+        So a graph that still needs one then, through another name (`functional_call` with its detached values), fails here and not in the updates.
 
         Raises:
-            ApplyError: they differ; nothing has been updated.
+            ApplyError: they differ, or it needs one; nothing has been updated.
         """
         waiting = self.waiting
 
@@ -131,8 +137,10 @@ class KeptPass:
             assert gradient is not None
             self._compare(gradient, deferred)
             deferred.put(parameter)
+            increment_version(parameter)
 
-        self._run_again(waiting, compared, is_last=False)
+        with _versions_kept(tuple(waiting)):
+            self._run_again(waiting, compared, is_last=False)
         self.check_same()
 
     def check_unchanged(self) -> None:

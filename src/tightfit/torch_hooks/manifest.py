@@ -126,6 +126,12 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
+KEPT_VERSIONS = Name(
+    module="torch.autograd.grad_mode",
+    name="_unsafe_preserve_version_counter",
+    purpose="to try an update out without one: what is counted as a write meanwhile is not afterwards",
+    versions=_TORCH,
+)
 TENSOR_HOOK = Name(
     module="torch",
     kind="Tensor",
@@ -152,4 +158,4 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, STORAGE_USES)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEPT_VERSIONS, STORAGE_USES)
