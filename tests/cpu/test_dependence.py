@@ -28,7 +28,9 @@ class _Module(nn.Module):
 
 def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) -> Layout:
     module = _Module(function)
-    subject = Subject(call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True)
+    subject = Subject(
+        call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True
+    )
     proof = prove(subject, value.shape[dim], [part])
     layout = proof.flow.layout(proof.result)
     if layout is None or proof.flow.is_uniform(proof.result):
@@ -117,7 +119,7 @@ STEPS: dict[str, Function] = {
     "loop": lambda x: torch.stack([row * 2 for row in x]),
     "unbind": lambda x: torch.stack([row * 2 for row in x.unbind(1)], 1),
     "normalised": lambda x: x / x.norm(),
-    "instance norm": lambda x: functional.instance_norm(x),
+    "instance norm": functional.instance_norm,
     "pool": lambda x: functional.avg_pool1d(x, 2),
     "one hot": lambda x: functional.one_hot((x > 0).long(), 2).to(x.dtype).flatten(-2),
 }  # fmt: skip
@@ -171,7 +173,9 @@ def test_what_keeps_examples_apart_is_not_refused(name: str) -> None:
 def test_refusals_name_the_operator_and_the_line() -> None:
     with pytest.raises(Mixes, match=r"aten\.mean\.dim works along the rows at test_dependence\.py:\d+"):
         _layout(STEPS["mean first"], _fixed(4, 3, 6), 0)
-    with pytest.raises(Mixes, match=r"hands other numbers to aten\.mul\.Tensor for 4 rows than for 2 at test_dependence\.py"):
+    with pytest.raises(
+        Mixes, match=r"hands other numbers to aten\.mul\.Tensor for 4 rows than for 2 at test_dependence\.py"
+    ):
         _layout(STEPS["scale by size"], _fixed(4, 3, 6), 0)
     with pytest.raises(Mixes, match="no rule"):
         _layout(lambda x: torch.linalg.solve_triangular(x, x, upper=True), _fixed(4, 3, 3), 0)

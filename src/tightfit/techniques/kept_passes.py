@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import increment_version
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient
 from tightfit.torch_hooks.backward import BackwardPass
-from tightfit.torch_hooks.manifest import KEPT_VERSIONS
-
-_versions_kept = KEPT_VERSIONS.value()
+from tightfit.torch_hooks.manifest import SET_VERSIONS
 
 REMEDY = "leave updates in the backward pass out of the plan"
 
@@ -121,27 +118,34 @@ class KeptPass:
 
         self._run_again(waiting, used, is_last=True)
 
-    def try_out(self) -> None:
-        """Runs the pass once more for nothing but its norms, and says to autograd of each parameter whose gradient has come that it was written to.
-
-        So a graph that still needs one then, through another name (`functional_call` with its detached values), fails here and not in the updates.
+    def try_out(self) -> bool:
+        """Runs the pass once more for nothing but its norms; whether it could be updated in, since it needs no parameter after its gradient.
 
         Raises:
-            ApplyError: they differ, or it needs one; nothing has been updated.
+            ApplyError: the norms differ; nothing has been updated.
         """
         waiting = self.waiting
+        set_versions = SET_VERSIONS.value()
+        before = {parameter: parameter._version for parameter in waiting}
 
         def compared(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
-            gradient = parameter.grad
-            assert gradient is not None
-            self._compare(gradient, deferred)
+            assert parameter.grad is not None
+            self._compare(parameter.grad, deferred)
             deferred.put(parameter)
-            increment_version(parameter)
+            # As an update would: whatever needs this parameter from here on is told by torch.
+            set_versions((parameter,), (parameter._version + 1,))
 
-        with _versions_kept(tuple(waiting)):
-            self._run_again(waiting, compared, is_last=False)
+        try:
+            self._run_again(waiting, compared, is_last=False, is_trial=True)
+        except RuntimeError:
+            return False
+        finally:
+            set_versions(tuple(before), tuple(before.values()))
+            self._differ, differ = [], self._differ
+        self._differ = differ
         self.check_same()
+        return True
 
     def check_unchanged(self) -> None:
         """Does nothing where no parameter was written to since the pass.
@@ -182,7 +186,9 @@ class KeptPass:
         is_same = torch.isclose(_norm(gradient), deferred.norm, rtol=tolerance, atol=0.0, equal_nan=True)
         self._differ.append(~is_same)
 
-    def _run_again(self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool) -> None:
+    def _run_again(
+        self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool, is_trial: bool = False
+    ) -> None:
         self.check_unchanged()
         keeps_graph = None if is_last else True
         standing = {parameter: parameter.grad for parameter in waiting}
@@ -201,7 +207,7 @@ class KeptPass:
             for parameter in waiting:
                 if parameter not in came:
                     parameter.grad = standing[parameter]
-            if isinstance(error, ApplyError) or not isinstance(error, Exception):
+            if is_trial or isinstance(error, ApplyError) or not isinstance(error, Exception):
                 raise
             raise self._refuse(
                 f"a backward pass ended with an error when it was run a second time ({str(error).splitlines()[0]}); {REMEDY}"

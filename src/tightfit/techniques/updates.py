@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
@@ -98,7 +97,9 @@ class Updates:
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
-        leaves = on_backward(self), on_tensor_hooks(self), _before_other_steps(self)
+        self.session.hook(self.session.model.register_state_dict_pre_hook, _BeforeSaving(self))
+        leaves = on_backward(self), on_tensor_hooks(self)
+        _ALL[:] = [*(known for known in _ALL if known() is not None), weakref.ref(self)]
 
         def leave() -> None:
             for each in leaves:
@@ -123,6 +124,15 @@ class Updates:
         if self._used and self.session.failure is None:
             raise ApplyError(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
 
+    def check_finished(self) -> None:
+        """Does nothing where each update has had its step.
+
+        Raises:
+            ApplyError: a backward pass has updated parameters, and the step that was to has not come.
+        """
+        if self._used and not self.is_over:
+            raise self.session.refuse(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
+
     def forward_comes(self) -> None:
         """The model is called.
 
@@ -134,13 +144,6 @@ class Updates:
                 f"the model is called between the backward pass that updated its parameters and the optimizer's step; {REMEDY}"
             )
         self._was_called = True
-
-    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is stepped: one that is not of this session finds the gradients made."""
-        if optimizer in self._steppers:
-            return
-        if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
-            self._make_all()
 
     # Backward passes
 
@@ -355,8 +358,11 @@ class Updates:
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
         is_clean = self._is_clean(kept, optimizer)
         if self._num_checked < self.session.check_steps:
-            kept.try_out()
             self._num_checked += 1
+            if not kept.try_out():
+                self._make_all()
+                self._num_read = _MAX_READ_IN_A_ROW
+                return {}
         try:
             kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
             kept.check_same()
@@ -428,20 +434,41 @@ def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
     return refuse
 
 
-def _before_other_steps(updates: Updates) -> Callable[[], None]:
-    """Has gradients made before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
+_ALL: "list[weakref.ref[Updates]]" = []
 
-    What it returns ends that; so does the end of `updates`.
-    """
-    known = weakref.ref(updates)
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (live := known()) is not None and not live.is_over:
-            live.other_steps(optimizer)
+def check_finished() -> None:
+    """As `Updates.check_finished`, for all that are there, at the end of a program."""
+    for known in _ALL:
+        if (updates := known()) is not None:
+            updates.check_finished()
 
-    # A hook of torch's own for all optimizers: nothing is replaced.
-    handle = register_optimizer_step_pre_hook(before_step)
-    return weakref.finalize(updates, handle.remove)
+
+class _BeforeSaving(OnlyHere):
+    """A hook before a model's `state_dict`; a copy of the model does without it."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, *_: object) -> None:
+        if (updates := self._updates()) is not None:
+            updates.check_finished()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """What is called before a copy is saved."""
+
+
+def _made_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 class _Between(OnlyHere):

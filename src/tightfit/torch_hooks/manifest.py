@@ -126,12 +126,6 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
-KEPT_VERSIONS = Name(
-    module="torch.autograd.grad_mode",
-    name="_unsafe_preserve_version_counter",
-    purpose="to try an update out without one: what is counted as a write meanwhile is not afterwards",
-    versions=_TORCH,
-)
 TENSOR_HOOK = Name(
     module="torch",
     kind="Tensor",
@@ -140,6 +134,12 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
+SET_VERSIONS = Name(
+    module="torch._C._autograd",
+    name="_unsafe_set_version_counter",
+    purpose="to try out whether a graph still needs parameters that were updated, without updating them",
+    versions=_TORCH,
+)
 STORAGE_USES = Name(
     module="torch._C",
     name="_storage_Use_Count",
@@ -158,4 +158,4 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEPT_VERSIONS, STORAGE_USES)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, SET_VERSIONS, STORAGE_USES)
