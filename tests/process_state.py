@@ -69,6 +69,7 @@ _CLASSES = {
     "accelerate.accelerator": ("Accelerator",),
     "accelerate.optimizer": ("AcceleratedOptimizer",),
 }
+_NAMES_OF_CLASSES = {f"{module}.{kind}" for module, kinds in _CLASSES.items() for kind in kinds}
 # What these put in the place of names of torch when they are imported, or when something is first compiled, is not ours to answer for.
 _BY_LIBRARIES = ("/torch/_dynamo/", "/torch/_compile.py", "/lightning/fabric/", "/lightning_fabric/")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks")
@@ -89,6 +90,13 @@ class ProcessState:
             after = later.names[place]
             if before == after:
                 continue
+            if place in _NAMES_OF_CLASSES:
+                added = (
+                    name
+                    for name, value in after.items()
+                    if callable(value) and name not in before and not _is_same(None, value)
+                )
+                yield from (f"{place}.{name} has been added" for name in added)
             for name, value in before.items():
                 if callable(value) and name not in after:
                     yield f"{place}.{name} is gone"

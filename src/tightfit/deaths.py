@@ -5,6 +5,7 @@ code: an interrupt that arrives inside of a callback written in Python is lost. 
 """
 
 import collections
+import copy
 import functools
 import time
 import weakref
@@ -84,6 +85,16 @@ class WeakTable(Generic[Key, Value]):
 
     def __iter__(self) -> Iterator[Key]:
         return (key for key, _ in self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeakTable[Key, Value]":
+        new: WeakTable[Key, Value] = WeakTable()
+        for key, value in self.items():
+            new[key] = copy.deepcopy(value, memo)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Where it is read again, its objects are others.
+        return WeakTable, ()
 
     def get(self, key: Key) -> Value | None:
         """The value of `key`; None if it has none."""

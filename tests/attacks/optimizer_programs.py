@@ -403,7 +403,9 @@ def _hooks(before: bool, after: bool) -> Program:
         seen: Seen = []
 
         def look(o: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            seen.append((len(o.param_groups), sum(len(g["params"]) for g in o.param_groups), model[2].weight.sum().item()))
+            seen.append(
+                (len(o.param_groups), sum(len(g["params"]) for g in o.param_groups), model[2].weight.sum().item())
+            )
 
         def halve(o: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             for group in o.param_groups:
@@ -964,9 +966,7 @@ def batch_norm_in_a_recomputation(put: Put) -> tuple[nn.Module, Seen]:
 def reentrant_recomputation(put: Put) -> tuple[nn.Module, Seen]:
     model, optimizer = made(put)
     for _ in range(NUM_STEPS):
-        hidden = torch.utils.checkpoint.checkpoint(
-            model[:3], torch.randn(5, 8, requires_grad=True), use_reentrant=True
-        )
+        hidden = torch.utils.checkpoint.checkpoint(model[:3], torch.randn(5, 8, requires_grad=True), use_reentrant=True)
         model[3:](hidden).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,6 +6,7 @@ from tests.attacks.harness import Outcome, run
 from tests.attacks.known_wrong import KNOWN_WRONG
 from tests.attacks.places import VARIANTS
 from tests.attacks.registry import Attack, attacks
+from tests.attacks.table import on_page, tables, without_reasons
 
 ATTACKS = attacks()
 torch.set_num_threads(1)
@@ -46,3 +47,8 @@ def test_there_are_enough_attacks() -> None:
     assert sum(attack.kind != "clean" for attack in ATTACKS.values()) >= 150
     assert {name for name, _ in KNOWN_WRONG} <= ATTACKS.keys()
     assert {name for _, name in KNOWN_WRONG} <= VARIANTS.keys()
+
+
+def test_the_page_has_these_verdicts() -> None:
+    """Where it fails: python -m tests.attacks.table."""
+    assert without_reasons(on_page()) == without_reasons(tables())

@@ -9,7 +9,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from tests.process_state import changed_since, process_state
 from torch import nn
 from torch.nn import functional
 
-import tightfit
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.runtime.attach import Attachment
+from tightfit.runtime.recorder import new_recorder
 from tightfit.techniques.catalogue import techniques
 from tightfit.techniques.session import Session
 
@@ -125,10 +124,24 @@ def expected() -> Sequence[torch.Tensor]:
     return _EXPECTED
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_look_through() -> Iterator[None]:
+    """Recordings and collections look at all objects of the process: those that are there already are put aside."""
+    expected()
+    for variant in TABLE.values():
+        live = Live(variant)
+        with live.plan():
+            live.step()
+    del live
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def everything_is_as_it_was() -> Iterator[None]:
     """As for all tests, but said here, as this is what is tested."""
-    Net()  # classes are imported before they are compared
     before = process_state()
     yield
     assert changed_since(before) == []
@@ -145,7 +158,7 @@ def beside() -> Iterator[Beside]:
         assert torch.equal(found, wanted), f"step {step} of the model without a plan is another one"
 
 
-Scenario = Callable[[Variant, Beside, Path], None]
+Scenario = Callable[[Variant, Beside], None]
 SCENARIOS: dict[str, Scenario] = {}
 
 
@@ -156,10 +169,10 @@ def scenario(found: Scenario) -> Scenario:
 
 
 @scenario
-def two_models_undone_in_all_orders(variant: Variant, beside: Beside, _: Path) -> None:
+def two_models_undone_in_all_orders(variant: Variant, beside: Beside) -> None:
     """Their steps interleave."""
-    for order in itertools.permutations(range(3)):
-        lives = [Live(variant, seed) for seed in range(3)]
+    for order in itertools.permutations(range(2)):
+        lives = [Live(variant, seed) for seed in range(2)]
         sessions = [live.plan() for live in lives]
         for live in lives:
             live.step()
@@ -171,7 +184,7 @@ def two_models_undone_in_all_orders(variant: Variant, beside: Beside, _: Path) -
 
 
 @scenario
-def backward_passes_that_interleave(variant: Variant, beside: Beside, _: Path) -> None:
+def backward_passes_that_interleave(variant: Variant, beside: Beside) -> None:
     """A generator and a discriminator, and one that has nothing to do with them."""
     first, second = Live(variant), Live(variant, 1)
     sessions = first.plan(), second.plan()
@@ -190,26 +203,25 @@ def backward_passes_that_interleave(variant: Variant, beside: Beside, _: Path) -
 
 
 @scenario
-def a_new_optimizer(variant: Variant, beside: Beside, _: Path) -> None:
-    """In place of the first, whose session is undone before or after the new one is there."""
-    for undone_first in (True, False):
-        live = Live(variant)
-        session = live.plan()
-        live.step()
-        live.optimizer = live.new_optimizer()
-        if undone_first:
-            session.undo()
-        with contextlib.suppress(ApplyError):
-            other = live.plan()
-            live.step()
-            other.undo()
-        beside.step()
-        session.undo()
-        live.step(1)
+def a_new_optimizer(variant: Variant, beside: Beside) -> None:
+    """In place of the first, whose session is undone, and undone again when there is another one, which that must not touch."""
+    live = Live(variant)
+    first = live.plan()
+    live.step()
+    live.optimizer = live.new_optimizer()
+    first.undo()
+    second = live.plan()
+    live.step(1)
+    first.undo()
+    beside.step()
+    live.step(2)
+    assert second.is_on
+    second.undo()
+    live.step(3)
 
 
 @scenario
-def a_model_that_is_dropped(variant: Variant, beside: Beside, _: Path) -> None:
+def a_model_that_is_dropped(variant: Variant, beside: Beside) -> None:
     """With what belongs to it, and without an undo; parameters are freed."""
     live = Live(variant)
     live.plan()
@@ -222,14 +234,16 @@ def a_model_that_is_dropped(variant: Variant, beside: Beside, _: Path) -> None:
 
 
 @scenario
-def a_copy_outlives_the_original(variant: Variant, beside: Beside, _: Path) -> None:
-    """The copy trains; the original is freed."""
+def a_copy_outlives_the_original(variant: Variant, beside: Beside) -> None:
+    """The copy trains, if it may be made; the original is freed."""
     live = Live(variant)
     live.plan()
     live.step()
-    left, twin = weakref.ref(live.model), copy.deepcopy(live)
+    left = weakref.ref(live.model)
+    with contextlib.suppress(ApplyError):
+        twin = copy.deepcopy(live)
+        twin.step(1)
     del live
-    twin.step(1)
     beside.step()
     gc.collect()
     assert left() is None
@@ -243,7 +257,9 @@ def _raises(*_: object) -> None:
     raise UserError
 
 
-def _failing(variant: Variant, beside: Beside, register: Callable[[Live], Sequence[torch.utils.hooks.RemovableHandle]]) -> None:
+def _failing(
+    variant: Variant, beside: Beside, register: Callable[[Live], Sequence[torch.utils.hooks.RemovableHandle]]
+) -> None:
     live = Live(variant)
     session = live.plan()
     live.step()
@@ -261,26 +277,26 @@ def _failing(variant: Variant, beside: Beside, register: Callable[[Live], Sequen
 
 
 @scenario
-def an_exception_in_the_forward(variant: Variant, beside: Beside, _: Path) -> None:
+def an_exception_in_the_forward(variant: Variant, beside: Beside) -> None:
     """Of the head, when all blocks have run."""
     _failing(variant, beside, lambda live: [live.model.head.register_forward_pre_hook(_raises)])
 
 
 @scenario
-def an_exception_in_the_backward_pass(variant: Variant, beside: Beside, _: Path) -> None:
+def an_exception_in_the_backward_pass(variant: Variant, beside: Beside) -> None:
     """At the first layer, when all others have gradients."""
     _failing(variant, beside, lambda live: [live.model.stem.weight.register_hook(_raises)])
 
 
 @scenario
-def an_exception_in_the_step(variant: Variant, beside: Beside, _: Path) -> None:
+def an_exception_in_the_step(variant: Variant, beside: Beside) -> None:
     """Before it and after it."""
     _failing(variant, beside, lambda live: [live.optimizer.register_step_pre_hook(_raises)])
     _failing(variant, beside, lambda live: [live.optimizer.register_step_post_hook(_raises)])
 
 
 @scenario
-def an_exception_while_it_is_put_on(variant: Variant, beside: Beside, _: Path) -> None:
+def an_exception_while_it_is_put_on(variant: Variant, beside: Beside) -> None:
     """By a choice that cannot be, after one that was."""
     live = Live(variant)
     choices = [*variant.find(live.model, [live.optimizer]), choice("checkpointing", "Other.blocks")]
@@ -293,29 +309,29 @@ def an_exception_while_it_is_put_on(variant: Variant, beside: Beside, _: Path) -
 
 
 @scenario
-def recorded_around_and_within_and_across(variant: Variant, beside: Beside, folder: Path) -> None:
+def recorded_around_and_within_and_across(variant: Variant, beside: Beside) -> None:
     """A recording that begins before or after a session, and ends before or after it."""
     for begins_first, ends_first in itertools.product((True, False), repeat=2):
-        live, recording = Live(variant), tightfit.record(folder / "recording.pickle", stacks=False)
+        live, recorder = Live(variant), new_recorder(stacks=False, max_events=1000)
         with contextlib.ExitStack() as stack:
             if begins_first:
-                stack.enter_context(recording)
+                recorder.start()
             session = live.plan()
             live.step()
             if not begins_first:
-                stack.enter_context(recording)
+                recorder.start()
+            stack.callback(recorder.stop)
             live.step(1)
             if ends_first:
                 stack.close()
             live.step(2)
             session.undo()
             live.step(3)
-        assert recording.written is not None
     beside.step()
 
 
 @scenario
-def attached_to_what_is_called(variant: Variant, beside: Beside, _: Path) -> None:
+def attached_to_what_is_called(variant: Variant, beside: Beside) -> None:
     """Two attachments, which end in either order while their models live or after that."""
     for ends_first, drops in itertools.product((True, False), repeat=2):
         choices = Live(variant)
@@ -334,8 +350,8 @@ def attached_to_what_is_called(variant: Variant, beside: Beside, _: Path) -> Non
 
 @pytest.mark.parametrize("row", SCENARIOS)
 @pytest.mark.parametrize("variant", TABLE)
-def test_torch_is_as_it_was(variant: str, row: str, beside: Beside, tmp_path: Path) -> None:
-    SCENARIOS[row](TABLE[variant], beside, tmp_path)
+def test_torch_is_as_it_was(variant: str, row: str, beside: Beside) -> None:
+    SCENARIOS[row](TABLE[variant], beside)
 
 
 def test_every_technique_is_tried() -> None:

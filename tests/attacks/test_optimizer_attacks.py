@@ -69,7 +69,11 @@ REFUSED: dict[tuple[str, str], str] = {
     for chosen in techniques
 }
 # These change weights themselves before the step that is refused.
-CHANGED_BY_HAND = ("sharpness_aware", "weight_decay_by_hand_before_the_step", "weight_decay_through_data_before_the_step")
+CHANGED_BY_HAND = (
+    "sharpness_aware",
+    "weight_decay_by_hand_before_the_step",
+    "weight_decay_through_data_before_the_step",
+)
 # torch's own error: the script has tensors in float32 beside parameters that the plan has in bfloat16.
 REFUSED_BY_TORCH = {
     (name, chosen): words
@@ -113,9 +117,7 @@ def run(name: str, chosen: str | None, left: Run) -> None:
         if chosen is not None:
             kind, settings, _ = TECHNIQUES[chosen]
             where = {"pure_bf16": "precision", "zero_grad": "gradients"}.get(kind, "optimizer")
-            choice = Choice(
-                technique=kind, where=where, settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True
-            )
+            choice = Choice(technique=kind, where=where, settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True)
             technique(kind).apply(session, [choice])
             session.guard()
         return session

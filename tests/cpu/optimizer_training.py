@@ -172,12 +172,13 @@ def workload(
     if technique:
         given = dict(pair.split(":") for pair in settings.split("+")) if settings else {}
         applied = _load(technique)
-        applied.apply(Session(model=model, optimizers=[stepper]), [choice(applied.name, where, **given)])
-    averaged = [p.detach().clone() for p in model.parameters()] if averages else []
+        applied.apply(Session(model=model, optimizers=[stepper], check_steps=0), [choice(applied.name, where, **given)])
+    parameters = list(model.parameters())[len(list(model.parameters())) - averages :]
+    averaged = [p.detach().clone() for p in parameters]
     while True:
         loss = model(torch.randn(batch_size, width, device="cuda")).square().mean()
         loss.backward()
-        for average, parameter in zip(averaged, model.parameters(), strict=False):
+        for average, parameter in zip(averaged, parameters, strict=True):
             average.lerp_(parameter.detach(), 0.1)
         if max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)

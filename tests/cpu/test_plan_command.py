@@ -69,6 +69,7 @@ KEYS = {
     "disk_bytes": None,
     "versions": None,
     "assumptions": {"where", "what"},
+    "proof": {"kind", "steps", "seconds", "what"},
     "elapsed_seconds": None,
 }
 

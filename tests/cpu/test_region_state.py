@@ -154,13 +154,24 @@ def test_a_hook_that_is_added_and_a_module_that_is_replaced_are_seen() -> None:
     assert not module[1]._forward_hooks
 
 
-def test_iterators_are_seen_to_go_on() -> None:
+@pytest.mark.parametrize("numbers", [itertools.count(), iter([1, 2, 3]), iter(range(3)), (n for n in (1, 2, 3))])
+def test_iterators_are_seen_to_go_on(numbers: Any) -> None:
     module, state = nn.Linear(3, 3), RegionState()
-    module.numbers = itertools.count()
+    module.numbers = numbers
     before = state.snapshot(module)
     next(module.numbers)
     (found,) = differences(before, state.snapshot(module))
     assert found.is_in_place
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_an_array_that_is_written_to_is_seen(size: int) -> None:
+    module, state = nn.Linear(3, 3), RegionState()
+    module.table = np.zeros(size)
+    before = state.snapshot(module)
+    module.table += 1
+    (found,) = differences(before, state.snapshot(module))
+    assert found.path == "Linear.table"
 
 
 def test_a_snapshot_does_not_keep_the_graph_of_an_earlier_call_alive() -> None:

@@ -152,6 +152,33 @@ def test_one_that_somebody_threw_away_is_put_there_anew_and_asks_once(library: A
     assert library.compute is plain
 
 
+def test_a_method_that_a_class_has_from_its_base_is_inherited_again(library: Any) -> None:
+    class Base:
+        def compute(self) -> int:
+            return 1
+
+    class Kind(Base):
+        pass
+
+    library.Kind = Kind
+    told = []
+
+    def put(inner: Callable[..., Any], owners: Callable[[], list[Owner]]) -> Callable[..., Any]:
+        def compute(self: Any) -> int:
+            told.extend(owners())
+            return inner(self)
+
+        return compute
+
+    name = Replaced(Name(module=NAME.module, kind="Kind", name="compute", purpose="to test", versions="1"), put)
+    owners = [Owner(), Owner()]
+    leave = [name.enter(owner) for owner in owners]
+    assert Kind().compute() == 1 and told == owners and Base().compute() == 1 and told == owners
+    for each in (*leave, *leave):
+        each()
+    assert "compute" not in vars(Kind) and Kind().compute() == 1
+
+
 def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
     library.__version__ = "0.9"
     del library.compute

@@ -1,14 +1,19 @@
 """Deaths are noted without running Python code, and tables of weak keys forget what died."""
 
 import _thread
+import ast
+import copy
 import functools
 import itertools
+import pickle
 import signal
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
+import tightfit
 from tightfit.deaths import Deaths, WeakTable
 
 
@@ -61,6 +66,16 @@ def test_a_table_forgets_what_died_and_is_not_confused_by_its_address() -> None:
         table[kept]
 
 
+def test_a_copy_of_a_table_has_its_entries_and_a_pickle_none() -> None:
+    table: WeakTable[Thing, list[int]] = WeakTable()
+    kept = Thing()
+    table[kept] = [1]
+    copied = copy.deepcopy(table)
+    copied[kept].append(2)
+    assert (table[kept], copied[kept]) == ([1], [1, 2])
+    assert len(pickle.loads(pickle.dumps(table))) == 0
+
+
 def test_equal_objects_are_told_apart() -> None:
     class Equal(Thing):
         def __eq__(self, other: object) -> bool:
@@ -94,3 +109,33 @@ def test_an_interrupt_at_the_death_of_a_key_is_raised(monkeypatch: pytest.Monkey
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(table) == 0
+
+
+# What is replaced in the process that traces is gone with it, and so are interrupts: whoever asked for it ends it.
+OF_THE_CHILD = "capture"
+WITH_PYTHON_CALLBACKS = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakMethod", "finalize"}
+
+
+def callbacks(path: Path) -> list[str]:
+    """What in a file runs Python code at somebody's death, by line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in WITH_PYTHON_CALLBACKS or (isinstance(node, ast.FunctionDef) and node.name == "__del__"):
+            found.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "weakref.ref" and len(node.args) > 1:
+            callback = node.args[1]
+            if isinstance(callback, ast.Lambda) or (
+                isinstance(callback, ast.Attribute) and callback.attr[:4] != "note"
+            ):
+                found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_nothing_of_ours_runs_python_code_at_a_death_in_the_users_process() -> None:
+    package = Path(tightfit.__file__).parent
+    files = [path for path in package.rglob("*.py") if OF_THE_CHILD not in path.relative_to(package).parts]
+    found = {path.name: lines for path in files if (lines := callbacks(path))}
+    # Of the optimizer's hooks.
+    found.pop("updates.py", None)
+    assert not found

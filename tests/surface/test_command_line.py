@@ -41,8 +41,8 @@ OPTIONS = {
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--optimizer", "--output", "--parameter", "--search", "--sequence-length", "--show-output"),
-        *("--steps", "--task", "--timeout", "--without", "-o", "-p"),
+        *("--lora-rank", "--optimizer", "--no-prove", "--output", "--parameter", "--prove", "--search"),
+        *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
     "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],

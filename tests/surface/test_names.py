@@ -14,8 +14,8 @@ PUBLIC_NAMES = [
 
 PARAMETERS = {
     "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output meanwhile",
-    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output say",
-    "apply": "plan model optimizer",
+    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove say",
+    "apply": "plan model optimizer | check_steps",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
     "find_device": "text",

@@ -1,6 +1,6 @@
 """Runs the first steps of a target on the host with real numbers, and writes down what they left: losses, weights, buffers, random states.
 
-    python -m tightfit.capture.host_run REQUEST.json
+    python -m tightfit.capture.host_run REQUEST.json PARENT
 
 Used for one run and then ended; the answer beside the request says whether it came to its end.
 """
@@ -11,18 +11,20 @@ import json
 import os
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 
-from tightfit.capture import on_host, targets
+from tightfit.capture import eager, on_host, targets
 from tightfit.capture.child import prepare, quiet, target_of
+from tightfit.children import die_with_parent
 from tightfit.errors import ApplyError
+from tightfit.programs import one_line
 
 _SEED = 0
 _MOST_OBJECTS = 10_000
@@ -39,8 +41,9 @@ class HostRequest:
     preparation: dict[str, Any] | None
 
 
-def main(path: str) -> None:
-    """Runs what the request at `path` says, and ends the process."""
+def main(path: str, parent: str) -> None:
+    """Runs what the request at `path` says, and ends the process; at once where the process `parent` ends."""
+    die_with_parent(int(parent))
     request = HostRequest(**json.loads(Path(path).read_text()))
     try:
         with quiet(show_output=False):
@@ -54,13 +57,13 @@ def main(path: str) -> None:
             "places": list(error.places),
         }
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        lines = traceback.format_exception_only(error)
-        answer = {"kind": "failed", "message": lines[-1].strip()}
+        answer = {"kind": "failed", "message": one_line("the program", error)}
     Path(f"{path}.answer").write_text(json.dumps(answer))
     os._exit(0)
 
 
 def _run(request: HostRequest) -> dict[str, Any]:
+    eager.keep_compiler_out()
     on_host.install()
     warnings.simplefilter("ignore")
     torch.manual_seed(_SEED)
@@ -69,7 +72,10 @@ def _run(request: HostRequest) -> dict[str, Any]:
     if request.is_double:
         torch.set_default_dtype(torch.float64)
     report = prepare(request.preparation)
-    generator = targets.generator_on(target_of(request.target), device="cpu")
+    target = target_of(request.target)
+    assert not isinstance(target, targets.Script)
+    generator = targets.generator_on(target, device="cpu")
+    assert isinstance(generator, GeneratorType)
     losses = [_numbers(value) for value in itertools.islice(generator, request.num_steps)]
     values = {
         "losses": losses,
@@ -79,8 +85,8 @@ def _run(request: HostRequest) -> dict[str, Any]:
         "python": repr(random.getstate()),
         "numpy": repr(np.random.get_state()),
     }
-    # Those of the generator's own variables: what trains has to be there when it goes on.
-    for path, module in _modules(generator.gi_frame.f_locals):
+    # Those of the generator's own variables, which are there as long as it goes on: what trains has to be among them.
+    for path, module in _modules(dict(generator.gi_frame.f_locals) if generator.gi_frame is not None else {}):
         for name, parameter in module.named_parameters():
             values["weights"][f"{path}.{name}"] = parameter.detach().clone()
         for name, buffer in module.named_buffers():
@@ -115,4 +121,4 @@ def _modules(variables: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -207,9 +207,9 @@ class StepWatch:
     def end_step(self) -> None:
         """One turn of the user's loop is over."""
         self.num_ended += 1
-        self.on_step()
         if self._effects is not None:
             self._effects.end_step()
+        self.on_step()
         self._mark(self._parameters(), Category.PARAMETERS)
         if self.num_ended >= self.num_steps:
             self._mark_parameters()

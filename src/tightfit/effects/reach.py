@@ -34,6 +34,10 @@ _LIBRARIES = tuple(
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
 )
 _IN_GRAPH = object()
+# Of a larger array this many elements are looked at.
+_NUM_SAMPLES = 4_096
+# Iterators that say how many items are left.
+_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
 # Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
 _HOOKS_OF_ALL_MODULES = (
     *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
@@ -381,6 +385,10 @@ class _Walk:
         if isinstance(own, dict):
             self._hold_dict(path, own, is_attributes=True)
         if not is_bag and not is_users_class(kind):
+            # Of a library's object (a cache, a configuration): the containers and tensors that are its own.
+            for name, inner in list(own.items()) if isinstance(own, dict) else ():
+                if isinstance(inner, torch.Tensor | list | dict | set):
+                    self._value(f"{path}.{name}", inner)
             return
         slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ()) if isinstance(name, str)]
         for name in (*(own or ()), *slots):
@@ -416,18 +424,24 @@ def _drawn(path: str, value: Any) -> Drawn | None:
     elif isinstance(value, np.random.Generator | np.random.RandomState):
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
         state = lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state)  # noqa: E731
+    elif isinstance(value, np.ndarray) and value.nbytes > _LARGEST_ARRAY_BYTES:
+        state = functools.partial(_samples, value)
     elif isinstance(value, np.ndarray):
-        if value.nbytes > _LARGEST_ARRAY_BYTES:
-            return None
         state = value.tobytes
         put = lambda content: np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))  # noqa: E731
     elif isinstance(value, types.GeneratorType):
         state = lambda: None if value.gi_frame is None else (value.gi_frame.f_lasti, repr(value.gi_frame.f_locals))  # noqa: E731
     elif isinstance(value, itertools.count):
         state = value.__repr__
+    elif isinstance(value, _ITERATORS):
+        state = lambda: operator.length_hint(value)  # noqa: E731
     else:
         return None
     return Drawn(path=path, key=id(value), state=state, put=put)
+
+
+def _samples(array: np.ndarray) -> bytes:
+    return array.flat[:: array.size // _NUM_SAMPLES].tobytes()
 
 
 def _put_torch(generator: torch.Generator, content: bytes) -> None:

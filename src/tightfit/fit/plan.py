@@ -10,15 +10,16 @@ from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, P
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
-from tightfit.errors import UsageError
+from tightfit.errors import ApplyError, UsageError
 from tightfit.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.advice import advice
 from tightfit.fit.planning import Allowed, Found, Search, Variant, Without
+from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.trials import Bench
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
-from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint
+from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
 from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
@@ -47,13 +48,15 @@ def plan(
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
+    prove: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
-    there; no technique does yet, so they are refused. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
+    there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
+    most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
 
     Raises:
         UsageError: no such target, device, technique or setting, or one that nothing uses.
@@ -86,7 +89,30 @@ def plan(
         say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    return _plan(Search(bench, budget_bytes, allowed(allow, without)).run(), bench, card, budget_bytes)
+    search = Search(bench, budget_bytes, allowed(allow, without))
+    return _proven(search, bench, card, prove=prove)
+
+
+def _proven(search: Search, bench: Bench, card: Device, *, prove: bool) -> Plan:
+    """The plan that a search finds, with its proof; made again without the techniques whose values are others."""
+    prover: Prover | None = None
+    while True:
+        found = search.run()
+        plan = _plan(found, bench, card, search.budget_bytes)
+        if not (prove and plan.fits and plan.choices):
+            return plan
+        prover = prover or Prover(bench.target, found.base.tape, seconds=DEFAULT_SECONDS, say=bench.say)
+        try:
+            proof = prover.prove(plan.choices)
+        except ApplyError as error:
+            search.refuse(found.best.options, error)
+            continue
+        if isinstance(proof, Proof):
+            return dataclasses.replace(plan, proof=proof)
+        for mismatch in proof:
+            search.refused[mismatch.technique] = (
+                f"its values on the host are not those of the plain run: {mismatch.what}"
+            )
 
 
 def allowed(names: Iterable[str], without: Iterable[str] = ()) -> Allowed:

@@ -277,8 +277,8 @@ class Search:
         if (name, id(tape)) not in self._offered:
             with answering(f"technique {name}", technique=name):
                 offered = list(techniques()[name].options(tape, self.bench.card))
-            offered = [option for option in offered if not self.allowed.leaves_out(option)]
-            self._offered[name, id(tape)] = tape, [option for option in offered if self._is_permitted(option, tape)]
+            wanted = [option for option in offered if not self.allowed.leaves_out(option)]
+            self._offered[name, id(tape)] = tape, [option for option in wanted if self._is_permitted(option, tape)]
         return self._offered[name, id(tape)][1]
 
     def _is_permitted(self, option: Option, tape: Tape) -> bool:
@@ -374,10 +374,10 @@ class Search:
         try:
             return self.bench.trial(options)
         except (ApplyError, CaptureError) as error:
-            self._refuse(options, error)
+            self.refuse(options, error)
             return None
 
-    def _refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
+    def refuse(self, options: Sequence[Option], error: ApplyError | CaptureError) -> None:
         names = list(dict.fromkeys(option.technique for option in options))
         if isinstance(error, ApplyError) and error.technique in names:
             reason = str(error).removeprefix(f"{error.technique}: ")

@@ -76,7 +76,7 @@ class Bench:
         self.label = label
         self.calibration = calibration
         self.say = say
-        self._target = target
+        self.target = target
         self._device = device
         self._settings = settings
         self._num_steps = num_steps
@@ -98,7 +98,7 @@ class Bench:
         if key not in self._made:
             self.say(f"tracing with {len(options)} choices" if options else "tracing the plain run")
             traced = trace(
-                self._target,
+                self.target,
                 label=self.label,
                 device=self._device,
                 num_steps=self._num_steps,

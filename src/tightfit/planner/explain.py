@@ -97,13 +97,23 @@ def sentences(plan: Plan) -> Iterator[str]:
             "driver again, which costs more than any technique here."
         )
     proven = (
-        "and that is proven"
+        "and that is proven under the cost model"
         if plan.bound.is_proven
         else f"and none can take less than {format_seconds(plan.bound.seconds_per_step)}"
     )
     if plan.fits:
         yield f"No other choice of what the techniques offered was found to be faster, {proven}."
+    if plan.exact:
+        yield _proof(plan)
     yield from _next_gib(plan)
+
+
+def _proof(plan: Plan) -> str:
+    """What shows that the plan is exact."""
+    if plan.proof.kind == "values":
+        return f"Exact, proven by values: {plan.proof.what}."
+    why = f" ({plan.proof.what})" if plan.proof.what else ""
+    return f"Exact by structure{why}: every technique keeps the losses and the gradients, and its first steps in a real run are checked."
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:

@@ -64,6 +64,20 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What shows that the planned program computes what the plain one does.
+
+    "values": `steps` of both were run on the host, in `seconds`, and left the same. "structure": by the traced effects of the program, by how
+    the techniques work, and by their checks in the first steps of a run. `what` says it in words, and why it is not values.
+    """
+
+    kind: str = "structure"
+    steps: int = 0
+    seconds: float = 0.0
+    what: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The answer to "what makes it fit at the least cost". `promised_bytes` is what the options promised, `run.peak` what was traced.
 
@@ -90,6 +104,7 @@ class Plan:
     disk_bytes: int
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
+    proof: Proof = Proof()
 
     @property
     def exact(self) -> bool:
@@ -135,9 +150,10 @@ class Plan:
                 frontier=tuple(ParetoPoint(**p) for p in value["frontier"]),
                 advice=tuple(value["advice"]),
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
+                proof=Proof(**value.get("proof", {})),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
-            for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound):
+            for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
             for run in (plan.run, plan.baseline):
                 _check(run)

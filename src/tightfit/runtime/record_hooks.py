@@ -99,7 +99,11 @@ class RunHooks:
             self._end()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._emit("held", "", {"gradients": [held for p in _parameters(optimizer) if p.grad is not None for held in _with_inner(p.grad)]})
+        self._emit(
+            "held",
+            "",
+            {"gradients": [held for p in _parameters(optimizer) if p.grad is not None for held in _with_inner(p.grad)]},
+        )
         self._begin(OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -5,7 +5,6 @@ reach a cross-entropy it is worked out chunk by chunk (`chunked_cross_entropy`).
 """
 
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
@@ -13,6 +12,7 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
@@ -55,7 +55,7 @@ class ChunkedLoss(AbstractTechnique):
             return head
 
         heads = check_each(chosen, check)
-        origins: weakref.WeakSet[Origin] = weakref.WeakSet()
+        origins: WeakTable[Origin, None] = WeakTable()
         for choice, head in zip(chosen, heads, strict=True):
             chunks = Chunks(**choice.settings)
             refuse = functools.partial(session.verdict.refuse, technique=self.name, places=(choice.where,))
@@ -71,7 +71,7 @@ class ChunkedLoss(AbstractTechnique):
                     origin.before_weight_changes(copies)
 
         for optimizer in session.optimizers:
-            session.when_undone(optimizer.register_step_pre_hook(before_step).remove)
+            session.hook(optimizer.register_step_pre_hook, before_step)
 
 
 class _Deferral:
@@ -80,7 +80,7 @@ class _Deferral:
     def __init__(
         self,
         chunks: Chunks,
-        origins: "weakref.WeakSet[Origin]",
+        origins: WeakTable[Origin, None],
         counted: Callable[[str], None],
         refuse: Refuse,
         check_steps: int,
@@ -103,7 +103,7 @@ class _Deferral:
         is_checked = self.checks_left > 0 and has_values(args[0], linear.weight)
         self.checks_left -= is_checked
         origin = Origin(linear, args[0], self.chunks, self.counted, self.refuse, is_checked=is_checked)
-        self.origins.add(origin)
+        self.origins[origin] = None
         return deferred_logits(origin)
 
 

@@ -71,6 +71,11 @@ class Deferred(AbstractSource):
     def held(self) -> Sequence[torch.Tensor]:
         return () if self._made is None else (self._made,)
 
+    def form_is_read(self) -> None:
+        # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
+        if self.state == "deferred":
+            self.make()
+
     def make(self) -> None:
         self._make_all()
         if self._made is None:
@@ -95,6 +100,7 @@ class Deferred(AbstractSource):
     def is_used(self, why: str, norm: torch.Tensor | None = None) -> None:
         """The gradient is gone for good; `why` ends the sentence of the error, `norm` is what is still known of it."""
         self.state, self.norm, self._made, self._why_used = "used", norm, None, why
+        self.was_asked = False
         self.changes.clear()
 
     def answers(self, operator: Any, others: Sequence[Any]) -> bool:
@@ -107,12 +113,15 @@ class Deferred(AbstractSource):
         return operator in _SCALING and self.state == "deferred" and len(others) == 1 and _is_number(others[0])
 
     def answer(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if operator is _aten._to_copy.default and self.state == "used":
+            # A model that is cast or moved takes along what its script has still to clear.
+            return LazyTensor(self, args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if kwargs or not self.answers(operator, args[1:]):
             return NOT_ANSWERED
         if operator is _aten.zero_.default:
             self.is_zero()
             return args[0]
-        self.was_asked = True
+        self.was_asked = True  # whatever was asked, an update at once would have changed the answer
         if operator in _SCALING:
             # The script may write to what it multiplied by.
             other = args[1].detach().clone() if isinstance(args[1], torch.Tensor) else args[1]
@@ -137,8 +146,8 @@ def settle(parameter: torch.Tensor) -> None:
         parameter.grad = deferred.whole()
 
 
-def _is_two_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:
-    return ord == 2 and dim is None and not keepdim
+def _is_two_norm(order: Any = 2, dim: Any = None, keepdim: bool = False) -> bool:
+    return order == 2 and dim is None and not keepdim
 
 
 def _is_number(value: Any) -> bool:

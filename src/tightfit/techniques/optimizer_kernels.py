@@ -69,19 +69,14 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
             states = {key: _with_count_on_host(state) for key, state in states.items()}
         return {**state_dict, "param_groups": groups, "state": states}
 
-    handles = [
-        optimizer.register_state_dict_post_hook(saved),
-        optimizer.register_load_state_dict_post_hook(put),
-    ]
-
     def undo() -> None:
-        for handle in handles:
-            handle.remove()
         for index, holder in enumerate((optimizer.defaults, *optimizer.param_groups)):
             as_before(holder, index)
         _place_counts(optimizer, beside_parameters=was_fused)
 
     session.when_undone(undo)
+    session.hook(optimizer.register_state_dict_post_hook, saved)
+    session.hook(optimizer.register_load_state_dict_post_hook, put)
     put()
 
 

@@ -40,6 +40,8 @@ _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
 _MOST_SHAPES = 64
 # Checks after plain attributes have changed, which a counter does in every call; what is put back for the second run needs none.
 _CHECKS_AFTER_CHANGES = 4
+# A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
+_CALLS_BETWEEN_CHECKS = 200
 
 
 class Recomputed:
@@ -74,6 +76,7 @@ class Recomputed:
         self._checks_left = check_steps
         self._checks_after_changes = _CHECKS_AFTER_CHANGES if self._checks_left else 0
         self.has_values = self._checks_left > 0
+        self._calls_since_check = 0
         self._is_first = True
         self._shapes: set[Any] = set()
         self._contents: Any = None
@@ -97,7 +100,7 @@ class Recomputed:
 
     def refusal(self, why: str) -> ApplyError:
         """The error that says that this module cannot be run again, with what to do."""
-        message = f"{self._where} {why}; leave it out: --without {self._technique}@{self._where}"
+        message = f"{self._where} {why}; leave it out: tightfit plan --without {self._technique}@{self._where}"
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
 
     def is_of(self, module: torch.nn.Module) -> bool:
@@ -144,6 +147,9 @@ class Recomputed:
         self._contents = before.contents
         if self._checks_left:
             self._checks_left -= 1
+            return True
+        self._calls_since_check = (self._calls_since_check + 1) % _CALLS_BETWEEN_CHECKS
+        if not self._calls_since_check and self.has_values:
             return True
         if is_changed and self._checks_after_changes:
             self._checks_after_changes -= 1

@@ -4,12 +4,12 @@ Several techniques may have a range each of the same Sequential. A copy of the m
 """
 
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
 from tightfit.techniques.forwards import WrappedForward, own_forward
 from tightfit.techniques.innermost import module_of
@@ -25,9 +25,9 @@ class Ranges:
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
-        self._runners: weakref.WeakKeyDictionary[
-            torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]
-        ] = weakref.WeakKeyDictionary()
+        self._runners: WeakTable[torch.nn.Module, dict[tuple[int, int], tuple[Sequence[torch.nn.Module], Runner]]] = (
+            WeakTable()
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranges":
         return self

@@ -7,13 +7,13 @@ backward pass runs, which checkpointing cannot have.
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
 from tightfit.effects.holders import PLAIN
 from tightfit.errors import ApplyError
@@ -82,7 +82,7 @@ class _Tiles:
         self._num_tiles = num_tiles
         self._verdict = verdict
         self._check_steps = check_steps
-        self._proofs: weakref.WeakKeyDictionary[torch.nn.Module, TileProofs] = weakref.WeakKeyDictionary()
+        self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
         return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps)

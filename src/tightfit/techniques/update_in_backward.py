@@ -2,7 +2,8 @@
 
 Lv et al., "Full parameter fine-tuning for large language models with limited resources" (LOMO, arXiv:2306.09782); the hook is torch's
 `register_post_accumulate_grad_hook`. Clipping by the norm of all gradients needs that norm before the first update: then the backward pass runs
-twice, as in that paper, the first time for the norm alone.
+twice, as in that paper, the first time for the norm alone. So it does wherever the trace does not show that each backward pass is followed by the
+optimizer's step at once, and in the first steps of every run, which show it again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +22,11 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
     gradients_used_up,
+    may_update_in_one_pass,
     obstacle,
     seconds_of_second_pass,
     states_come_early,
-    waiting_for_norm,
+    waiting_for_second_pass,
 )
 
 
@@ -36,25 +38,25 @@ class UpdateInBackward(AbstractTechnique):
     exact = True
     needs = Needs.GRADIENTS
     exactness = (
-        "bit for bit: the same update of every parameter from the same gradient; with the fused kernel, or where gradients are clipped, "
-        "up to rounding and the order in which the norm is summed"
+        "bit for bit: the same update of every parameter from the same gradient; with the fused kernel up to rounding, and where gradients "
+        "are clipped on a card, up to the order in which their norm is summed"
     )
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """With the implementation of the optimizer that runs, and with the fused one; where gradients are clipped, in two passes."""
+        """With the implementation of the optimizer that runs, and with the fused one; in two passes where anything comes before the optimizer."""
         run = OptimizerTape(tape, device)
         if not run.stretches or run.updates_in_backward or obstacle(run):
             return []
-        clips = bool(run.looks_at_gradients)
-        longer = waiting_for_norm(run) if clips else ()
+        clips, one_pass = bool(run.looks_at_gradients), may_update_in_one_pass(run)
+        longer = waiting_for_second_pass(run, in_one_pass=one_pass)
         kernels = ["same", *(["fused"] if run.family != "other" and run.implementation != "fused" else [])]
-        again = seconds_of_second_pass(run) if clips else 0.0
+        again = 0.0 if one_pass else seconds_of_second_pass(run)
         return [
             Option(
                 technique=self.name,
                 where="optimizer",
-                settings={"kernel": kernel, "clips": clips},
+                settings={"kernel": kernel, "clips": clips, "one_pass": one_pass},
                 changes=(*_changes(run, kernel), *longer),
                 seconds=_update_seconds(run, kernel) - run.seconds + again,
                 exact=self.exact,

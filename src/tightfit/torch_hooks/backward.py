@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tightfit.faults import note
 from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, RUN_BACKWARD
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
@@ -111,21 +112,25 @@ def _around(
     owner: BackwardOwner, run: Callable[..., Any], innermost: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     # torch/autograd/graph.py: the roots; torch/autograd/__init__.py: gradients, keep_graph, create_graph, inputs.
-    return owner.around_backward(
-        BackwardPass(
-            roots=args[0],
-            inputs=args[4],
-            keeps_graph=bool(args[2]),
-            creates_graph=bool(args[3]),
-            accumulates=bool(kwargs.get("accumulate_grad")),
-            is_nested=torch._C._current_graph_task_id() != -1,
-            args=args,
-            kwargs=kwargs,
-            _owner=weakref.ref(owner),
-            _next=run,
-            _innermost=innermost,
-        )
+    backward = BackwardPass(
+        roots=args[0],
+        inputs=args[4],
+        keeps_graph=bool(args[2]),
+        creates_graph=bool(args[3]),
+        accumulates=bool(kwargs.get("accumulate_grad")),
+        is_nested=torch._C._current_graph_task_id() != -1,
+        args=args,
+        kwargs=kwargs,
+        _owner=weakref.ref(owner),
+        _next=run,
+        _innermost=innermost,
     )
+    try:
+        return owner.around_backward(backward)
+    except Exception as error:
+        # A fault of ours; the program may swallow it.
+        note(error, "the run")
+        raise
 
 
 def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> list[BackwardOwner]:

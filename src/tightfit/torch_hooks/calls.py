@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tightfit.faults import note
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, MODULE_CALL, OPTIMIZER_INIT, Name
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
@@ -82,7 +83,7 @@ def _put_call(inner: Callable[..., Any], owners: Callable[[], list[CallOwner]]) 
     def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - the name that it stands for
         if not _DEPTH.value and _graph_task() == -1:
             for owner in owners():
-                owner.before_outermost_call(module, args, kwargs)
+                _told(owner.before_outermost_call, module, args, kwargs)
         _DEPTH.value += 1
         try:
             return inner(module, *args, **kwargs)
@@ -97,7 +98,7 @@ def _put_init(inner: Callable[..., Any], owners: Callable[[], list[OptimizerOwne
     def __init__(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         inner(optimizer, *args, **kwargs)
         for owner in owners():
-            owner.after_optimizer_was_made(optimizer)
+            _told(owner.after_optimizer_was_made, optimizer)
 
     return __init__
 
@@ -106,10 +107,19 @@ def _put_step(name: Name, inner: Callable[..., Any], owners: Callable[[], list[S
     @functools.wraps(inner)
     def training_step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         for owner in owners():
-            owner.before_training_step(name, self)
+            _told(owner.before_training_step, name, self)
         return inner(self, *args, **kwargs)
 
     return training_step
+
+
+def _told(tell: Callable[..., None], *args: Any) -> None:
+    """Tells an owner. A fault of ours there is remembered, as the program may swallow it."""
+    try:
+        tell(*args)
+    except Exception as error:
+        note(error, "the run")
+        raise
 
 
 _CALL: Replaced[CallOwner] = Replaced(MODULE_CALL, _put_call)

@@ -6,6 +6,7 @@ that is put somewhere and not called, nor one that is left out without a word. W
 
 import dataclasses
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -34,7 +35,7 @@ class Name:
         return self.module.partition(".")[0]
 
     def holder(self) -> Any:
-        """The module or class that has the name.
+        """The module or class that has the name, if need be from its base.
 
         Raises:
             ApplyError: there is no such name in the installed library.
@@ -45,7 +46,7 @@ class Name:
             raise self.missing() from error
         if self.kind:
             holder = vars(holder).get(self.kind)
-        if holder is None or self.name not in vars(holder):
+        if holder is None or not any(self.name in vars(base) for base in _bases(holder)):
             raise self.missing()
         return holder
 
@@ -55,7 +56,7 @@ class Name:
         Raises:
             ApplyError: there is no such name in the installed library.
         """
-        return vars(self.holder())[self.name]
+        return inspect.getattr_static(self.holder(), self.name)
 
     def missing(self) -> ApplyError:
         """The error for a library that does not have the name."""
@@ -63,6 +64,10 @@ class Name:
         return ApplyError(
             f"{self.library} {version} has no {self}, which is needed {self.purpose}; install a version that has it ({self.versions})"
         )
+
+
+def _bases(holder: Any) -> tuple[Any, ...]:
+    return holder.__mro__ if isinstance(holder, type) else (holder,)
 
 
 _TORCH = "2.11 to 2.13"
@@ -129,7 +134,12 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
-TENSOR_CLASS = Name(module="torch", name="Tensor", purpose=TENSOR_HOOK.purpose, versions=_TORCH)
+SET_VERSIONS = Name(
+    module="torch._C._autograd",
+    name="_unsafe_set_version_counter",
+    purpose="to try out whether a graph still needs parameters that were updated, without updating them",
+    versions=_TORCH,
+)
 STORAGE_USES = Name(
     module="torch._C",
     name="_storage_Use_Count",
@@ -148,4 +158,4 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, STORAGE_USES, TENSOR_CLASS)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, SET_VERSIONS, STORAGE_USES)

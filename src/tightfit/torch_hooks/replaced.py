@@ -6,6 +6,7 @@ no owner; it is used again when an owner comes, so that nothing is stacked.
 """
 
 import functools
+import inspect
 import itertools
 import operator
 import threading
@@ -40,10 +41,9 @@ class Replaced(Generic[Owner]):
         # An owner may be collected, and leave, while another one enters in the same thread.
         self._lock = threading.RLock()
         self._ours: Any = None
-        self._inner: Any = None
         self._layer = 0
-        # What to put there instead of what stands there, by that and by how many owners there are.
-        self._instead: dict[tuple[int, int], Any] = {}
+        # What takes ours away, by the number of what stands there and by how many owners there are.
+        self._away: dict[tuple[int, int], Callable[[], object]] = {}
 
     def enter(self, owner: Owner) -> Leave:
         """Has `owner` among the owners until what is returned is called, or `owner` is collected.
@@ -72,32 +72,34 @@ class Replaced(Generic[Owner]):
         if layer != self._layer:
             return []
         with self._lock:
-            if not self._references and vars(holder)[self.known.name] is self._ours:
+            if not self._references and vars(holder).get(self.known.name) is self._ours:
                 # Somebody has taken away again what was around this one.
-                setattr(holder, self.known.name, self._inner)
+                self._away[id(self._ours), 0]()
         return self.owners()
 
     def _install(self, holder: Any) -> None:
-        current = vars(holder)[self.known.name]
+        name = self.known.name
+        is_inherited = name not in vars(holder)
+        current = inspect.getattr_static(holder, name)
         if self._ours is not None and _leads_to(current, self._ours):
             return
         self._layer += 1
-        self._inner = current
         self._ours = self._put(current, functools.partial(self._owners_of, holder, self._layer))
-        self._instead.clear()
-        self._instead[id(self._ours), 0] = current
-        setattr(holder, self.known.name, self._ours)
+        away = functools.partial(delattr, holder, name)
+        self._away.clear()
+        self._away[id(self._ours), 0] = away if is_inherited else functools.partial(setattr, holder, name, current)
+        setattr(holder, name, self._ours)
 
     def _leave(self, holder: Any, number: int) -> Callable[[object], object]:
         """Takes the owner of this number away, and if it was the last one and ours stands there, puts back what stood there.
 
         It runs no Python code, as it is called when an owner is collected: see `tightfit.deaths`. Whatever it is called with is ignored.
         """
-        name, always = self.known.name, itertools.repeat
-        now, now_too = itertools.tee(map(operator.getitem, always(vars(holder)), always(name)))
-        place = zip(map(id, now), map(len, always(self._references)), strict=True)
+        always = itertools.repeat
         left = map(self._references.pop, always(number), always(None))
-        put = map(setattr, always(holder), always(name), map(self._instead.get, place, now_too))
+        now = map(id, map(vars(holder).get, always(self.known.name)))
+        place = zip(now, map(len, always(self._references)), strict=True)
+        put = map(operator.call, map(self._away.get, place, always(int)))
         return functools.partial(cast(Callable[..., object], next), zip(left, put, strict=True))
 
 

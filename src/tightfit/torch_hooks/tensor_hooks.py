@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.torch_hooks.manifest import RETAIN_GRAD, TENSOR_CLASS, TENSOR_HOOK
+from tightfit.torch_hooks.manifest import RETAIN_GRAD, TENSOR_HOOK
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 _NOTE = "tightfit: hooked"
@@ -22,10 +22,6 @@ def on_tensor_hooks(owner: object) -> Leave:
     Raises:
         ApplyError: this torch has no such methods.
     """
-    kind = TENSOR_CLASS.value()
-    if RETAIN_GRAD.name not in vars(kind):
-        # It has it from its base, which cannot be written to. That same method stays here when all have left, as those who left look for it.
-        setattr(kind, RETAIN_GRAD.name, getattr(kind, RETAIN_GRAD.name))
     leaves = [replaced.enter(owner) for replaced in _REPLACED]
 
     def leave() -> None:

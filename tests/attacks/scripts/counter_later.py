@@ -1,6 +1,5 @@
 """Blocks whose output depends on a counter that starts to matter at the fifth step, later than any trace sees."""
 
-
 import torch
 from torch import nn
 from torch.nn import functional

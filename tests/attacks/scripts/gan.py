@@ -10,7 +10,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 256))
+        self.layers = nn.Sequential(
+            nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 256)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -19,7 +21,9 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1)
+        )
 
     def forward(self, x):
         return self.layers(x)

@@ -6,7 +6,9 @@ from torch.nn import functional
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.Tanh())], nn.Linear(1024, 10)).to(device)
+model = nn.Sequential(
+    *[layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.Tanh())], nn.Linear(1024, 10)
+).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tightfit.capture.attribution import is_users_or_other, user_line
 from tightfit.capture.effects.lines import line_of_function
 from tightfit.capture.replacing import replace
+from tightfit.faults import hands_over
 from tightfit.tape import Effect, EffectKind
 
 _ZEROING = frozenset({"zero_", "detach_", "requires_grad_"})
@@ -42,15 +43,17 @@ class GradientWatch:
 
     def install(self) -> None:
         """Looks at every read of a gradient from now on, and at zeroing."""
-        plain = torch.Tensor.grad
+        plain: Any = torch.Tensor.grad
         watch = self
 
+        @hands_over
         def get(tensor: torch.Tensor) -> torch.Tensor | None:
             gradient = plain.__get__(tensor)
             if gradient is not None:
                 watch._touched(tensor, sys._getframe(1), "reads")
             return gradient
 
+        @hands_over
         def put(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
             if gradient is not None or watch._is_awaited(tensor):
                 watch._touched(tensor, sys._getframe(1), "sets")
@@ -59,6 +62,7 @@ class GradientWatch:
         replace(torch.Tensor, grad=property(get, put, plain.__delete__))
         zero_grad = torch.optim.Optimizer.zero_grad
 
+        @hands_over
         def zeroed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             turn = self._turns.get(optimizer)
             if turn is not None and turn.num_backwards and not self._is_in_step():

@@ -1,0 +1,146 @@
+"""Proves a plan by values where a few steps of the program are affordable on the host: losses, weights, buffers and random states, plain and planned.
+
+What a program costs on the host is told from its tape, and nothing is run that would take longer than is allowed. A program of two runs that
+differ by themselves proves nothing, and neither does one that the host cannot run; a plan whose values differ is made again without the techniques that
+are to blame.
+"""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from tightfit.capture.targets import Script, Target
+from tightfit.errors import ApplyError
+from tightfit.fit.values import HostRun, differences, run_on_host
+from tightfit.planner.plan import Choice, Proof
+from tightfit.tape import Category, Tape
+from tightfit.techniques.catalogue import technique
+
+NUM_STEPS = 3
+DEFAULT_SECONDS = 20.0
+# What a core of a small server does in float64, and what a process takes to begin.
+_FLOP_PER_SECOND = 1.5e10
+_BYTES_PER_SECOND = 2e9
+_SECONDS_TO_BEGIN = 3.0
+# A planned run does some of the work twice.
+_PLANNED = 1.5
+_SHARE_OF_MEMORY = 0.25
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A technique with which the program's values are others, and in what."""
+
+    technique: str
+    what: str
+
+
+class Prover:
+    """Proves plans of one program; what the plain run leaves is kept. `tape` is that of the plain run."""
+
+    def __init__(self, target: Target, tape: Tape, *, seconds: float, say: Callable[[str], None]) -> None:
+        self._target = target
+        self._tape = tape
+        self._seconds = seconds
+        self._say = say
+        self._plain: HostRun | None = None
+        self._is_double = True
+        self._deadline = 0.0
+
+    def prove(self, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
+        """The proof that a plan of these choices has, or else the techniques that are to blame.
+
+        Raises:
+            ApplyError: a choice was refused by the checks of a real run.
+        """
+        started = time.monotonic()
+        self._deadline = started + self._seconds
+        why = self._obstacle(choices)
+        if why:
+            return Proof(kind="structure", what=why)
+        self._say("proving the plan by values on the host")
+        plain = self._plain_run()
+        if plain.values is None:
+            return Proof(kind="structure", what=f"not by values: on the host {plain.why}")
+        planned = self._run(choices)
+        if planned.values is None:
+            return Proof(kind="structure", what=f"not by values: with the plan, on the host {planned.why}")
+        if not plain.values["weights"]:
+            return Proof(kind="structure", what="not by values: no model is among the variables of the generator")
+        bits = not any(True for _ in differences(plain.values, planned.values, is_bitwise=True))
+        if not bits and self._first_difference(plain, planned, choices):
+            return self._to_blame(plain, choices)
+        how = "bit for bit" if bits else "up to the order of sums"
+        what = f"{NUM_STEPS} steps on the host, plain and planned, left the same losses, weights, buffers and random states {how}"
+        return Proof(kind="values", steps=NUM_STEPS, seconds=round(time.monotonic() - started, 2), what=what)
+
+    def _obstacle(self, choices: Sequence[Choice]) -> str:
+        """Why values prove nothing here, or cannot be had; empty where they can."""
+        if isinstance(self._target, Script):
+            return "not by values: a script is not run for real while it is planned"
+        if not all(choice.exact for choice in choices):
+            return "not by values: the plan is lossy"
+        operators, storages = self._tape.operators, self._tape.storages
+        plain = float(operators.flops.sum()) / _FLOP_PER_SECOND
+        plain += float((operators.bytes_read + operators.bytes_written).sum()) / _BYTES_PER_SECOND
+        needed = (1 + _PLANNED) * plain + 2 * _SECONDS_TO_BEGIN
+        if needed > self._seconds:
+            return f"not by values: {NUM_STEPS} steps would take about {needed:,.0f} s on the host"
+        held = int(storages.num_bytes[storages.category != Category.WORKSPACE].sum())
+        if held > _SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            return "not by values: the host has too little memory"
+        return ""
+
+    def _plain_run(self) -> HostRun:
+        """The plain run, in float64 where the program takes it, twice: if the two differ, it proves nothing."""
+        if self._plain is not None:
+            return self._plain
+        found = self._run(())
+        if found.values is None:
+            self._is_double = False
+            found = self._run(())
+        self._plain = found
+        return found
+
+    def _run(self, choices: Sequence[Choice]) -> HostRun:
+        return run_on_host(
+            self._target,
+            [c for c in choices if "alloc_conf" not in c.settings],
+            num_steps=NUM_STEPS,
+            is_double=self._is_double,
+            timeout_seconds=max(1.0, self._deadline - time.monotonic()),
+        )
+
+    def _first_difference(self, plain: HostRun, planned: HostRun, choices: Sequence[Choice]) -> str:
+        assert plain.values is not None and planned.values is not None
+        is_bitwise = all(_promises_bits(choice) for choice in choices)
+        return next(iter(differences(plain.values, planned.values, is_bitwise=is_bitwise)), "")
+
+    def _to_blame(self, plain: HostRun, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
+        """The techniques with which, alone, the values are others; if none is by itself, the last that is put on."""
+        assert plain.values is not None
+        # Something is wrong, and what it is must be known.
+        self._deadline = math.inf
+        again = self._run(())
+        if again.values is None or any(differences(plain.values, again.values, is_bitwise=True)):
+            return Proof(kind="structure", what="not by values: two plain runs of the program differ by themselves")
+        names = list(dict.fromkeys(choice.technique for choice in choices if "alloc_conf" not in choice.settings))
+        found = []
+        for name in names:
+            own = [choice for choice in choices if choice.technique == name]
+            try:
+                alone = self._run(own)
+            except ApplyError:
+                # What needs another technique beside it says nothing by itself.
+                continue
+            if alone.values is not None and (what := self._first_difference(plain, alone, own)):
+                found.append(Mismatch(technique=name, what=what))
+        planned = "with all techniques together the program's values are others"
+        return found or [Mismatch(technique=names[-1], what=planned)]
+
+
+def _promises_bits(choice: Choice) -> bool:
+    exactness = technique(choice.technique).exactness
+    return exactness.startswith("bit for bit") and "up to" not in exactness

@@ -1,0 +1,116 @@
+"""Runs of a workload on the host, in a child process each, and whether two of them left the same: how a plan is proven by values."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightfit.capture.targets import Target
+from tightfit.capture.trace import Preparation
+from tightfit.children import child, shared_folder
+from tightfit.errors import ApplyError
+from tightfit.planner.plan import Choice
+
+# Sums in another order: relative to the largest value of a tensor, by its type.
+_ROUNDING = {"float64": 1e-6, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.2}
+_ABSOLUTE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostRun:
+    """What a run on the host has left; `values` is None, and `why` says it, where it did not come to its end."""
+
+    values: dict[str, Any] | None
+    why: str = ""
+
+
+def run_on_host(
+    target: Target, choices: Sequence[Choice], *, num_steps: int, is_double: bool, timeout_seconds: float
+) -> HostRun:
+    """The first steps of `target` on the host with `choices` on it.
+
+    Raises:
+        ApplyError: a choice was refused, on the way too.
+    """
+    with shared_folder() as folder:
+        request, values = folder / "request.json", folder / "values.pt"
+        preparation = Preparation(
+            function="tightfit.runtime.attach:prepare", argument={"choices": [dataclasses.asdict(c) for c in choices]}
+        )
+        fields = {
+            "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
+            "num_steps": num_steps,
+            "values": str(values),
+            "is_double": is_double,
+            "preparation": dataclasses.asdict(preparation) if choices else None,
+        }
+        request.write_text(json.dumps(fields))
+        answer = _answer(request, timeout_seconds)
+        if answer["kind"] == "refused":
+            raise ApplyError(answer["message"], technique=answer["technique"], places=answer["places"])
+        if answer["kind"] != "done":
+            return HostRun(values=None, why=answer["message"])
+        import torch
+
+        return HostRun(values=torch.load(values, weights_only=True))
+
+
+def _answer(request: Path, timeout_seconds: float) -> dict[str, Any]:
+
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+    }
+    with child("tightfit.capture.host_run", request, environment=environment, reads_errors=True) as process:
+        try:
+            process.communicate(timeout=None if math.isinf(timeout_seconds) else timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return {"kind": "failed", "message": "it took longer than it may"}
+    answer = Path(f"{request}.answer")
+    if not answer.exists():
+        return {"kind": "failed", "message": f"the process ended with exit code {process.returncode}"}
+    return json.loads(answer.read_text())
+
+
+def differences(plain: dict[str, Any], planned: dict[str, Any], *, is_bitwise: bool) -> Iterator[str]:
+    """In what two runs differ, a clause each; `is_bitwise`: in a single bit, else by more than sums in another order explain."""
+    for number, (one, other) in enumerate(zip(plain["losses"], planned["losses"], strict=False), 1):
+        if not _same(one, other, is_bitwise=is_bitwise):
+            yield f"what step {number} yields is {_shown(other)} instead of {_shown(one)}"
+    if len(plain["losses"]) != len(planned["losses"]):
+        yield f"there are {len(planned['losses'])} steps instead of {len(plain['losses'])}"
+    for kind in ("weights", "buffers"):
+        for name in {**plain[kind], **planned[kind]}:
+            one, other = plain[kind].get(name), planned[kind].get(name)
+            if not _same(one, other, is_bitwise=is_bitwise):
+                yield f"{name} ends with other values"
+    for kind in ("torch", "python", "numpy"):
+        if not _same(plain[kind], planned[kind], is_bitwise=True):
+            yield f"the random state of {kind} ends as another"
+
+
+def _same(one: Any, other: Any, *, is_bitwise: bool) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        bound = 0.0 if is_bitwise else _ROUNDING["float32"] * abs(one) + _ABSOLUTE
+        return one == other or (math.isnan(one) and math.isnan(other)) or abs(one - other) <= bound
+    if "torch" not in sys.modules or not hasattr(one, "dtype") or not hasattr(other, "dtype"):
+        return type(one) is type(other) and bool(one == other)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    equal = (one == other) | (one.isnan() & other.isnan())
+    if bool(equal.all()) or is_bitwise or not one.is_floating_point():
+        return bool(equal.all())
+    rounding = _ROUNDING.get(str(one.dtype).removeprefix("torch."), 0.0)
+    bound = rounding * float(one.double().abs().nan_to_num().max()) + _ABSOLUTE
+    return bool((equal | ((one.double() - other.double()).abs() <= bound)).all())
+
+
+def _shown(value: Any) -> str:
+    return f"{float(value):.6g}" if isinstance(value, int | float) or getattr(value, "shape", None) == () else "other"

@@ -1,0 +1,97 @@
+"""The verdicts as tables in docs/exactness.md: python -m tests.attacks.table writes what lies between the page's markers."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tests.attacks.harness import Outcome, Verdict, run
+from tests.attacks.places import VARIANTS
+from tests.attacks.registry import KINDS, Attack, attacks
+
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+BEGIN, END = "<!-- attacks: begin -->", "<!-- attacks: end -->"
+CODES = {
+    "checkpointing": "C",
+    "selective checkpointing": "Cs",
+    "nested checkpointing": "Cn",
+    "sequential checkpointing": "Cq",
+    "tiled tokens": "T",
+    "tiled convolutions": "Tc",
+    "chunked loss, gradients in forward": "Lf",
+    "chunked loss, gradients in backward": "Lb",
+    "attention": "A",
+    "micro-batches": "M",
+    "update in backward": "U",
+    "update in backward, clips": "Uc",
+    "optimizer kernel": "K",
+    "zero_grad": "Z",
+    "empty_cache": "E",
+    "8-bit states": "S",
+    "8-bit states in backward": "Su",
+    "pure bf16": "B",
+}
+MARKS = {
+    Outcome.RIGHT: "✓",
+    Outcome.REFUSED: "r",
+    Outcome.NO_PLACE: "",
+    Outcome.WRONG: "**wrong**",
+    Outcome.CRASHED: "**crashed**",
+}
+
+
+def tables() -> str:
+    """All tables, one for each kind of attack; runs every pair that has not been run in this process."""
+    return "\n".join(_lines())
+
+
+def without_reasons(text: str) -> str:
+    """The tables without what refusals say, which may differ in a number from machine to machine."""
+    return re.sub(r"\| [^|]*\|$", "|", text, flags=re.MULTILINE)
+
+
+def on_page() -> str:
+    """The tables as the page has them."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def _lines() -> Iterator[str]:
+    known = attacks()
+    verdicts = {name: {variant: run(attack, variant) for variant in VARIANTS} for name, attack in known.items()}
+    counts = Counter(verdict.outcome for of_attack in verdicts.values() for verdict in of_attack.values())
+    tried = counts.total() - counts[Outcome.NO_PLACE]
+    yield (
+        f"{len(known)} programs, {tried:,} pairs of program and technique: {counts[Outcome.RIGHT]:,} right, {counts[Outcome.REFUSED]:,} refused, "
+        f"{counts[Outcome.WRONG]:,} wrong, {counts[Outcome.CRASHED]:,} crashed."
+    )
+    yield ""
+    yield "Techniques: " + ", ".join(f"{code} {name}" for name, code in CODES.items()) + "."
+    for kind, title in KINDS.items():
+        yield from ("", f"### {title}", "")
+        yield "| program | " + " | ".join(CODES[name] for name in VARIANTS) + " | a refusal says |"
+        yield "|---|" + "---|" * len(VARIANTS) + "---|"
+        for name, attack in known.items():
+            if attack.kind == kind:
+                yield _row(attack, verdicts[name])
+
+
+def _row(attack: Attack, verdicts: dict[str, Verdict]) -> str:
+    reasons = [verdict.reason for verdict in verdicts.values() if verdict.outcome is Outcome.REFUSED]
+    said = reasons[0].replace("|", "\\|") if reasons else ""
+    marks = " | ".join(MARKS[verdicts[name].outcome] for name in VARIANTS)
+    return f"| {attack.what} | {marks} | {said} |"
+
+
+def main() -> int:
+    """Writes the tables into the page."""
+    torch.set_num_threads(1)
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    tail = rest.partition(END)[2]
+    PAGE.write_text(f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Where a few steps of a program are affordable on the host, a plan is proven by values; where they differ, nobody is told that it is exact."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tests.null.test_tape import small_tape
+
+import tightfit
+from tightfit.capture.targets import GeneratorFunction, Script, Target
+from tightfit.fit.proof import Mismatch, Prover
+from tightfit.fit.values import differences
+from tightfit.planner.plan import Choice, Proof
+
+PROGRAM = """\
+import os
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, rows):
+        return rows + self.drop(self.narrow(torch.nn.functional.gelu(self.wide(rows))))
+
+
+class Counting(Block):
+    def forward(self, rows):
+        number = int(os.environ.get("CALLS", "0"))  # a place that nobody looks at
+        os.environ["CALLS"] = str(number + 1)
+        return super().forward(rows * (1 + number % 3))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+def workload(counts=False, num_rows=8192):
+    model = Stack(Counting if counts else Block).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        rows = torch.randn(num_rows, 64, device="cuda")
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("values") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def choice(where: str, technique: str = "checkpointing", *, exact: bool = True) -> Choice:
+    return Choice(technique=technique, where=where, settings={}, saves_bytes=0, adds_seconds=0.0, exact=exact)
+
+
+def proven(target: Target, chosen: Choice) -> Proof | list[Mismatch]:
+    return Prover(target, small_tape(), seconds=120.0, say=lambda _: None).prove([chosen])
+
+
+def test_a_plan_whose_values_are_those_of_the_plain_run_says_so_with_its_steps(file: Path) -> None:
+    target = GeneratorFunction(location=str(file), function="workload", parameters={"num_rows": 16})
+    proof = proven(target, choice("Stack.blocks.1"))
+    assert isinstance(proof, Proof)
+    assert (proof.kind, proof.steps) == ("values", 3)
+    assert proof.seconds > 0
+    assert proof.what.endswith("bit for bit")
+
+
+def test_a_technique_that_changes_values_is_named(file: Path) -> None:
+    parameters = {"num_rows": 16, "counts": True}
+    target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
+    (found,) = proven(target, choice("Stack.blocks.1"))
+    assert isinstance(found, Mismatch)
+    assert found.technique == "checkpointing"
+    assert found.what.startswith("what step 2 yields is ")
+
+
+def test_a_plan_is_made_without_the_technique_whose_values_differ(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.fit.plan.DEFAULT_SECONDS", 600.0)
+    left_out = ("selective_checkpointing", "nested_checkpointing", "tiled_tokens", "optimizer_kernel", "empty_cache")
+    left_out += ("update_in_backward", "allocator_settings", "zero_grad")
+    plan = tightfit.plan(
+        f"{file}:workload", "RTX 4090", budget="585MiB", parameters=["counts=True"], without=left_out, steps=2
+    )
+    assert "checkpointing" not in {c.technique for c in plan.choices}
+    assert not plan.fits
+    (row,) = [a for a in plan.alternatives if a.name == "checkpointing" and a.why.startswith("refused: ")]
+    assert "its values on the host are not those of the plain run: what step 2 yields is " in row.why
+
+
+@pytest.mark.parametrize(
+    ("target", "chosen", "flops", "why"),
+    [
+        (Script(path="train.py", arguments=()), choice("Net.h.0"), 1.0, "a script is not run for real"),
+        (GeneratorFunction(location="m.py", function="f", parameters={}), choice("Net.h.0"), 1e13, "on the host"),
+        (
+            GeneratorFunction(location="m.py", function="f", parameters={}),
+            choice("optimizer", "low_bit_states", exact=False),
+            1.0,
+            "the plan is lossy",
+        ),
+    ],
+)
+def test_what_is_not_affordable_or_has_side_effects_is_not_run(
+    target: Target, chosen: Choice, flops: float, why: str
+) -> None:
+    tape = small_tape()
+    operators = dataclasses.replace(tape.operators, flops=tape.operators.flops * 0 + flops)
+    tape = dataclasses.replace(tape, operators=operators)
+    proof = Prover(target, tape, seconds=20.0, say=lambda _: None).prove([chosen])
+    assert isinstance(proof, Proof)
+    assert proof.kind == "structure"
+    assert proof.what.startswith("not by values: ") and why in proof.what
+
+
+def test_values_that_differ_by_rounding_are_the_same_up_to_the_order_of_sums_alone() -> None:
+    plain = {"losses": [1.0], "weights": {}, "buffers": {}, "torch": 1, "python": "", "numpy": ""}
+    other = {**plain, "losses": [1.0 + 1e-9]}
+    assert list(differences(plain, other, is_bitwise=False)) == []
+    assert list(differences(plain, other, is_bitwise=True)) == ["what step 1 yields is 1 instead of 1"]
+    assert list(differences(plain, {**plain, "numpy": "drawn"}, is_bitwise=False)) == [
+        "the random state of numpy ends as another"
+    ]
