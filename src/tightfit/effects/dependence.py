@@ -205,7 +205,7 @@ class Run(TorchDispatchMode):
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
             args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
             with self.fake:
-                out = func(*args, **kwargs)
+                out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         known = {key_of(t) for t in tensors}
         for output in outputs:
@@ -275,6 +275,16 @@ def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequenc
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         return False
     return all(not isinstance(t, FakeTensor) and (t.device.type in ("cpu", "meta") or func.is_view) for t in tensors)
+
+
+def _is_move(func: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether it takes something from the host to a card, for which fake tensors would want the card."""
+    return func is aten._to_copy.default and not isinstance(tensors[0], FakeTensor) and tensors[0].device.type == "cpu"
+
+
+def _moved(func: OpOverload, arguments: Mapping[str, Any]) -> torch.Tensor:
+    source = arguments["self"]
+    return torch.empty(source.shape, dtype=arguments["dtype"] or source.dtype, device=arguments["device"])
 
 
 def _at() -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
@@ -144,6 +145,13 @@ class Updates:
                 f"the model is called between the backward pass that updated its parameters and the optimizer's step; {REMEDY}"
             )
         self._was_called = True
+
+    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is stepped: one that is not of this session finds the gradients made."""
+        if optimizer in self._steppers:
+            return
+        if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
+            self._make_all()
 
     # Backward passes
 
