@@ -1,11 +1,13 @@
 """Whose fault an exception is, and how one of ours is told: one line, a file with the traceback, exit code 4.
 
 An exception is ours if it was raised in this package's own code, or in the standard library or numpy as that called them. What torch raises is its answer
-to the program, also where our code handed the program's call on to it; what a rule of ours raises in torch's place is marked with `for_torch`.
+to the program, also where our code handed the program's call on to it, as in `function(*args, **kwargs)`; what a rule of ours raises in torch's place is
+marked with `for_torch`.
 Where nothing but our own code runs (a technique's `options`, the solver, a report), whatever is raised is ours: `answering`.
 """
 
 import functools
+import opcode
 import os
 import platform
 import sys
@@ -26,6 +28,7 @@ _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 # What our code calls by itself, and no program's model lives in.
 _OUR_TOOLS = tuple(folder + name + os.sep for folder in _PACKAGES for name in ("numpy", "highspy", "rich", "cyclopts"))
 _TORCH = tuple(folder + "torch" + os.sep for folder in _PACKAGES)
+_CALL_WITH_GIVEN_ARGUMENTS = opcode.opmap["CALL_FUNCTION_EX"]
 _MAX_WORDS = 200
 _FOR_TORCH, _THEIRS = "_tightfit_for_torch", "_tightfit_theirs"
 
@@ -75,7 +78,17 @@ def is_ours(error: BaseException) -> bool:
     if isinstance(error, SyntaxError) and is_own_file(error.filename or ""):
         return True
     innermost = next((code for code in reversed(_codes(error)) if not _is_tool(code.co_filename)), None)
-    return innermost is not None and is_own_file(innermost.co_filename) and innermost not in _handing_over
+    if innermost is None or not is_own_file(innermost.co_filename) or innermost in _handing_over:
+        return False
+    return not _was_handed_on(error)
+
+
+def _was_handed_on(error: BaseException) -> bool:
+    """Whether the innermost frame was calling something with arguments that it had been given as they are, which is written in C: it has no frame."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _CALL_WITH_GIVEN_ARGUMENTS
 
 
 def is_ours_below(error: BaseException) -> bool:

@@ -117,18 +117,14 @@ def _judged(variant: Variant, plain: Trial, found: _Run, torch_before: Names) ->
     if trial.refusals:
         return _judged_refusal(closeness, plain, trial, torch_before)
     told = _difference(closeness, plain, trial)
-    if not told:
-        _take_off(trial)
-        told = _left_behind(trial, torch_before)
+    told = told or _take_off(trial) or _left_behind(trial, torch_before)
     return Verdict(outcome=Outcome.WRONG, reason=told) if told else Verdict(outcome=Outcome.RIGHT)
 
 
 def _judged_refusal(closeness: Closeness, plain: Trial, trial: Trial, torch_before: Names) -> Verdict:
     first = trial.refusals[0]
     told = _trained_wrongly(closeness, plain, trial, first)
-    if not told:
-        _take_off(trial)
-        told = _left_behind(trial, torch_before)
+    told = told or _take_off(trial) or _left_behind(trial, torch_before)
     message = str(first.error)
     if type(first.error).__name__ == INTERNAL:
         return Verdict(outcome=Outcome.CRASHED, reason=message)
@@ -174,11 +170,20 @@ def _difference(closeness: Closeness, plain: Trial, trial: Trial) -> str:
     return ""
 
 
-def _take_off(trial: Trial) -> None:
-    """Undoes the sessions that the program left, the last first."""
+def _take_off(trial: Trial) -> str:
+    """Undoes the sessions that the program left, the last first; what failed in it, as words, or nothing.
+
+    A session that has refused may refuse once more: gradients that it kept aside cannot be made any longer.
+    """
+    told = ""
     while trial.sessions:
-        trial.sessions.pop().undo()
+        try:
+            trial.sessions.pop().undo()
+        except Exception as error:  # noqa: BLE001 - it is in the verdict
+            if not (trial.refusals and isinstance(error, TightfitError)):
+                told = told or f"undo raises {type(error).__name__}: {' '.join(str(error).split())}"
     gc.collect(0)
+    return told
 
 
 def _left_behind(trial: Trial, torch_before: Names) -> str:

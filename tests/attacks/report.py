@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
             if verdict.outcome in BAD:
                 wrong[name, variant] = f"{verdict.outcome}: {verdict.reason}"
             if verdict.outcome is not Outcome.NO_PLACE and (verdict.outcome in BAD or not given.bad):
-                print(f"{name:32} {variant:36} {verdict.outcome:8} {verdict.reason}")
+                print(f"{name:32} {variant:36} {verdict.outcome:8} {verdict.reason}", flush=True)
     print(dict(counts), f"{time.monotonic() - begin:.1f} s", file=sys.stderr)
     if given.write:
         rows = [f"    {pair!r}: {_short(told)!r},\n" for pair, told in wrong.items()]

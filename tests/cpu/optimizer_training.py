@@ -172,7 +172,7 @@ def workload(
     if technique:
         given = dict(pair.split(":") for pair in settings.split("+")) if settings else {}
         applied = _load(technique)
-        applied.apply(Session(model=model, optimizers=[stepper]), [choice(applied.name, where, **given)])
+        applied.apply(Session(model=model, optimizers=[stepper], check_steps=0), [choice(applied.name, where, **given)])
     parameters = list(model.parameters())[len(list(model.parameters())) - averages :]
     averaged = [p.detach().clone() for p in parameters]
     while True:

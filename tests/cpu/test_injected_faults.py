@@ -19,6 +19,7 @@ from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
 from tightfit.errors import InternalError
+from tightfit.faults import is_ours
 from tightfit.fit import plan as fit_plan
 from tightfit.fit import planning, trials
 from tightfit.programs import one_line
@@ -284,6 +285,44 @@ def test_what_a_callback_of_the_users_raises_is_theirs(plain: Traced, monkeypatc
     monkeypatch.setattr(trials, "trace", lambda *_, **__: plain)
     with pytest.raises(TheirsError):
         tightfit.plan("work.py:workload", "RTX 4090", say=say)
+
+
+OURS = str(Path(tightfit.__file__).with_name("made_up.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "ours"),
+    [
+        ("def call(function, *args):\n    return function(*args)", False),
+        ("def call(function, *args, **kwargs):\n    return function(*args, **kwargs)", False),
+        ("def call(function, rows, weight):\n    return function(rows, weight)", True),
+        ("def call(function, *args):\n    return len(function, *args)", False),
+        ("def call(function, *args):\n    return args[7]", True),
+        ("def call(function, *args):\n    return args.nothing", True),
+        ("def call(function, *args):\n    assert not args", True),
+        ("def call(function, *args):\n    import json\n    return json.loads('x')", True),
+    ],
+)
+def test_what_torch_says_to_arguments_that_were_handed_on_is_its_answer_to_the_program(code: str, ours: bool) -> None:
+    """As a mode of ours around the program's calls does; functions of torch in C have no frame of their own."""
+    names: dict[str, Any] = {}
+    exec(compile(code, OURS, "exec"), names)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of several kinds
+        names["call"](torch._C._nn.linear, torch.ones(2, 3), torch.ones(5, 7))
+    assert is_ours(caught.value) is ours
+
+
+def test_a_shape_that_does_not_fit_under_a_mode_of_ours_is_the_programs_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    plan_of([choice("optimizer_kernel", "optimizer", kernel="for-loop")]).save("plan.json")
+    Path("train.py").write_text(
+        "from tests.cpu.applied import *\nmodel, optimizer = made()\ntrain(model, optimizer, range(1))\nmodel(torch.ones(4, 3))\n"
+    )
+    assert run(["run", "--plan", "plan.json", "train.py"]) == 1
+    said = capfd.readouterr().err
+    assert "internal error" not in said
+    assert "train.py" in said and "Error" in said.splitlines()[-1]
 
 
 USERS: list[tuple[str, str]] = [

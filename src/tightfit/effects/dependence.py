@@ -80,7 +80,8 @@ class Call:
         return self.arguments.get(name, default)
 
 
-Result = Layout | Uniform | None | Sequence["Layout | Uniform | None"]
+Place = Layout | Uniform | None
+Result = Place | Sequence[Place]
 Rule = Callable[["Flow", Call], Result]
 
 

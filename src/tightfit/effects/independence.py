@@ -58,6 +58,10 @@ class Subject:
     around: Callable[[Run], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
+class Unfollowed(Mixes):
+    """It ended with an error of its own, or because tensors without data cannot stand in for those that it works on."""
+
+
 def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> Proof:
     """Runs it on fake tensors with each of these numbers of rows.
 
@@ -107,6 +111,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
             _input(run, t, d, num_rows, subject.is_contiguous)
             for t, d in zip(subject.inputs, subject.dims, strict=True)
         ]
+        result: Any = None
         try:
             with subject.around(run) as context, Functions(run, ATOMS), run:
                 result = subject.call(inputs) if context is None else subject.call(inputs, context)
@@ -118,7 +123,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
             raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
         except Exception as error:
             if run.failure is None:
-                raise Mixes(
+                raise Unfollowed(
                     f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
         if run.failure is not None:
@@ -224,8 +229,10 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
             raise Mixes("gradients go through it to what is not its own")
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and is_users_class(type(node)._forward_cls):
-            raise Mixes(f"its backward pass is {type(node)._forward_cls.__name__}, a function of the program's own")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            function: type = vars(type(node))["_forward_cls"]
+            if is_users_class(function):
+                raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
         waiting.extend(following for following, _ in node.next_functions)
 
 

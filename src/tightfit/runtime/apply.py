@@ -86,6 +86,7 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
                 _put_on(session, name, known, by_name[name])
         if by_name:
             session.guard()
+        session.complete()
     except BaseException as error:
         undo_after(session, error)
         note(error, "the run")

@@ -71,7 +71,7 @@ class ChunkedLoss(AbstractTechnique):
                     origin.before_weight_changes(copies)
 
         for optimizer in session.optimizers:
-            session.when_undone(optimizer.register_step_pre_hook(before_step).remove)
+            session.hook(optimizer.register_step_pre_hook, before_step)
 
 
 class _Deferral:

@@ -71,6 +71,11 @@ class Deferred(AbstractSource):
     def held(self) -> Sequence[torch.Tensor]:
         return () if self._made is None else (self._made,)
 
+    def form_is_read(self) -> None:
+        # A step looks at whether a gradient is sparse before it changes anything. One that is not of this session must find it made by then.
+        if self.state == "deferred":
+            self.make()
+
     def make(self) -> None:
         self._make_all()
         if self._made is None:
@@ -108,6 +113,9 @@ class Deferred(AbstractSource):
         return operator in _SCALING and self.state == "deferred" and len(others) == 1 and _is_number(others[0])
 
     def answer(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if operator is _aten._to_copy.default and self.state == "used":
+            # A model that is cast or moved takes along what its script has still to clear.
+            return LazyTensor(self, args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if kwargs or not self.answers(operator, args[1:]):
             return NOT_ANSWERED
         if operator is _aten.zero_.default:

@@ -79,7 +79,7 @@ class EmptyCache(AbstractTechnique):
             for optimizer in session.optimizers:
                 before = border == "before the optimizer"
                 hook = optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook
-                session.when_undone(hook(_empty).remove)
+                session.hook(hook, _empty)
             return
         session.wrap_forward(session.model, _before if border == "before the forward" else _after)
 

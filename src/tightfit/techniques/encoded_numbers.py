@@ -61,7 +61,7 @@ def coded_options(
         found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
         if not obstacle(run):
             changed = _changes_in_backward(run, coding, is_fused=is_fused, one_pass=one_pass)
-            given |= {"in_backward": True, "clips": clips, "one_pass": one_pass}
+            given = {**given, "in_backward": True, "clips": clips, "one_pass": one_pass}
             found.append(_option(technique, given, changed, seconds + again))
     return found
 

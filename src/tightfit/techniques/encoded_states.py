@@ -126,8 +126,8 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str, settin
         encoded.loaded(optimizer)
         if not given.in_backward:
             update_within_step(session, optimizer, encoded)
-        session.when_undone(optimizer.register_state_dict_post_hook(encoded.saved).remove)
-        session.when_undone(optimizer.register_load_state_dict_post_hook(encoded.loaded).remove)
+        session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+        session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
     if given.in_backward:
         updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
         Updates(session, updates, in_one_pass=given.may_update_in_one_pass, updates_all=True).install()

@@ -6,10 +6,10 @@ module's own signature. A wrapper is taken off by itself: what somebody else has
 """
 
 import contextlib
-import contextvars
 import copy
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,22 +20,26 @@ import torch
 # Called with what comes next, and with the arguments of the module.
 Around = Callable[..., Any]
 
-_IS_PLAIN = contextvars.ContextVar("_IS_PLAIN", default=False)
+# The threads that are inside of `plain_forwards`. No context variable, which code that torch compiles cannot read.
+_PLAIN_IN: set[int] = set()
 
 
 @contextlib.contextmanager
 def plain_forwards() -> Iterator[None]:
     """For the time, wrapped forwards run what would run without any wrapper: for proofs about the model itself."""
-    token = _IS_PLAIN.set(True)
+    thread = threading.get_ident()
+    was_inside = thread in _PLAIN_IN
+    _PLAIN_IN.add(thread)
     try:
         yield
     finally:
-        _IS_PLAIN.reset(token)
+        if not was_inside:
+            _PLAIN_IN.discard(thread)
 
 
 def are_forwards_plain() -> bool:
     """Whether this is inside of `plain_forwards`."""
-    return _IS_PLAIN.get()
+    return bool(_PLAIN_IN) and threading.get_ident() in _PLAIN_IN
 
 
 class OnlyHere:
@@ -77,7 +81,7 @@ class WrappedForward:
         return module
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs) if _IS_PLAIN.get() else self.around(self.inner, *args, **kwargs)
+        return self.inner(*args, **kwargs) if are_forwards_plain() else self.around(self.inner, *args, **kwargs)
 
     @property
     def inner(self) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient
 from tightfit.torch_hooks.backward import BackwardPass
+from tightfit.torch_hooks.manifest import SET_VERSIONS
 
 REMEDY = "leave updates in the backward pass out of the plan"
 
@@ -92,6 +93,11 @@ class KeptPass:
         self._run_again(waiting, made, is_last=True)
         self.check_same()
 
+    def give_up(self, why: str) -> None:
+        """The gradients that wait cannot be made any more."""
+        for deferred in self.waiting.values():
+            deferred.is_used(f"that cannot be made again: {why}")
+
     def use(self, update: Told, mine: Collection[torch.Tensor], why: str) -> None:
         """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
 
@@ -112,23 +118,34 @@ class KeptPass:
 
         self._run_again(waiting, used, is_last=True)
 
-    def try_out(self) -> None:
-        """Runs the pass once more for nothing but its norms.
+    def try_out(self) -> bool:
+        """Runs the pass once more for nothing but its norms; whether it could be updated in, since it needs no parameter after its gradient.
 
         Raises:
-            ApplyError: they differ; nothing has been updated.
+            ApplyError: the norms differ; nothing has been updated.
         """
         waiting = self.waiting
+        set_versions = SET_VERSIONS.value()
+        before = {parameter: parameter._version for parameter in waiting}
 
         def compared(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
-            gradient = parameter.grad
-            assert gradient is not None
-            self._compare(gradient, deferred)
+            assert parameter.grad is not None
+            self._compare(parameter.grad, deferred)
             deferred.put(parameter)
+            # As an update would: whatever needs this parameter from here on is told by torch.
+            set_versions((parameter,), (parameter._version + 1,))
 
-        self._run_again(waiting, compared, is_last=False)
+        try:
+            self._run_again(waiting, compared, is_last=False, is_trial=True)
+        except RuntimeError:
+            return False
+        finally:
+            set_versions(tuple(before), tuple(before.values()))
+            self._differ, differ = [], self._differ
+        self._differ = differ
         self.check_same()
+        return True
 
     def check_unchanged(self) -> None:
         """Does nothing where no parameter was written to since the pass.
@@ -169,7 +186,9 @@ class KeptPass:
         is_same = torch.isclose(_norm(gradient), deferred.norm, rtol=tolerance, atol=0.0, equal_nan=True)
         self._differ.append(~is_same)
 
-    def _run_again(self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool) -> None:
+    def _run_again(
+        self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool, is_trial: bool = False
+    ) -> None:
         self.check_unchanged()
         keeps_graph = None if is_last else True
         standing = {parameter: parameter.grad for parameter in waiting}
@@ -188,7 +207,7 @@ class KeptPass:
             for parameter in waiting:
                 if parameter not in came:
                     parameter.grad = standing[parameter]
-            if isinstance(error, ApplyError) or not isinstance(error, Exception):
+            if is_trial or isinstance(error, ApplyError) or not isinstance(error, Exception):
                 raise
             raise self._refuse(
                 f"a backward pass ended with an error when it was run a second time ({str(error).splitlines()[0]}); {REMEDY}"

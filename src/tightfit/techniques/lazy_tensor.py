@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.errors import ApplyError
-
 NOT_ANSWERED = object()
+_IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class AbstractSource(abc.ABC):
@@ -30,6 +29,9 @@ class AbstractSource(abc.ABC):
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
         """Makes the elements, outside of any operator, so that `whole` has them; called where that has raised `ElementsNeeded`."""
+
+    def form_is_read(self) -> None:  # noqa: B027 - most have nothing to do with it
+        """Somebody asks whether the tensor is sparse."""
 
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
         """An operator has written to what `whole` gave."""
@@ -47,7 +49,7 @@ class AbstractSource(abc.ABC):
         return NOT_ANSWERED
 
 
-class ElementsNeeded(ApplyError):
+class ElementsNeeded(Exception):  # noqa: N818 - not an error where somebody can make them
     """An operator reads a lazy tensor whose elements take a backward pass to make, which cannot run within an operator."""
 
     def __init__(self, source: AbstractSource) -> None:
@@ -61,15 +63,23 @@ class LazyTensor(torch.Tensor):
     source: AbstractSource
 
     @staticmethod
-    def __new__(cls, source: AbstractSource, like: torch.Tensor) -> "LazyTensor":
+    def __new__(
+        cls,
+        source: AbstractSource,
+        like: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> "LazyTensor":
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         made.source = source
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_SPARSE:
+            args[0].source.form_is_read()
         # Here autograd still works, which it does not within an operator.
         while True:
             try:

@@ -23,8 +23,9 @@ def sample_differs(
     apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
     with torch.enable_grad(), torch.autocast(device, enabled=False), paused(), apart:
         one, other = (rows.clone().requires_grad_() for _ in range(2))
-        casts = [None if part is None else part.to(loss.head_type) for part in fixed]
-        logits = changed_logits(functional.linear(one.to(loss.head_type), *casts), loss.pointwise)
+        own_bias = None if bias is None else bias.detach().to(loss.head_type)
+        scores = functional.linear(one.to(loss.head_type), weight.detach().to(loss.head_type), own_bias)
+        logits = changed_logits(scores, loss.pointwise)
         plain = functional.cross_entropy(
             logits.to(loss.result_type),
             classes,

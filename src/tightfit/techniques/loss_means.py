@@ -61,6 +61,8 @@ class Watch(TorchFunctionMode):
         self.terms: list[Term] = []
         # What the code read off tensors, to go on by.
         self.decisions: list[Any] = []
+        # The first error that it raised, for code that swallows it.
+        self.failure: ApplyError | None = None
         self.num_examples = num_examples
         self._allows_randomness = allows_randomness
 
@@ -70,11 +72,11 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("batch_norm", "instance_norm") and uses_batch_statistics(func, args, kwargs):
-            raise ApplyError(
+            raise self._refusal(
                 "a batch norm in training takes its statistics from the whole batch, which parts of it do not have; leave micro_batches out"
             )
         if not self._allows_randomness and draws_random_numbers(func, args, kwargs):
-            raise ApplyError(
+            raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
         result = func(*args, **kwargs)
@@ -83,6 +85,10 @@ class Watch(TorchFunctionMode):
         elif name in _DECIDES and isinstance(result, bool | int | float):
             self.decisions.append(None if result != result else result)  # noqa: PLR0124 - not a number
         return result
+
+    def _refusal(self, message: str) -> ApplyError:
+        self.failure = self.failure or ApplyError(message)
+        return self.failure
 
     def _note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any) -> None:
         call = _bound(func, args, kwargs)

@@ -68,13 +68,17 @@ class PureBf16(AbstractTechnique):
             raise ApplyError(
                 f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan"
             )
+        if any(p.grad is not None and p.grad._is_view() for p in lowered):
+            raise ApplyError(
+                "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
+            )
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
         for optimizer, update in zip(session.optimizers, updates, strict=True):
             update_within_step(session, optimizer, update)
             wide = WideStates()
-            session.when_undone(optimizer.register_load_state_dict_pre_hook(wide.before).remove)
-            session.when_undone(optimizer.register_load_state_dict_post_hook(wide.after).remove)
+            session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
+            session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
 
         for module in session.model.modules():
             # Scripts call parts of a model as well.
@@ -108,17 +112,34 @@ def _refuse_copy(*_: object) -> Never:
 def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
     """Casts parameters and buffers to bfloat16 where they stand, so that everybody who holds them sees it."""
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
-    for tensor in (*lowered, *buffers):
-        _set_data(tensor, tensor.detach().to(torch.bfloat16))
+    # The bits that are cut off, for the case that the plan cannot be put on in the end.
+    before: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
 
     def raise_again() -> None:
         for parameter in lowered:
             values = [update.whole(parameter) for update in updates if update.holds(parameter)]
-            _set_data(parameter, values[0] if values else parameter.detach().float())
+            _raise(parameter, before, values[0] if values else None)
         for buffer in buffers:
-            _set_data(buffer, buffer.detach().float())
+            _raise(buffer, before, None)
 
     session.when_undone(raise_again)
+    for tensor in (*lowered, *buffers):
+        plain = tensor.detach()
+        # Not seen by the version of the tensor: only what writes to it is.
+        before[tensor] = plain, tensor._version
+        _set_data(tensor, plain.to(torch.bfloat16))
+    session.when_on(before.clear)
+
+
+def _raise(
+    tensor: torch.Tensor, before: Mapping[torch.Tensor, tuple[torch.Tensor, int]], value: torch.Tensor | None
+) -> None:
+    if tensor.dtype != torch.bfloat16:
+        return
+    plain, version = before.get(tensor, (None, -1))
+    if plain is not None and version == tensor._version:
+        value = plain
+    _set_data(tensor, tensor.detach().float() if value is None else value)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

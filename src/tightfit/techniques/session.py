@@ -90,6 +90,7 @@ class Session:
     _is_guarded: bool = False
     _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
+    _when_on: list[Undo] = dataclasses.field(default_factory=list)
 
     def module(self, where: str) -> torch.nn.Module:
         """The module at the path `where`, which begins with the class name of the model.
@@ -113,6 +114,15 @@ class Session:
         """`undo` is run when the session is undone, before all that were given earlier; twice, if an interrupt cuts it short."""
         self._undo.append(undo)
         self._is_over = False
+
+    def when_on(self, done: Callable[[], object]) -> None:
+        """`done` is run once the whole plan is on: what would be needed to put back what was there exactly can go then."""
+        self._when_on.append(done)
+
+    def complete(self) -> None:
+        """The whole plan is on."""
+        while self._when_on:
+            self._when_on.pop()()
 
     @property
     def is_on(self) -> bool:
@@ -204,6 +214,7 @@ class Session:
         done again.
         """
         self._is_over, self._is_guarded = True, False
+        self._when_on.clear()
         errors: list[BaseException] = []
         try:
             self._undo_all(errors)

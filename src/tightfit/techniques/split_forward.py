@@ -86,6 +86,12 @@ class SplitForward:
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or are_transforms_active():
             return forward(*args, **kwargs)
+        try:
+            return self._in_parts(forward, args, kwargs)
+        except ApplyError as error:
+            raise self._refuse(str(error)) from None
+
+    def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._batch_of(args, kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:
@@ -113,6 +119,8 @@ class SplitForward:
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
             with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
                 output = forward(*args, **kwargs)
+            if watch.failure is not None:
+                raise watch.failure
             if decisions is not None and watch.decisions != decisions:
                 raise self._refuse(
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Leaves, Subject, check_graph, check_hooks, prove
+from tightfit.effects.independence import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes
 from tightfit.techniques.forwards import plain_forwards
 
@@ -24,7 +24,8 @@ def check_token_wise(
 ) -> None:
     """Proves that `run`, which is what `module` does, gives for `value` what it gives for parts of these lengths along `dim`, put together.
 
-    `first_call` is run if something is left behind: what a module makes in its first call and finds in all later ones is no obstacle.
+    `first_call` is run if something is left behind: what a module makes in its first call and finds in all later ones is no obstacle;
+    and an error of its own is raised as it is.
 
     Raises:
         Mixes: it is not proved. The message says by which operator, at which line.
@@ -38,7 +39,7 @@ def check_token_wise(
         with plain_forwards():
             try:
                 proof = prove(subject, value.shape[dim], parts)
-            except Leaves:
+            except (Leaves, Unfollowed):
                 if first_call is None:
                     raise
                 first_call()

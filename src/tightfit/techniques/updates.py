@@ -97,7 +97,9 @@ class Updates:
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
+        self.session.hook(self.session.model.register_state_dict_pre_hook, _BeforeSaving(self))
         leaves = on_backward(self), on_tensor_hooks(self)
+        _ALL[:] = [*(known for known in _ALL if known() is not None), weakref.ref(self)]
 
         def leave() -> None:
             for each in leaves:
@@ -113,9 +115,23 @@ class Updates:
             ApplyError: a pass has updated parameters, and the step never came.
         """
         self.is_over = True
-        self._make_all()
-        if self._used:
+        try:
+            self._make_all()
+        except ApplyError as error:
+            # What the script has changed meanwhile stands against it; whoever reads one of these gradients is told.
+            for kept in self._kept:
+                kept.give_up(str(error))
+        if self._used and self.session.failure is None:
             raise ApplyError(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
+
+    def check_finished(self) -> None:
+        """Does nothing where each update has had its step.
+
+        Raises:
+            ApplyError: a backward pass has updated parameters, and the step that was to has not come.
+        """
+        if self._used and not self.is_over:
+            raise self.session.refuse(f"parameters were updated in a backward pass that no step followed; {REMEDY}")
 
     def forward_comes(self) -> None:
         """The model is called.
@@ -215,6 +231,8 @@ class Updates:
         """Why this pass is left to torch; empty where it is not."""
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
+        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
+            return "a parameter is held by two optimizers"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
         for parameter in reached:
@@ -223,6 +241,9 @@ class Updates:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return "a parameter has a hook on its gradient"
         return next(filter(None, map(_reason_of, backward.nodes())), "")
+
+    def _num_held(self) -> int:
+        return len({parameter for o in self._steppers for parameter in groups_by_parameter(o)})
 
     def _left_to_torch(self, reason: str) -> None:
         self._num_clean = 0
@@ -337,8 +358,11 @@ class Updates:
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
         is_clean = self._is_clean(kept, optimizer)
         if self._num_checked < self.session.check_steps:
-            kept.try_out()
             self._num_checked += 1
+            if not kept.try_out():
+                self._make_all()
+                self._num_read = _MAX_READ_IN_A_ROW
+                return {}
         try:
             kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
             kept.check_same()
@@ -379,9 +403,10 @@ class Updates:
         return {p: _sum_of_bits(p) for p in parameters} if self.session.check_steps else {}
 
     def _make_all(self) -> None:
-        kept, self._kept = self._kept, []
+        kept = list(self._kept)
         for each in kept:
             each.make_all()
+        self._kept.clear()
         if kept:
             self._num_clean = 0
             self._num_read += 1
@@ -407,6 +432,43 @@ def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
         return ApplyError(message) if live is None or live.is_over else live.session.refuse(message)
 
     return refuse
+
+
+_ALL: "list[weakref.ref[Updates]]" = []
+
+
+def check_finished() -> None:
+    """As `Updates.check_finished`, for all that are there, at the end of a program."""
+    for known in _ALL:
+        if (updates := known()) is not None:
+            updates.check_finished()
+
+
+class _BeforeSaving(OnlyHere):
+    """A hook before a model's `state_dict`; a copy of the model does without it."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, *_: object) -> None:
+        if (updates := self._updates()) is not None:
+            updates.check_finished()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_nothing, ()
+
+
+def _nothing(*_: object) -> None:
+    """What is called before a copy is saved."""
+
+
+def _made_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 class _Between(OnlyHere):

@@ -8,22 +8,23 @@ from then on only. A gradient that somebody else has a name or a view of is fill
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
+from tightfit.techniques.kept_passes import told_of_gradients
 from tightfit.techniques.lazy_tensor import LazyTensor
 from tightfit.techniques.optimizer_steps import update_within_step
 from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels, runs_of
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 # What refers to a gradient that nobody else keeps, while `_is_shared` looks at it: the parameter, two names and an argument; and to its storage:
@@ -75,14 +76,20 @@ class ZeroGrad(AbstractTechnique):
             # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
             update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
         session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
-        session.when_undone(freed.end)
+        leave = on_backward(freed)
+
+        def end() -> None:
+            leave()
+            freed.end()
+
+        session.when_undone(end)
 
 
 class _Freed:
     """The parameters whose gradients were freed in place of being filled with zeros; what stands for these is zeros to whoever reads or adds."""
 
     def __init__(self) -> None:
-        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        self._zeroed: dict[torch.Tensor, None] = {}
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
         """Has gradients of zeros on these parameters, for which no memory is held."""
@@ -98,17 +105,42 @@ class _Freed:
                     gradient.zero_()
                 continue
             Deferred.zeros(gradient).put(parameter)
-            if parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(settle)
+            self._zeroed[parameter] = None
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return self._zeroed
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """Has new gradients take the place of zeros; where none comes, they stay."""
+        if not backward.accumulates:
+            return backward.run()
+        standing = {}
+        for parameter in backward.leaves():
+            deferred = deferred_gradient(parameter) if parameter in self._zeroed else None
+            if deferred is not None and deferred.state == "zero":
+                standing[parameter], parameter.grad = parameter.grad, None
+        try:
+            with told_of_gradients(() if backward.creates_graph else standing, _add_to_zeros):
+                return backward.run()
+        finally:
+            for parameter, zeros in standing.items():
+                if parameter.grad is None:
+                    parameter.grad = zeros
 
     def end(self) -> None:
-        """Makes the zeros, and hooks nothing any more."""
-        for parameter, handle in self._handles.items():
-            handle.remove()
+        """Makes the zeros."""
+        for parameter in self._zeroed:
             if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
                 deferred.whole()
                 settle(parameter)
-        self._handles.clear()
+        self._zeroed.clear()
+
+
+def _add_to_zeros(parameter: torch.Tensor) -> None:
+    """Negative zeros become positive ones, as where they are added to zeros."""
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        parameter.grad.add_(0.0)
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:

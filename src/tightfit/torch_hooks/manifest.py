@@ -134,6 +134,12 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
+SET_VERSIONS = Name(
+    module="torch._C._autograd",
+    name="_unsafe_set_version_counter",
+    purpose="to try out whether a graph still needs parameters that were updated, without updating them",
+    versions=_TORCH,
+)
 STORAGE_USES = Name(
     module="torch._C",
     name="_storage_Use_Count",
@@ -152,4 +158,4 @@ REPLACED = (
     TENSOR_HOOK,
     RETAIN_GRAD,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, STORAGE_USES)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, SET_VERSIONS, STORAGE_USES)

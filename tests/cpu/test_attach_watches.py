@@ -1,0 +1,128 @@
+"""While a plan waits for its models, calls are watched: per thread, through exceptions, for several who wait; and nothing is different after that."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.cpu.applied import Net, batch_of, choice, made, train
+from torch import nn
+
+from tightfit.runtime.attach import Attachment
+from tightfit.techniques.forwards import WrappedForward
+from tightfit.torch_hooks.calls import on_outermost_call
+
+CALL, INIT = nn.Module.__call__, torch.optim.Optimizer.__init__
+BLOCK = choice("checkpointing", "Net.layers.1")
+
+
+@pytest.fixture(autouse=True)
+def torch_is_as_it_was() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__) == (CALL, INIT)
+
+
+class Told:
+    """Notes the outermost calls."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.modules: list[nn.Module] = []
+        self.error = error
+
+    def before_outermost_call(self, module: nn.Module, _args: object, _kwargs: object) -> None:
+        self.modules.append(module)
+        if self.error is not None:
+            raise self.error
+
+
+def test_only_outermost_calls_are_told_also_after_an_exception_in_a_forward() -> None:
+    model, told = Net(), Told()
+    leave = on_outermost_call(told)
+    model(batch_of(0)[0])
+    handle = model.layers[2].narrow.register_forward_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(batch_of(0)[0])
+    handle.remove()
+    model(batch_of(0)[0])
+    leave()
+    assert told.modules == [model] * 4
+
+
+def test_another_thread_that_evaluates_meanwhile_is_told_of_its_own_calls() -> None:
+    model, other, told = Net(), Net(), Told()
+
+    def evaluate(*_: object) -> None:
+        thread = threading.Thread(target=lambda: other.eval()(batch_of(0)[0]))
+        thread.start()
+        thread.join()
+
+    model.layers[1].register_forward_pre_hook(evaluate)
+    leave = on_outermost_call(told)
+    model(batch_of(0)[0])
+    leave()
+    assert told.modules == [model, other]
+
+
+def test_what_is_called_in_a_backward_pass_is_not_told() -> None:
+    model, told = Net(), Told()
+    leave = on_outermost_call(told)
+    rows = torch.ones(4, 8, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(model, rows, use_reentrant=False).sum().backward()
+    leave()
+    assert told.modules == [model]
+
+
+def test_an_exception_of_who_is_told_ends_the_call_and_the_next_one_is_told_again() -> None:
+    model, told = Net(), Told(KeyboardInterrupt())
+    leave = on_outermost_call(told)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(batch_of(0)[0])
+    leave()
+    assert told.modules == [model] * 2
+    assert len(model(batch_of(0)[0])) == 4
+
+
+def test_two_attachments_each_put_on_what_is_theirs() -> None:
+    expected = train(*made())
+    attachments = [Attachment([BLOCK]), Attachment([choice("checkpointing", "Net.layers.2")])]
+    ends = [attachment.install() for attachment in attachments]
+    model, optimizer = made()
+    losses = train(model, optimizer)
+    assert losses == expected
+    assert [isinstance(layer.forward, WrappedForward) for layer in model.layers] == [False, True, True]
+    assert [len(attachment.roots) for attachment in attachments] == [1, 1]
+    for end in ends:
+        end()
+
+
+def test_an_attachment_that_nobody_keeps_has_ended() -> None:
+    Attachment([BLOCK]).install()
+    gc.collect()
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__) == (CALL, INIT)
+
+
+def test_an_exception_while_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    attachment = Attachment([BLOCK])
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attachment, "_watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attachment.install()
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__) == (CALL, INIT)
+
+
+def test_a_module_is_called_with_arguments_of_any_name() -> None:
+    class Named(nn.Module):
+        def forward(self, module: int, optimizer: int) -> int:
+            return module + optimizer
+
+    leave = on_outermost_call(told := Told())
+    assert Named()(module=1, optimizer=2) == 3
+    leave()
+    assert len(told.modules) == 1
