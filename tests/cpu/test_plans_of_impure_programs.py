@@ -7,7 +7,7 @@ import pytest
 import tightfit
 from tightfit.techniques.catalogue import techniques
 
-PROGRAM = '''\
+PROGRAM = """\
 import torch
 from torch import nn
 
@@ -56,7 +56,7 @@ def with_a_penalty():
         optimizer.step()
         optimizer.zero_grad()
         yield
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
