@@ -1,5 +1,6 @@
 """Runs an attack plain and with a technique on it, compares the two runs, and says how the pair ended."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -177,7 +178,9 @@ def _difference(closeness: Closeness, plain: Trial, trial: Trial) -> str:
 def _take_off(trial: Trial) -> None:
     """Undoes the sessions that the program left, the last first."""
     while trial.sessions:
-        trial.sessions.pop().undo()
+        # What a failed session refused may be said once more by its undo, which is finished by then.
+        with contextlib.suppress(TightfitError):
+            trial.sessions.pop().undo()
     gc.collect(0)
 
 
