@@ -215,6 +215,9 @@ class Updates:
         """Why this pass is left to torch; empty where it is not."""
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
         for parameter in reached:

@@ -451,10 +451,9 @@ def scratch_shared(t: Trial) -> None:
 def view_written(t: Trial) -> None:
     class Writing(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.inner(x)
             half = x[..., : WIDTH // 2]
-            half.add_(h[..., : WIDTH // 2].detach())
-            return x + h
+            half.add_(half.detach().abs().mean())
+            return x + self.inner(x)
 
     train(t, Net([Writing(), Writing()]))
 

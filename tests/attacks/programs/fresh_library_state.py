@@ -525,3 +525,66 @@ def seeded_by_buffer(t: Trial) -> None:
             return x + self.inner(x) * mask
 
     train(t, Net([Seeded(), Seeded()]))
+
+
+@attack("recomputation", "a weak proxy of the model in a list, through which the block counts")
+def proxy_of_model(t: Trial) -> None:
+    class Child(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.parent[0].calls += 1
+            return x + self.inner(x / self.parent[0].calls)
+
+    model = Net([Child(), Child()])
+    model.calls = 0
+    for block in model.blocks:
+        block.parent = [weakref.proxy(model)]
+    train(t, model)
+
+
+@attack("recomputation", "a weak reference to a helper object, whose counter the block writes")
+def weak_reference_to_helper(t: Trial) -> None:
+    helper = Config()
+
+    class Child(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.helper().seen += 1
+            return x + self.inner(x / self.helper().seen)
+
+    model = Net([Child(), Child()])
+    for block in model.blocks:
+        block.helper = weakref.ref(helper)
+    train(t, model)
+    t.note("seen", helper.seen)
+
+
+@attack("recomputation", "a context variable that the blocks themselves raise")
+def context_variable_counted(t: Trial) -> None:
+    calls: contextvars.ContextVar[int] = contextvars.ContextVar("calls", default=0)
+
+    class Counting(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.set(calls.get() + 1)
+            return x + self.inner(x / calls.get())
+
+    context = contextvars.copy_context()
+    context.run(train, t, Net([Counting(), Counting()]))
+
+
+@attack("recomputation", "an lru_cache over a function that counts its calls in a global dict, and a state read seldom")
+def lru_cache_with_registry(t: Trial) -> None:
+    REGISTRY.clear()
+
+    @functools.lru_cache(maxsize=None)
+    def table(length: int, version: int) -> torch.Tensor:
+        REGISTRY["made"] = REGISTRY.get("made", 0) + 1
+        return torch.full((length, 1), 1.0 / REGISTRY["made"])
+
+    class Cached(Block):
+        version = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.version += 1
+            return x + self.inner(x + table(x.shape[1], self.version))
+
+    train(t, Net([Cached(), Cached()]), num_steps=6)
+    t.note("made", REGISTRY["made"])
