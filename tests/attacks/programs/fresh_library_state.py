@@ -588,3 +588,29 @@ def lru_cache_with_registry(t: Trial) -> None:
 
     train(t, Net([Cached(), Cached()]), num_steps=6)
     t.note("made", REGISTRY["made"])
+
+
+@attack("recomputation", "a table of sines in an lru_cache by length (rotary positions), made in the first forward")
+def lru_cache_of_sines(t: Trial) -> None:
+    @functools.lru_cache(maxsize=None)
+    def table(width: int) -> torch.Tensor:
+        return torch.sin(torch.arange(width) * 0.5).to(torch.get_default_dtype())
+
+    class Cached(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x * table(x.shape[-1]))
+
+    train(t, Net([Cached(), Cached()]))
+
+
+@attack("recomputation", "a position table in an lru_cache by length, made anew for each new length")
+def lru_cache_by_length(t: Trial) -> None:
+    @functools.lru_cache(maxsize=None)
+    def table(length: int) -> torch.Tensor:
+        return torch.cos(torch.arange(length).view(-1, 1) * 0.1).to(torch.get_default_dtype())
+
+    class Cached(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x * table(x.shape[1]))
+
+    train(t, Net([Cached(), Cached()]), num_steps=5, batch=lambda step: tokens(step, length=[4, 4, 6, 4, 8][step]))
