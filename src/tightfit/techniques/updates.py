@@ -241,6 +241,9 @@ class Updates:
             return "a backward pass is run with create_graph=True"
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
             return "a parameter is held by two optimizers"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
         for parameter in reached:
