@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.attacks.optimizer_programs import PROGRAMS
+from tests.attacks.optimizer_programs_of_others import PROGRAMS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tightfit.errors import ApplyError

@@ -98,7 +98,6 @@ def plan(
         20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
     """
     from tightfit.fit.plan import plan as find_plan
-    from tightfit.reports.plans import write_plan
 
     started = time.monotonic()
     if output is not None and not output.resolve().parent.is_dir():
@@ -125,12 +124,17 @@ def plan(
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
     if output is not None:
         found.save(output)
-    elapsed_seconds = time.monotonic() - started
+    _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+    return 0 if found.fits else 1
+
+
+def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
+    from tightfit.reports.plans import write_plan
+
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_plan(found, elapsed_seconds=elapsed_seconds)
-    return 0 if found.fits else 1
 
 
 def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:

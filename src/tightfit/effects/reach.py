@@ -363,17 +363,8 @@ class _Walk:
             if value.grad_fn is None:
                 self.found.tensors.append(value)
                 self.found.tensor_paths.append(path)
-        elif isinstance(value, dict):
-            self._hold_dict(path, value, is_attributes=False)
-            for name, inner in itertools.islice(list(value.items()), _MOST_ITEMS):
-                self._value(f"{path}[{name!r}]", inner)
-        elif isinstance(value, list | deque | tuple | frozenset):
-            if isinstance(value, list | deque):
-                self._hold(Items(path, value), is_other=True)
-            for number, inner in enumerate(itertools.islice(value, _MOST_ITEMS)):
-                self._value(f"{path}[{number}]", inner)
-        elif isinstance(value, set):
-            self._hold(Members(path, value), is_other=True)
+        elif isinstance(value, dict | list | deque | tuple | set | frozenset):
+            self._container(path, value)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._value(path, value.__wrapped__)
         elif isinstance(value, functools.partial):
@@ -389,6 +380,19 @@ class _Walk:
             self._value(path, inner)
         else:
             self._instance(path, value)
+
+    def _container(self, path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self._hold_dict(path, value, is_attributes=False)
+            for name, inner in itertools.islice(list(value.items()), _MOST_ITEMS):
+                self._value(f"{path}[{name!r}]", inner)
+        elif isinstance(value, set):
+            self._hold(Members(path, value), is_other=True)
+        else:
+            if isinstance(value, list | deque):
+                self._hold(Items(path, value), is_other=True)
+            for number, inner in enumerate(itertools.islice(value, _MOST_ITEMS)):
+                self._value(f"{path}[{number}]", inner)
 
     def _instance(self, path: str, value: Any) -> None:
         """An object of another class: its attributes, and what they refer to where the class is the user's."""

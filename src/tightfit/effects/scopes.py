@@ -62,7 +62,7 @@ def environment() -> Names:
 def inner_container(value: Any) -> Any:
     """The container that another one is built around, the object that a weak reference refers to, or None."""
     if isinstance(value, _WITH_DATA):
-        return value.data
+        return vars(value)["data"]
     if type(value) in weakref.ProxyTypes:
         try:
             # What is asked of a proxy is answered by the object.

@@ -115,7 +115,7 @@ class Deferred(AbstractSource):
     def answer(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if operator is _aten._to_copy.default and self.state == "used":
             # A model that is cast or moved takes along what its script has still to clear.
-            return LazyTensor(self, args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+            return LazyTensor(self, args[0], dtype=kwargs.get("dtype"), device=kwargs.get("device"))  # pyrefly: ignore[unexpected-keyword]
         if kwargs or not self.answers(operator, args[1:]):
             return NOT_ANSWERED
         if operator is _aten.zero_.default:

@@ -11,6 +11,7 @@ A backward pass whose gradients somebody else has a part in (hooks, a buffer of 
 
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
@@ -246,12 +247,8 @@ class Updates:
             return "a backward pass also reaches parameters that another plan updates"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
-        for parameter in reached:
-            if parameter.grad is not None:
-                return "gradients are there before the backward pass, to be added to"
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return "a parameter has a hook on its gradient"
-        return next(filter(None, map(_reason_of, backward.nodes())), "")
+        reasons = itertools.chain(map(_reason_of_parameter, reached), map(_reason_of, backward.nodes()))
+        return next(filter(None, reasons), "")
 
     def _num_held(self) -> int:
         return len({parameter for o in self._steppers for parameter in groups_by_parameter(o)})
@@ -432,6 +429,13 @@ def _reason_of(node: Any) -> str:
 
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
+
+
+def _reason_of_parameter(parameter: torch.Tensor) -> str:
+    if parameter.grad is not None:
+        return "gradients are there before the backward pass, to be added to"
+    has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return "a parameter has a hook on its gradient" if has_hooks else ""
 
 
 def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
