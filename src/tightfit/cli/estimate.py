@@ -7,7 +7,7 @@ import dataclasses
 import json as jsonlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,9 +128,7 @@ def estimate(
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
     options = model.given()
-    for option, file in (("--save-tape", save_tape), ("--save-recording", save_recording)):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise UsageError(f"{option} {file}: there is no folder {file.parent}")
+    _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
     if target.endswith(".npz"):
@@ -155,6 +153,12 @@ def estimate(
     estimates = [fit.cost(tape, card, settings, measured) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _check_folders(files: Mapping[str, Path | None]) -> None:
+    for option, file in files.items():
+        if file is not None and not file.resolve().parent.is_dir():
+            raise UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _saved_tape(path: str) -> "Tape":

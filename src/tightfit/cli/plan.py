@@ -5,13 +5,16 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
 from tightfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from tightfit.reports.plans import Plan
 
 _SEVERAL = Parameter(consume_multiple=False)
 
