@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tightfit.effects.dependence import is_read_by_us
 from tightfit.errors import ApplyError
 
 # Means over classes that have an index to ignore, and means over all elements.
@@ -82,7 +83,7 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
-        elif name in _DECIDES and isinstance(result, bool | int | float):
+        elif name in _DECIDES and isinstance(result, bool | int | float) and not is_read_by_us():
             self.decisions.append(None if result != result else result)  # noqa: PLR0124 - not a number
         return result
 
