@@ -138,7 +138,7 @@ def line_of_code() -> str:
     return found
 
 
-def is_read_by_us() -> bool:
+def is_called_by_us() -> bool:
     """Whether what is called now is called by our own code, such as a check of values, and not by the program's or a library's."""
     frame = sys._getframe(2)
     torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
@@ -164,7 +164,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _READS and not is_read_by_us():
+        if func in _READS and not is_called_by_us():
             self.values.append(out)
         return out
 
