@@ -46,7 +46,7 @@ class Closeness:
     def _of_tensors(self, plain: torch.Tensor, found: torch.Tensor, name: str) -> str:
         if plain.shape != found.shape:
             return f"{name} has the shape {list(found.shape)} instead of {list(plain.shape)}"
-        if self.is_lossy and plain.dtype == torch.long:
+        if self.is_lossy and plain.dtype in (torch.int32, torch.long):
             same = bool(((plain - found).abs() <= _LOSSY_COUNT).all())
         elif not (plain.is_floating_point() or plain.is_complex()) or self.is_bitwise:
             same = plain.dtype == found.dtype and bool(((plain == found) | ((plain != plain) & (found != found))).all())

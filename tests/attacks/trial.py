@@ -125,6 +125,8 @@ def frozen(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state().clone()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
     if isinstance(value, Mapping):
         return {str(key): frozen(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -60,7 +60,13 @@ def test_options_are_numbers_within_the_run(name: str, tapes: Tapes) -> None:
 
 def _model_where_it_saves_most(name: str, tapes: Tapes) -> tuple[str, list[Option]]:
     offers = {model: tapes.together(name, model) for model in MODELS}
-    return max(offers.items(), key=lambda item: sum(-c.num_bytes for o in item[1] for c in o.changes))
+
+    def saved(item: tuple[str, list[Option]]) -> tuple[int, int]:
+        problem = problems.build(_levels(tapes.of(item[0])), item[1])
+        promised = problem.peak_bytes(()) - problem.peak_bytes(range(len(problem.options)))
+        return promised, sum(-c.num_bytes for o in item[1] for c in o.changes)
+
+    return max(offers.items(), key=saved)
 
 
 @pytest.mark.parametrize("name", list(techniques()))
@@ -69,9 +75,12 @@ def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
     options = [option for option in options if not option.is_coarse]
     if not any(option.changes for option in options):
         pytest.skip(f"{name} promises nothing on these models, or what it does is traced before it is planned with")
-    before, after = _levels(tapes.of(model)), _levels(tapes.of(model, options))
+    before = _levels(tapes.of(model))
     problem = problems.build(before, options)
     promised = problem.peak_bytes(range(len(problem.options)))
+    if not problem.options:
+        pytest.skip(f"{name} lowers the peak of none of these models, and a plan leaves it out")
+    after = _levels(tapes.of(model, options))
     assert after.max() == pytest.approx(
         promised, abs=technique(name).tolerance * max(1, int(before.max()) - promised) + 64 * 1024
     )

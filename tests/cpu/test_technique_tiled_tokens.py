@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from tightfit.devices.catalogue import find
+from tightfit.effects.rows import Mixes
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
 from tightfit.techniques.checkpointing import Checkpointing
 from tightfit.techniques.tiled_tokens import TiledTokens
-from tightfit.effects.rows import Mixes
 from tightfit.techniques.token_proof import check_token_wise
 
 NAME = "tiled_tokens"

@@ -41,7 +41,7 @@ OPTIONS = {
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--optimizer", "--no-prove", "--output", "--parameter", "--prove", "--search"),
+        *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
     "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],

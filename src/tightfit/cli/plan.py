@@ -60,7 +60,7 @@ def plan(
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     show_output: bool = False,
-    prove: bool = True,
+    no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
@@ -93,9 +93,9 @@ def plan(
         Print the plan as JSON.
     show_output
         Show what the workload prints, on stderr.
-    prove
-        Run three steps on this machine's processor, plain and planned, and compare what they leave, where that takes 20 s at most; for generator
-        functions and Hugging Face configs alone, as a script may write files. On if not given.
+    no_prove
+        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it takes
+        20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
     """
     from tightfit.fit.plan import plan as find_plan
     from tightfit.reports.plans import write_plan
@@ -122,7 +122,7 @@ def plan(
         if bounds.host is not None or bounds.disk is not None:
             raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
-    found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=prove, **settings)
+    found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
     if output is not None:
         found.save(output)
     elapsed_seconds = time.monotonic() - started

@@ -274,6 +274,8 @@ def convolution(flow: Flow, call: Call) -> Result:
 def embedding(flow: Flow, call: Call) -> Result:
     """A row of the table for each index."""
     only(flow, call, "indices")
+    if call.get("scale_grad_by_freq"):
+        raise Mixes("divides gradients by how often a row is looked up")
     layout = flow.layout(call["indices"])
     if layout is None:
         raise Mixes("looks up what there is for each row")

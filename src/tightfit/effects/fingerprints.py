@@ -108,33 +108,48 @@ def paused() -> Iterator[None]:
 
 
 def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> str | None:
-    """What the second run did otherwise than the first, in words; None where it is the same as far as it went."""
-    is_loose = False
-    pairs = list(zip(first, second, strict=False))
+    """What the second run did otherwise than the first, in words; None where it is the same as far as it went.
+
+    It may leave out what the first run kept for later (a table that is made once, by `functools.cache`): what it does run must be found in the
+    first one, in the same order and with the same bits.
+    """
     with _disable_current_modes():
-        bits = _values([pair for pair in pairs if pair[0].bits is not None and pair[1].bits is not None])
-    for one, other in pairs:
-        if (one.operator, one.shapes) != (other.operator, other.shapes):
-            return (
-                f"ran {other.operator} where it first ran {one.operator}"
-                if one.operator != other.operator
-                else (f"gave {other.operator} results of another shape")
-            )
-        is_loose |= one.bound > 0
-        if one.bits is None or other.bits is None or bits[id(one)] == bits[id(other)]:
-            continue
-        if not is_loose or not _is_near(one, other):
-            return f"got another result from {one.operator}"
-    if len(second) > len(first):
-        return f"ran {second[len(first)].operator}, which it did not run the first time"
+        bits = _values([each for each in (*first, *second) if each.bits is not None])
+    is_loose, position = False, 0
+    for other in second:
+        at = position
+        while at < len(first):
+            one = first[at]
+            at += 1
+            is_loose |= one.bound > 0
+            if (one.operator, one.shapes) == (other.operator, other.shapes) and (
+                one.bits is None
+                or other.bits is None
+                or bits[id(one)] == bits[id(other)]
+                or (is_loose and _is_near(one, other))
+            ):
+                break
+        else:
+            return _told(first[position] if position < len(first) else None, other)
+        position = at
     return None
 
 
-def _values(pairs: Sequence[tuple[Fingerprint, Fingerprint]]) -> dict[int, tuple[int, ...]]:
+def _told(one: Fingerprint | None, other: Fingerprint) -> str:
+    if one is None:
+        return f"ran {other.operator}, which it did not run the first time"
+    if one.operator != other.operator:
+        return f"ran {other.operator} where it first ran {one.operator}"
+    if one.shapes != other.shapes:
+        return f"gave {other.operator} results of another shape"
+    return f"got another result from {other.operator}"
+
+
+def _values(fingerprints: Sequence[Fingerprint]) -> dict[int, tuple[int, ...]]:
     """All checksums, fetched together from each device."""
     found: dict[int, tuple[int, ...]] = {}
     by_device: dict[torch.device, list[Fingerprint]] = {}
-    for each in (fingerprint for pair in pairs for fingerprint in pair):
+    for each in fingerprints:
         assert each.bits is not None
         by_device.setdefault(each.bits.device, []).append(each)
     for several in by_device.values():

@@ -10,6 +10,7 @@ import dis
 import functools
 import itertools
 import operator
+import os
 import random
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Members, Names
+from tightfit.effects.scopes import READS_ENVIRONMENT, environment, inner_container, scope
 
 _MOST_OBJECTS = 4_000
 _MOST_ITEMS = 256
@@ -318,6 +320,8 @@ class _Walk:
             self._value(f"{path}()", value)
 
     def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        if module is os and attributes & READS_ENVIRONMENT and self._is_new(os.environ):
+            self._hold(environment(), is_other=True)
         if not is_users_file(getattr(module, "__file__", None) or "<frozen") or not self._is_new(module):
             return
         named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
@@ -336,6 +340,10 @@ class _Walk:
     def _value(self, path: str, value: Any) -> None:
         """Whatever was found somewhere."""
         if isinstance(value, PLAIN) or len(self._seen) > 4 * _MOST_OBJECTS or not _can_hold(value):
+            return
+        if type(value) in weakref.ProxyTypes:
+            # Asked before what it says its class is.
+            self._value(path, inner_container(value))
             return
         if isinstance(value, torch.nn.Module):
             # One that is not inside the region: its own attributes, not all that lies below it.
@@ -366,11 +374,19 @@ class _Walk:
                 self._value(f"{path}[{number}]", inner)
         elif isinstance(value, set):
             self._hold(Members(path, value), is_other=True)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._value(path, value.__wrapped__)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self._value(path, inner)
         elif (drawn := _drawn(path, value)) is not None:
             self.found.drawn.append(drawn)
+        elif (holder := scope(path, value)) is not None:
+            self._hold(holder, is_other=True)
+            for name, inner in holder.content(is_kept=False).items():
+                self._value(f"{path}.{name}", inner)
+        elif (inner := inner_container(value)) is not None:
+            self._value(path, inner)
         else:
             self._instance(path, value)
 

@@ -49,7 +49,7 @@ class AbstractSource(abc.ABC):
         return NOT_ANSWERED
 
 
-class ElementsNeeded(Exception):  # noqa: N818 - not an error where somebody can make them
+class ElementsNeeded(Exception):
     """An operator reads a lazy tensor whose elements take a backward pass to make, which cannot run within an operator."""
 
     def __init__(self, source: AbstractSource) -> None:

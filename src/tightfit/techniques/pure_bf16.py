@@ -4,6 +4,7 @@ See `tightfit.techniques.rounding` for both. Optimizer states stay in float32: a
 still in eight bits.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, final
 
@@ -84,7 +85,8 @@ class PureBf16(AbstractTechnique):
             # Scripts call parts of a model as well.
             if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
                 session.wrap_forward(module, _part_in_bfloat16)
-        session.wrap_forward(session.model, _in_bfloat16)
+        refuse = functools.partial(session.verdict.refuse, technique=self.name)
+        session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
         for optimizer in session.optimizers:
             session.set(optimizer, "__deepcopy__", _refuse_copy)
             session.set(optimizer, "__reduce_ex__", _refuse_copy)
@@ -94,6 +96,18 @@ class PureBf16(AbstractTechnique):
 def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
+
+
+def _whole_in_bfloat16(
+    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return _in_bfloat16(forward, *args, **kwargs)
+    except RuntimeError as error:
+        if "BFloat16" not in str(error):
+            raise
+        why = str(error).splitlines()[0]
+        raise refuse(f"the model does not run in bfloat16 ({why}); leave pure_bf16 out of the plan") from error
 
 
 def _part_in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint, set_checkpoint_early_stop
 
 from tightfit.effects.ambient import Ambient
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
@@ -129,7 +129,10 @@ class Recomputed:
         call = Call(self, args, kwargs)
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)
-        result = checkpoint(call.running(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
+        is_compared = call.is_checked and self.has_values
+        with set_checkpoint_early_stop(False) if is_compared else nullcontext():
+            result = checkpoint(call.running(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
         call.end_first()
         return result
 
@@ -221,8 +224,8 @@ class Call:
         held = {name: value for name, value in named.items() if _holds_things(value)}
         self._held = snapshot_of_arguments(held) if held else None
         self._ambient = Ambient.now()
-        self._is_checked = owner.needs_check(_shapes((args, kwargs)), self._before)
-        self._of_all = self._is_checked or owner.is_first
+        self.is_checked = owner.needs_check(_shapes((args, kwargs)), self._before)
+        self._of_all = self.is_checked or owner.is_first
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
         self._first: list[Fingerprint] | None = None
@@ -246,7 +249,7 @@ class Call:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._compared():
                     return forward(*args, **kwargs)
-            with Fingerprints() if self._is_checked and self._owner.has_values else nullcontext() as fingerprints:
+            with Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints:
                 result = forward(*args, **kwargs)
             self._first = fingerprints.taken if fingerprints is not None else None
             if _versions((args, kwargs)) != self._versions:

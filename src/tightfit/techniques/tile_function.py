@@ -13,7 +13,7 @@ import torch
 from tightfit.effects.ambient import Ambient
 from tightfit.errors import ApplyError
 from tightfit.techniques.first_order import Refuse, check_transforms, first_order
-from tightfit.techniques.value_checks import checksum
+from tightfit.techniques.value_checks import checksum, sums_differ
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +72,12 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(value, *trained)
         length = max(tile.out_end for tile in tiling.tiles)
         output = None
+        ctx.sums = []
         with torch.autocast(**autocast):
             for tile in tiling.tiles:
                 part = tiling.run(tile, tile.of(value, tiling.dim))
+                if tiling.is_checked:
+                    ctx.sums.append(checksum([part]))
                 if output is None:
                     shape = list(part.shape)
                     shape[tiling.dim] = length
@@ -100,10 +103,12 @@ class _Tiled(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
         sums: list[torch.Tensor | None] = [None] * len(trained)
-        for tile in tiling.tiles:
+        for number, tile in enumerate(tiling.tiles):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
+            if ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
+                raise tiling.refuse("gave another result when a tile was run again in the backward pass")
             wanted = [part, *trained] if whole is not None else trained
             along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
             found: list[torch.Tensor | None] = list(torch.autograd.grad(result, wanted, along, allow_unused=True))

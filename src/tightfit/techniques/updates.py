@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient, settle
@@ -98,7 +99,7 @@ class Updates:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Between(self))
         self.session.hook(self.session.model.register_state_dict_pre_hook, _BeforeSaving(self))
-        leaves = on_backward(self), on_tensor_hooks(self)
+        leaves = on_backward(self), on_tensor_hooks(self), _before_other_steps(self)
         _ALL[:] = [*(known for known in _ALL if known() is not None), weakref.ref(self)]
 
         def leave() -> None:
@@ -144,6 +145,13 @@ class Updates:
                 f"the model is called between the backward pass that updated its parameters and the optimizer's step; {REMEDY}"
             )
         self._was_called = True
+
+    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is stepped: one that is not of this session finds the gradients made."""
+        if optimizer in self._steppers:
+            return
+        if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
+            self._make_all()
 
     # Backward passes
 
@@ -233,6 +241,9 @@ class Updates:
             return "a backward pass is run with create_graph=True"
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
             return "a parameter is held by two optimizers"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
         if self._num_read >= _MAX_READ_IN_A_ROW:
             return "gradients are read or added to before the optimizer steps"
         for parameter in reached:
@@ -469,6 +480,22 @@ def _nothing(*_: object) -> None:
 
 def _made_nothing() -> Callable[..., None]:
     return _nothing
+
+
+def _before_other_steps(updates: Updates) -> Callable[[], None]:
+    """Has gradients made before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
+
+    What it returns ends that; so does the end of `updates`.
+    """
+    known = weakref.ref(updates)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (live := known()) is not None and not live.is_over:
+            live.other_steps(optimizer)
+
+    # A hook of torch's own for all optimizers: nothing is replaced.
+    handle = register_optimizer_step_pre_hook(before_step)
+    return weakref.finalize(updates, handle.remove)
 
 
 class _Between(OnlyHere):

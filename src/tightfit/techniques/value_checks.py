@@ -5,6 +5,7 @@ begins so, would hide what comes before them: numbers drawn aside stand in for t
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -52,6 +53,14 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[float]:
         for part in (tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).double())
     ]
     return torch.stack([part.to(sums[0].device) for part in sums]).nan_to_num().tolist() if sums else []
+
+
+def sums_differ(one: Sequence[float], other: Sequence[float], tensor: torch.Tensor) -> bool:
+    """Whether two checksums of one tensor, made twice, are further apart than kernels of its type may be that are chosen otherwise."""
+    if not (one and other):
+        return False
+    size = bound_for(tensor) * max(one[1], other[1])
+    return abs(one[1] - other[1]) > size or abs(one[0] - other[0]) > size * math.sqrt(tensor.numel())
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

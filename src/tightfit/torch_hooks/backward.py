@@ -37,7 +37,8 @@ class BackwardPass:
     """One call of the engine.
 
     `accumulates` is False for `torch.autograd.grad`, which returns gradients and adds them to nothing. `inputs` are the tensors or edges that
-    alone get gradients; empty where all leaves do. A pass is nested when it runs within another one, as in a recomputation.
+    alone get gradients; empty where all leaves do. A pass is nested when it runs within another one, as in a recomputation, and shared when it
+    reaches parameters of another owner as well.
     """
 
     roots: Sequence[Any]
@@ -46,6 +47,7 @@ class BackwardPass:
     creates_graph: bool
     accumulates: bool
     is_nested: bool
+    is_shared: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     _owner: "weakref.ref[BackwardOwner]"
@@ -103,13 +105,20 @@ _REPLACED: Replaced[BackwardOwner] = Replaced(RUN_BACKWARD, _put)
 
 def _run(owners: Sequence[BackwardOwner], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     run = inner
-    for owner in reversed(_concerned(owners, args)):
-        run = functools.partial(_around, owner, run, inner)
+    of_all, concerned = _concerned(owners, args)
+    for owner in reversed([*of_all, *concerned]):
+        run = functools.partial(_around, owner, run, inner, len(concerned) > 1)
     return run(*args, **kwargs)
 
 
 def _around(
-    owner: BackwardOwner, run: Callable[..., Any], innermost: Callable[..., Any], /, *args: Any, **kwargs: Any
+    owner: BackwardOwner,
+    run: Callable[..., Any],
+    innermost: Callable[..., Any],
+    is_shared: bool,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     # torch/autograd/graph.py: the roots; torch/autograd/__init__.py: gradients, keep_graph, create_graph, inputs.
     backward = BackwardPass(
@@ -119,6 +128,7 @@ def _around(
         creates_graph=bool(args[3]),
         accumulates=bool(kwargs.get("accumulate_grad")),
         is_nested=torch._C._current_graph_task_id() != -1,
+        is_shared=is_shared,
         args=args,
         kwargs=kwargs,
         _owner=weakref.ref(owner),
@@ -133,8 +143,10 @@ def _around(
         raise
 
 
-def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> list[BackwardOwner]:
-    """Of the owners those that the pass concerns, from the outermost to the innermost."""
+def _concerned(
+    owners: Sequence[BackwardOwner], args: tuple[Any, ...]
+) -> tuple[list[BackwardOwner], list[BackwardOwner]]:
+    """Of the owners those that want all passes, and those whose parameters this one reaches, from the outermost to the innermost."""
     wanted = [(owner, owner.concerned_parameters()) for owner in owners]
     of_all = [owner for owner, parameters in wanted if parameters is None]
     missing = [(owner, parameters) for owner, parameters in wanted if parameters is not None]
@@ -143,7 +155,7 @@ def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> list[B
     while missing and (leaf := next(leaves, None)) is not None:
         found.update(id(owner) for owner, parameters in missing if leaf in parameters)
         missing = [(owner, parameters) for owner, parameters in missing if id(owner) not in found]
-    return [*of_all, *(owner for owner in owners if id(owner) in found)]
+    return of_all, [owner for owner in owners if id(owner) in found]
 
 
 def _leaves(roots: Collection[Any], inputs: Collection[Any]) -> Iterator[torch.Tensor]:

@@ -376,6 +376,8 @@ def counting_hook_added_later(t: Trial) -> None:
 @attack("changes", "the model is cast to bfloat16 and back between two steps")
 def cast_and_back(t: Trial) -> None:
     model = Net()
+    # All of them are cast in the middle of a step.
+    t.writes_within_step("")
     dtype = torch.get_default_dtype()
     changed(t, model, lambda: model.to(torch.bfloat16).to(dtype))
 
@@ -383,6 +385,8 @@ def cast_and_back(t: Trial) -> None:
 @attack("changes", "the model is cast to float32 (model.float()) and goes on so")
 def cast_to_float(t: Trial) -> None:
     model = Net()
+    # All of them are cast in the middle of a step.
+    t.writes_within_step("")
     changed(t, model, model.float, batch=lambda step: _as_weights(model, tokens(step)))
 
 

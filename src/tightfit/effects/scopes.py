@@ -1,0 +1,72 @@
+"""What holds values for a thread, a context or the process rather than in an object: read as code reads it, in whichever thread it is run.
+
+A backward pass of a card runs in a thread of its own, where thread-local names and context variables are not those of the forward.
+"""
+
+import contextvars
+import os
+import threading
+import weakref
+from collections import UserDict, UserList
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from tightfit.effects.holders import Names
+
+# Containers of Python's library that are not dicts, lists or sets, and keep one as `data`.
+_WITH_DATA = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, UserDict, UserList)
+# What reads the process's environment.
+READS_ENVIRONMENT = frozenset({"environ", "getenv"})
+
+
+class _Variable(MutableMapping[str, Any]):
+    """A context variable as a dict of at most one entry. What was not set, and reads as its default, may become set to that."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._variable.get()
+        except LookupError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variable.set(value)
+
+    def __delitem__(self, name: str) -> None:
+        # There is no way back to not having been set, but by the token of who set it.
+        self._variable.set(None)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in ("value",) if name in self)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def scope(path: str, value: Any) -> Names | None:
+    """What holds the values of a context variable or a thread-local object; None for all else."""
+    if isinstance(value, contextvars.ContextVar):
+        return Names(path, id(value), lambda: _Variable(value), only=("value",))
+    if isinstance(value, threading.local):
+        return Names(path, id(value), lambda: vars(value), is_attributes=True)
+    return None
+
+
+def environment() -> Names:
+    """The process's environment."""
+    return Names("os.environ", id(os.environ), lambda: os.environ)
+
+
+def inner_container(value: Any) -> Any:
+    """The container that another one is built around, the object that a weak reference refers to, or None."""
+    if isinstance(value, _WITH_DATA):
+        return value.data
+    if type(value) in weakref.ProxyTypes:
+        try:
+            # What is asked of a proxy is answered by the object.
+            return value.__init__.__self__
+        except ReferenceError:
+            return None
+    return value() if isinstance(value, weakref.ref) else None
