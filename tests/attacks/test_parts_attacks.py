@@ -297,5 +297,11 @@ def test_a_copy_of_a_model_in_parts_trains_itself() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_tiles_within_parts_are_compared_without_the_parts_taking_it_for_a_decision() -> None:
+    case = CASES["plain"]
+    for plain, other in zip(_train(case, []), _train(case, [PARTS, TILES]), strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-9, atol=1e-11)
+
+
 def test_there_are_enough_attacks() -> None:
     assert 2 * (len(CASES) + len(LATER)) + len(SECOND_ORDER) >= 60

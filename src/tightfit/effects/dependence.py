@@ -138,6 +138,18 @@ def line_of_code() -> str:
     return found
 
 
+def is_called_by_us() -> bool:
+    """Whether what is called now is called by our own code, such as a check of values, and not by the program's or a library's."""
+    frame = sys._getframe(2)
+    torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(torch_files) and name not in ("__torch_function__", "__torch_dispatch__"):
+            return file.startswith(own_files)
+        frame = frame.f_back
+    return False
+
+
 class Reads(TorchDispatchMode):
     """Keeps the values that a real run reads off its tensors, in order."""
 
@@ -152,7 +164,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _READS:
+        if func in _READS and not is_called_by_us():
             self.values.append(out)
         return out
 

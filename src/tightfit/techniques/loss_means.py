@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tightfit.effects.dependence import is_called_by_us
 from tightfit.errors import ApplyError
 
 # Means over classes that have an index to ignore, and means over all elements.
@@ -75,14 +76,14 @@ class Watch(TorchFunctionMode):
             raise self._refusal(
                 "a batch norm in training takes its statistics from the whole batch, which parts of it do not have; leave micro_batches out"
             )
-        if not self._allows_randomness and draws_random_numbers(func, args, kwargs):
+        if not self._allows_randomness and draws_random_numbers(func, args, kwargs) and not is_called_by_us():
             raise self._refusal(
                 f"{name} draws random numbers, which would be others in parts of the batch; --allow micro_batches takes that"
             )
         result = func(*args, **kwargs)
         if func in _OF_CLASSES or func in _OF_ELEMENTS:
             self._note(func, args, kwargs, result)
-        elif name in _DECIDES and isinstance(result, bool | int | float):
+        elif name in _DECIDES and isinstance(result, bool | int | float) and not is_called_by_us():
             self.decisions.append(None if result != result else result)  # noqa: PLR0124 - not a number
         return result
 
