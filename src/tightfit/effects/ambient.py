@@ -7,7 +7,7 @@ type, all of which are over when the backward pass runs; and a default device is
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,18 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (lambda: torch.backends.cudnn.enabled, lambda value: setattr(torch.backends.cudnn, "enabled", value)),
 )
+
+
+def takes_saved_tensor_hooks() -> bool:
+    """Whether hooks for saved tensors may be set here, or the program has switched them off."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+
+
+def saved_apart() -> AbstractContextManager[Any]:
+    """While this lasts, what is saved for a backward pass is no part of what a checkpoint around it counts. Detached, or a result would hold itself."""
+    if not takes_saved_tensor_hooks():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

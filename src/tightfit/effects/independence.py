@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, UnsupportedOperatorException
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects import dependence_indexing, dependence_products  # noqa: F401 - enter their rules
+from tightfit.effects.ambient import saved_apart
 from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run, compare, fake_mode_for, without_modes
 from tightfit.effects.dependence_rules import RULES
 from tightfit.effects.reach import is_users_class, is_users_file
@@ -97,15 +99,13 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
 
 def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, str]:
     """The inputs, the result, and what of the state was changed."""
-    # A checkpoint around this counts what is saved in its first run, and this is no part of it. Detached, or a result would hold itself.
-    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
     with (
         _as_it_was(subject.module) as left,
         torch.enable_grad(),
         without_modes(),
         _without_cache(),
         _quiet(),
-        apart,
+        saved_apart(),
     ):
         inputs = [
             _input(run, t, d, num_rows, subject.is_contiguous)
@@ -163,12 +163,18 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[list[str]]:
     """Puts back what the module can reach. The list then has the first of what was changed in it, if anything was."""
     state, left = RegionState(), list[str]()
     before = state.snapshot(module)
+    caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
     generator = torch.get_rng_state()
     try:
         yield left
     finally:
         left += [str(found) for found in differences(before, state.snapshot(module))[:1]]
         restore(before)
+        for path, cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                # What it keeps from this run may be fake, and is not to be found by a real one.
+                cache.cache_clear()
+                left.append(f"{path} was filled")
         torch.set_rng_state(generator)
 
 
@@ -231,6 +237,8 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
             raise Mixes("gradients go through it to what is not its own")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function: type = vars(type(node))["_forward_cls"]
+            if function is torch.utils.checkpoint.CheckpointFunction:
+                raise Mixes("it has a re-entrant checkpoint, which takes no backward pass to chosen inputs")
             if is_users_class(function):
                 raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
         waiting.extend(following for following, _ in node.next_functions)

@@ -76,6 +76,8 @@ class Reach:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     tensor_paths: list[str] = dataclasses.field(default_factory=list)
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
+    # Of `functools.cache`, with their paths: what is in them nobody can look at.
+    caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def _mappings(self) -> list[dict[Any, Any]]:
         attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
@@ -280,6 +282,11 @@ class _Walk:
                 function = function.__func__
             elif isinstance(function, property):
                 function = function.fget
+            elif isinstance(function, functools.cached_property):
+                function = function.func
+            elif isinstance(function, functools._lru_cache_wrapper):
+                self._value(f"{kind.__name__}.{name}", function)
+                function = function.__wrapped__
             if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
                 self._function(f"{kind.__name__}.{name}", function)
                 more = _names_in(function.__code__)[1] - seen
@@ -366,6 +373,7 @@ class _Walk:
         elif isinstance(value, dict | list | deque | tuple | set | frozenset):
             self._container(path, value)
         elif isinstance(value, functools._lru_cache_wrapper):
+            self.found.caches.append((path, value))
             self._value(path, value.__wrapped__)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):

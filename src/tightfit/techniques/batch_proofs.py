@@ -15,7 +15,7 @@ from tightfit.effects.code import Code
 from tightfit.effects.dependence import Flow, NeedsValues, Run, Total
 from tightfit.effects.independence import Proof, Subject, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes
-from tightfit.effects.state import RegionState, Snapshot
+from tightfit.effects.state import RegionState, Snapshot, differences
 from tightfit.techniques.batches import AbstractBatch
 from tightfit.techniques.first_order import Refuse
 from tightfit.techniques.forwards import plain_forwards
@@ -69,6 +69,11 @@ class BatchProofs:
         model = self._owner()
         metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
         return any(not str(each).startswith(metrics) for each in found) if metrics else True
+
+    def changed(self) -> str:
+        """What the model can reach that has changed since `of` was asked, in words, or nothing."""
+        found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
+        return str(found[0]) if found else ""
 
     def prove(
         self,

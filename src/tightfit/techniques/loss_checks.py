@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch.nn import functional
 
+from tightfit.effects.ambient import saved_apart
 from tightfit.effects.fingerprints import paused
 from tightfit.techniques.chunked_cross_entropy import ChunkedCrossEntropy, Loss, changed_logits
 from tightfit.techniques.value_checks import bound_for, difference
@@ -20,8 +21,7 @@ def sample_differs(
     rows, classes = hidden.detach()[places], target[places]
     fixed = weight.detach(), None if bias is None else bias.detach()
     device = hidden.device.type
-    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
-    with torch.enable_grad(), torch.autocast(device, enabled=False), paused(), apart:
+    with torch.enable_grad(), torch.autocast(device, enabled=False), paused(), saved_apart():
         one, other = (rows.clone().requires_grad_() for _ in range(2))
         own_bias = None if bias is None else bias.detach().to(loss.head_type)
         scores = functional.linear(one.to(loss.head_type), weight.detach().to(loss.head_type), own_bias)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint, set_checkpoint_early_stop
 
-from tightfit.effects.ambient import Ambient
+from tightfit.effects.ambient import Ambient, takes_saved_tensor_hooks
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.state import (
@@ -126,6 +126,10 @@ class Recomputed:
         if torch.compiler.is_compiling():
             extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
             return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        if not takes_saved_tensor_hooks():
+            raise self.refusal(
+                "runs where the program has switched off hooks for saved tensors, which a second run needs"
+            )
         call = Call(self, args, kwargs)
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)

@@ -83,6 +83,9 @@ def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], Abstra
             return CheckpointPolicy.PREFER_RECOMPUTE
         number = counts[context.is_recompute]
         counts[context.is_recompute] += 1
+        if torch.is_inference_mode_enabled():
+            # Torch keeps the versions of what it saves, and these have none.
+            return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -7,14 +7,15 @@ only scales those sums and hands them over. The caller's loop sees one forward, 
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.effects.dependence import Reads
 from tightfit.effects.fingerprints import paused
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.batch_proofs import BatchProofs
 from tightfit.techniques.batches import AbstractBatch, Batch
 from tightfit.techniques.first_order import Refuse, are_transforms_active
@@ -99,7 +100,7 @@ class SplitForward:
         if self._scaled is None:
             _refuse_float16(batch.device)
         is_checked = False
-        with _GradientsAside(self.model) as aside:
+        with _GradientsAside(self.model) as aside, self._no_steps():
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
@@ -117,8 +118,13 @@ class SplitForward:
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
-            with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
-                output = forward(*args, **kwargs)
+            try:
+                with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
+                    output = forward(*args, **kwargs)
+            except Exception as error:
+                if proved is None and not isinstance(error, TightfitError):
+                    self._refuse_parts_that_raise(forward, batch, error)
+                raise
             if watch.failure is not None:
                 raise watch.failure
             if decisions is not None and watch.decisions != decisions:
@@ -150,6 +156,35 @@ class SplitForward:
                     self._check(forward, batch, index)
             self._is_checked = True
         return sums, outputs
+
+    @contextlib.contextmanager
+    def _no_steps(self) -> Iterator[None]:
+        """While this lasts, a step of any optimizer is refused: it would be made once for each part, with the gradients of some."""
+
+        def refuse(*_: Any) -> None:
+            raise self._refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
+
+        handle = register_optimizer_step_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
+        """Refuses where a part of the batch raises what the whole does not; what the whole raises too is the program's own."""
+        changed = self._proofs.changed()
+        if not changed:
+            args, kwargs = batch.part(0, batch.num_examples)
+            try:
+                with self._unseen(), paused():
+                    forward(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - that of the part is raised
+                return
+        told = " ".join(str(error).split()) + (f"; {changed}" if changed else "")
+        raise self._refuse(
+            f"the model raises {type(error).__name__} for a part of the batch, and may not for the whole ({told}); leave micro_batches out"
+        ) from error
 
     @torch.no_grad()
     def _check(self, forward: Forward, batch: AbstractBatch, index: int) -> None:

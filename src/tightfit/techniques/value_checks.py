@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.ambient import saved_apart
+
 _BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-4}
 _BOUND_OF_HALVES = 4e-2
 _WIDTH = 0.05  # of the numbers that stand in for zeros
@@ -99,8 +101,7 @@ def halves_differ(
     length = part.shape[dim]
     if length < 2:
         return ""
-    apart = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
-    with nothing_hidden(module), torch.enable_grad(), apart:
+    with nothing_hidden(module), torch.enable_grad(), saved_apart():
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         whole = _passes(run, [part], dim, list(trained.values()))
         halves = _passes(run, part.split(length // 2, dim), dim, list(trained.values()))

@@ -621,3 +621,20 @@ def lru_cache_by_length(t: Trial) -> None:
             return x + self.inner(x * table(x.shape[1]))
 
     train(t, Net([Cached(), Cached()]), num_steps=5, batch=lambda step: tokens(step, length=[4, 4, 6, 4, 8][step]))
+
+
+@attack("recomputation", "an lru_cache on a method of the block, and a cached_property, of tables")
+def lru_cache_on_method(t: Trial) -> None:
+    class Cached(Block):
+        @functools.lru_cache(maxsize=8)  # noqa: B019 - what the attack is about
+        def table(self, width: int) -> torch.Tensor:
+            return torch.sin(torch.arange(width) * 0.5).to(torch.get_default_dtype())
+
+        @functools.cached_property
+        def other(self) -> torch.Tensor:
+            return torch.cos(torch.arange(WIDTH) * 0.5).to(torch.get_default_dtype())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x * self.table(x.shape[-1]) + self.other)
+
+    train(t, Net([Cached(), Cached()]))
