@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tightfit.effects.dependence import is_called_by_us
+from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
 
 # Means over classes that have an index to ignore, and means over all elements.

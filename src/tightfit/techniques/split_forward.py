@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tightfit.effects.dependence import Reads
 from tightfit.effects.fingerprints import paused
+from tightfit.effects.reads import Reads
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.batch_proofs import BatchProofs
 from tightfit.techniques.batches import AbstractBatch, Batch

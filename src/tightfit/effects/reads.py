@@ -1,0 +1,62 @@
+"""What reads values off tensors, and where in the user's code that is."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.effects.reach import is_users_file
+
+aten = torch.ops.aten
+READS = (aten._local_scalar_dense.default, aten.equal.default)
+
+
+def line_of_code() -> str:
+    """Where the user's code (or else a library's) called what runs now, as `train.py:12`."""
+    frame, found = sys._getframe(1), ""
+    here, there = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if (
+            not found
+            and not file.startswith((here, there, "<"))
+            and "lib/python" not in file.replace("site-packages", "")
+        ):
+            found = f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+def is_called_by_us() -> bool:
+    """Whether what is called now is called by our own code, such as a check of values, and not by the program's or a library's."""
+    frame = sys._getframe(2)
+    torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(torch_files) and name not in ("__torch_function__", "__torch_dispatch__"):
+            return file.startswith(own_files)
+        frame = frame.f_back
+    return False
+
+
+class Reads(TorchDispatchMode):
+    """Keeps the values that a real run reads off its tensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode torch does not compile."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in READS and not is_called_by_us():
+            self.values.append(out)
+        return out
