@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.effects.reads import READS, line_of_code
@@ -595,16 +595,3 @@ class Functions(TorchFunctionMode):
             except Mixes as error:
                 self._run.put_mixed(out, f"{func.__name__} {error}{_at()}")
         return out
-
-
-def fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
-    """That of the virtual GPU where the tensors are on it, and a new one elsewhere."""
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-
-def without_modes() -> Any:
-    """A context without the dispatch modes that are active around: what is run in it is nobody's business."""
-    return _disable_current_modes()

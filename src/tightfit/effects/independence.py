@@ -16,12 +16,18 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects import dependence_indexing, dependence_products  # noqa: F401 - enter their rules
 from tightfit.effects.ambient import saved_apart
-from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run, compare, fake_mode_for, without_modes
+from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run, compare
 from tightfit.effects.dependence_rules import RULES
 from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.rows import Layout, Mixes
@@ -76,7 +82,7 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
         raise Mixes("has one row, which is no part of anything")
     tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
     settings = {
-        "fake": fake_mode_for(tensors),
+        "fake": _fake_mode_for(tensors),
         "reads": reads,
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
@@ -102,7 +108,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
     with (
         _as_it_was(subject.module) as left,
         torch.enable_grad(),
-        without_modes(),
+        _without_modes(),
         _without_cache(),
         _quiet(),
         saved_apart(),
@@ -251,3 +257,16 @@ def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout 
 
 
 ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _one_hot}
+
+
+def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
+    """That of the virtual GPU where the tensors are on it, and a new one elsewhere."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def _without_modes() -> Any:
+    """A context without the dispatch modes that are active around: what is run in it is nobody's business."""
+    return _disable_current_modes()
