@@ -71,7 +71,7 @@ _CLASSES = {
 }
 _NAMES_OF_CLASSES = {f"{module}.{kind}" for module, kinds in _CLASSES.items() for kind in kinds}
 # What these put in the place of names of torch when they are imported, or when something is first compiled, is not ours to answer for.
-_BY_LIBRARIES = ("/torch/_dynamo/", "/torch/_compile.py", "/lightning/fabric/", "/lightning_fabric/")
+_BY_LIBRARIES = ("/torch/_dynamo/", "/torch/_compile.py", "/lightning/fabric/", "/lightning_fabric/", "/transformers/")
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks")
 _MORE_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_module_registration_hooks")
 _OF_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

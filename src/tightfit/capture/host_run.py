@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit import faults
 from tightfit.capture import eager, on_host, targets
 from tightfit.capture.child import prepare, quiet, target_of
 from tightfit.children import die_with_parent
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, InternalError
 from tightfit.programs import one_line
 
 _SEED = 0
@@ -57,7 +58,11 @@ def main(path: str, parent: str) -> None:
             "places": list(error.places),
         }
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        answer = {"kind": "failed", "message": one_line("the program", error)}
+        own = faults.noted() or faults.our_error(error, "the run on the host")
+        if isinstance(own, InternalError):
+            answer = {"kind": "internal", "message": str(own), "trace": own.trace}
+        else:
+            answer = {"kind": "failed", "message": one_line("the program", error)}
     Path(f"{path}.answer").write_text(json.dumps(answer))
     os._exit(0)
 

@@ -32,6 +32,7 @@ from tightfit.effects.dependence_rules import RULES
 from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences, restore
+from tightfit.faults import is_ours
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -128,6 +129,8 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
         except UnsupportedOperatorException as error:
             raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
         except Exception as error:
+            if is_ours(error):
+                raise
             if run.failure is None:
                 raise Unfollowed(
                     f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

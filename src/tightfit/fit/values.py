@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import Preparation
 from tightfit.children import child, shared_folder
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, InternalError
 from tightfit.planner.plan import Choice
 
 # Sums in another order: relative to the largest value of a tensor, by its type.
@@ -53,6 +53,10 @@ def run_on_host(
         answer = _answer(request, timeout_seconds)
         if answer["kind"] == "refused":
             raise ApplyError(answer["message"], technique=answer["technique"], places=answer["places"])
+        if answer["kind"] == "internal":
+            error = InternalError(answer["message"])
+            error.trace = answer["trace"]
+            raise error
         if answer["kind"] != "done":
             return HostRun(values=None, why=answer["message"])
         import torch
