@@ -13,8 +13,8 @@ from typing import Any
 
 from tightfit.effects.holders import Names
 
-# Containers of Python's library that are not dicts, lists or sets, and keep one as `data`.
-_WITH_DATA = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, UserDict, UserList)
+# Containers of Python's library that are not dicts or lists, and keep one as `data`. What only looks on at others (a weak set) loses its content by itself.
+_WITH_DATA = (weakref.WeakKeyDictionary, UserDict, UserList)
 # What reads the process's environment.
 READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 

@@ -127,7 +127,9 @@ class Recomputed:
             extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
             return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
         if not takes_saved_tensor_hooks():
-            raise self.refusal("runs where the program has switched off hooks for saved tensors, which a second run needs")
+            raise self.refusal(
+                "runs where the program has switched off hooks for saved tensors, which a second run needs"
+            )
         call = Call(self, args, kwargs)
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)

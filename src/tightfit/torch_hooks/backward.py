@@ -143,7 +143,9 @@ def _around(
         raise
 
 
-def _concerned(owners: Sequence[BackwardOwner], args: tuple[Any, ...]) -> tuple[list[BackwardOwner], list[BackwardOwner]]:
+def _concerned(
+    owners: Sequence[BackwardOwner], args: tuple[Any, ...]
+) -> tuple[list[BackwardOwner], list[BackwardOwner]]:
     """Of the owners those that want all passes, and those whose parameters this one reaches, from the outermost to the innermost."""
     wanted = [(owner, owner.concerned_parameters()) for owner in owners]
     of_all = [owner for owner, parameters in wanted if parameters is None]

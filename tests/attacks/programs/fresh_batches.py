@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Images, Net, images, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -89,7 +90,11 @@ def momentum_and_queue(t: Trial) -> None:
     train(t, Moco(), batch=lambda step: (tokens(step)[0],))
 
 
-@attack("parts", "BYOL: the target is the same model's copy, held outside of the module tree, updated within forward")
+@attack(
+    "parts",
+    "BYOL: the target is the same model's copy, held outside of the module tree, updated within forward",
+    only=EXACT,
+)
 def target_outside_of_tree(t: Trial) -> None:
     class Byol(Net):
         def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,7 +110,7 @@ def target_outside_of_tree(t: Trial) -> None:
     train(t, model)
 
 
-@attack("parts", "VQ-VAE: dead codes are replaced by rows of the batch, drawn by torch.randperm")
+@attack("parts", "VQ-VAE: dead codes are replaced by rows of the batch, drawn by torch.randperm", only=EXACT)
 def codes_revived(t: Trial) -> None:
     class Quantising(Block):
         def __init__(self) -> None:
@@ -370,7 +375,9 @@ def packed_sequences(t: Trial) -> None:
             self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            packed = nn.utils.rnn.pack_padded_sequence(self.features(x), lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                self.features(x), lengths, batch_first=True, enforce_sorted=False
+            )
             out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
             return self.loss(self.head(out), y[:, : out.shape[1]])
 
@@ -416,7 +423,7 @@ def graph_network(t: Trial) -> None:
     train(t, Graph(), batch=batch)
 
 
-@attack("parts", "two inputs of different batch sizes: support and queries (a prototypical network)")
+@attack("parts", "two inputs of different batch sizes: support and queries (a prototypical network)", only=EXACT)
 def prototypes(t: Trial) -> None:
     class Prototypes(Net):
         def forward(self, support: torch.Tensor, queries: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -134,7 +134,10 @@ def cached_property_of_weight(t: Trial) -> None:
     train(t, Net([Cached(), Cached()]))
 
 
-@attack("recomputation", "an lru_cache that draws noise by length, with one place, so that lengths in turns evict each other")
+@attack(
+    "recomputation",
+    "an lru_cache that draws noise by length, with one place, so that lengths in turns evict each other",
+)
 def lru_cache_of_noise(t: Trial) -> None:
     @functools.lru_cache(maxsize=1)
     def table(length: int) -> torch.Tensor:
@@ -178,7 +181,9 @@ def growing_position_table(t: Trial) -> None:
                 self.table = at.expand(-1, WIDTH).to(x)
             return x + self.inner(x + self.table[: x.shape[1]])
 
-    train(t, Net([Positions(), Positions()]), num_steps=5, batch=lambda step: tokens(step, length=[4, 6, 8, 6, 4][step]))
+    train(
+        t, Net([Positions(), Positions()]), num_steps=5, batch=lambda step: tokens(step, length=[4, 6, 8, 6, 4][step])
+    )
 
 
 @attack("recomputation", "a context variable that the loop sets around the forward only")
@@ -510,7 +515,9 @@ def reads_random_state(t: Trial) -> None:
     train(t, Net([Reading(), Reading()]))
 
 
-@attack("recomputation", "initial_seed and manual_seed inside the forward make a mask that changes with a buffer of counts")
+@attack(
+    "recomputation", "initial_seed and manual_seed inside the forward make a mask that changes with a buffer of counts"
+)
 def seeded_by_buffer(t: Trial) -> None:
     class Seeded(Block):
         def __init__(self) -> None:
