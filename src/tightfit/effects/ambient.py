@@ -26,7 +26,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 def takes_saved_tensor_hooks() -> bool:
     """Whether hooks for saved tensors may be set here, or the program has switched them off."""
-    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
 
 
 def saved_apart() -> AbstractContextManager[Any]:

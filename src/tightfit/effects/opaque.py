@@ -16,9 +16,15 @@ _BUILT_IN = ("builtins", "itertools")
 
 def state_of(value: Any) -> State | None:
     """How to read what `value` holds now, comparably, and how to put it back (None where it only goes forward); None for all other objects."""
-    if isinstance(value, random.Random):
-        # That of the system draws from nothing that could be read.
-        return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
+    # The system's source of chance has no state that could be read.
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
+        return lambda: _position(value), None
+    return _state_of_memory(value)
+
+
+def _state_of_memory(value: Any) -> State | None:
     if isinstance(value, bytearray):
         return lambda: bytes(value), lambda content: value.__setitem__(slice(None), content)
     if isinstance(value, array.array):
@@ -27,8 +33,6 @@ def state_of(value: Any) -> State | None:
         return lambda: bytes(value), lambda content: _put_in_c(value, content)
     if isinstance(value, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.__getstate__(), _put_in_log(value)
-    if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
-        return lambda: _position(value), None
     return None
 
 

@@ -304,10 +304,7 @@ class _Walk:
             return
         names, attributes = _names_in(function.__code__)
         space = function.__globals__
-        if vars(function) and self._is_new(vars(function)):
-            self._hold_dict(path, vars(function), is_attributes=True)
-            for name, value in list(vars(function).items()):
-                self._value(f"{path}.{name}", value)
+        self._attributes_of(path, function)
         plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], _CODE)))
         plain = tuple(n for n in plain if n in space or n not in vars(builtins))
         module = function.__module__ or ""
@@ -329,6 +326,12 @@ class _Walk:
                     self._value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(f"{path}()", value)
+
+    def _attributes_of(self, path: str, function: types.FunctionType) -> None:
+        if vars(function) and self._is_new(vars(function)):
+            self._hold_dict(path, vars(function), is_attributes=True)
+            for name, value in list(vars(function).items()):
+                self._value(f"{path}.{name}", value)
 
     def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
         if module is os and attributes & READS_ENVIRONMENT and self._is_new(os.environ):
@@ -385,20 +388,30 @@ class _Walk:
                 self._value(f"{path}[{number}]", inner)
         elif isinstance(value, set):
             self._hold(Members(path, value), is_other=True)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif not self._wrapper(path, value):
+            self._other(path, value)
+
+    def _wrapper(self, path: str, value: Any) -> bool:
+        """Something around functions or another container; whether it is."""
+        if isinstance(value, functools._lru_cache_wrapper):
             self.found.caches.append((path, value))
             self._value(path, value.__wrapped__)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self._value(path, inner)
-        elif (drawn := _drawn(path, value)) is not None:
+        elif (inner := inner_container(value)) is not None:
+            self._value(path, inner)
+        else:
+            return False
+        return True
+
+    def _other(self, path: str, value: Any) -> None:
+        if (drawn := _drawn(path, value)) is not None:
             self.found.drawn.append(drawn)
         elif (holder := scope(path, value)) is not None:
             self._hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
                 self._value(f"{path}.{name}", inner)
-        elif (inner := inner_container(value)) is not None:
-            self._value(path, inner)
         else:
             self._instance(path, value)
 
@@ -420,7 +433,9 @@ class _Walk:
             return
         slots = slots_of(kind)
         if slots:
-            self._hold(Names(path, (id(value), "slots"), lambda: Slots(value, slots), is_attributes=True), is_other=True)
+            self._hold(
+                Names(path, (id(value), "slots"), lambda: Slots(value, slots), is_attributes=True), is_other=True
+            )
         for name in (*(own or ()), *slots):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)

@@ -504,3 +504,24 @@ def growing_lengths(t: Trial) -> None:
             return super().features(x + self.positions[: x.shape[1]])
 
     train(t, Positions(), num_steps=5, batch=lambda step: tokens(step, length=2 + 2 * step))
+
+
+@attack("parts", "images of which a view is written in place inside the chain (cutout)")
+def cutout_in_chain(t: Trial) -> None:
+    class Cutout(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            x[:, :, 2:4, 2:4] = 0
+            return x
+
+    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Cutout(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
+
+
+@attack("parts", "coordinates as channels in a chain (CoordConv)")
+def coordinates_in_chain(t: Trial) -> None:
+    class Coords(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.linspace(-1, 1, x.shape[2]).view(1, 1, -1, 1).to(x)
+            return x + rows
+
+    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Coords(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)

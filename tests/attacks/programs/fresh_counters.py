@@ -279,7 +279,7 @@ def seldom_in_module(t: Trial) -> None:
     sys.modules["state_of_attack"] = state
 
     def take() -> int:
-        import state_of_attack  # noqa: PLC0415
+        import state_of_attack
 
         state_of_attack.calls += 1
         return state_of_attack.calls

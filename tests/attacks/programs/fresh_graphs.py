@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
-from tests.attacks.models import WIDTH, Block, Images, Net, images, sgd, tokens, train
+from tests.attacks.models import WIDTH, Block, Net, sgd, tokens, train
 from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -348,7 +348,7 @@ def exceptions_as_control_flow(t: Trial) -> None:
     "recomputation", "StopIteration-like control flow: a block raises to leave the list early, and the model catches it"
 )
 def early_exit(t: Trial) -> None:
-    class ExitEarly(Exception):  # noqa: N818
+    class ExitEarly(Exception):
         pass
 
     class Exiting(Block):
@@ -579,24 +579,3 @@ def kinetic_penalty(t: Trial) -> None:
         optimizer.step()
         t.note("loss", loss)
         t.end_step()
-
-
-@attack("parts", "images of which a view is written in place inside the chain (cutout)")
-def cutout_in_chain(t: Trial) -> None:
-    class Cutout(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.clone()
-            x[:, :, 2:4, 2:4] = 0
-            return x
-
-    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Cutout(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
-
-
-@attack("parts", "coordinates as channels in a chain (CoordConv)")
-def coordinates_in_chain(t: Trial) -> None:
-    class Coords(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rows = torch.linspace(-1, 1, x.shape[2]).view(1, 1, -1, 1).to(x)
-            return x + rows
-
-    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Coords(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
