@@ -43,7 +43,7 @@ def _put_in_c(value: Any, content: bytes) -> None:
 def _put_in_log(value: io.StringIO | io.BytesIO) -> Callable[[Any], None]:
     def put(content: Any) -> None:
         if content is not None:
-            value.__setstate__(content)
+            value.__setstate__(content)  # pyrefly: ignore[missing-attribute]
 
     return put
 

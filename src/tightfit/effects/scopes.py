@@ -102,7 +102,7 @@ def environment() -> Names:
 def inner_container(value: Any) -> Any:
     """The container that another one is built around, the object that a weak reference refers to, or None."""
     if isinstance(value, _WITH_DATA):
-        return value.data
+        return value.data  # pyrefly: ignore
     if isinstance(value, queue.Queue):
         return value.queue
     if type(value) in weakref.ProxyTypes:
