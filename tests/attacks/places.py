@@ -130,3 +130,5 @@ def _variants() -> list[Variant]:
 
 
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _variants()}
+# For programs that count hits, draw lines or use operators that another precision lacks.
+EXACT = tuple(name for name, variant in VARIANTS.items() if not variant.is_lossy)

@@ -13,7 +13,7 @@ from tightfit.fit.values import differences
 from tightfit.planner.plan import Choice, Proof
 
 PROGRAM = """\
-import os
+import sys
 import torch
 from torch import nn
 
@@ -30,8 +30,8 @@ class Block(nn.Module):
 
 class Counting(Block):
     def forward(self, rows):
-        number = int(os.environ.get("CALLS", "0"))  # a place that nobody looks at
-        os.environ["CALLS"] = str(number + 1)
+        number = sys.getrecursionlimit()  # a place that nobody looks at
+        sys.setrecursionlimit(number + 1)
         return super().forward(rows * (1 + number % 3))
 
 

@@ -29,7 +29,7 @@ def takes_saved_tensor_hooks() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
 
 
-def saved_apart() -> AbstractContextManager[Any]:
+def saved_apart() -> AbstractContextManager[Any, None]:
     """While this lasts, what is saved for a backward pass is no part of what a checkpoint around it counts. Detached, or a result would hold itself."""
     if not takes_saved_tensor_hooks():
         return nullcontext()

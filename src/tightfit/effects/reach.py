@@ -11,7 +11,6 @@ import functools
 import itertools
 import operator
 import os
-import random
 import sys
 import sysconfig
 import types
@@ -26,7 +25,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Members, Names
-from tightfit.effects.scopes import READS_ENVIRONMENT, environment, inner_container, scope
+from tightfit.effects.opaque import state_of
+from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 
 _MOST_OBJECTS = 4_000
 _MOST_ITEMS = 256
@@ -304,6 +304,7 @@ class _Walk:
             return
         names, attributes = _names_in(function.__code__)
         space = function.__globals__
+        self._attributes_of(path, function)
         plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], _CODE)))
         plain = tuple(n for n in plain if n in space or n not in vars(builtins))
         module = function.__module__ or ""
@@ -325,6 +326,12 @@ class _Walk:
                     self._value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(f"{path}()", value)
+
+    def _attributes_of(self, path: str, function: types.FunctionType) -> None:
+        if vars(function) and self._is_new(vars(function)):
+            self._hold_dict(path, vars(function), is_attributes=True)
+            for name, value in list(vars(function).items()):
+                self._value(f"{path}.{name}", value)
 
     def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
         if module is os and attributes & READS_ENVIRONMENT and self._is_new(os.environ):
@@ -372,20 +379,30 @@ class _Walk:
                 self.found.tensor_paths.append(path)
         elif isinstance(value, dict | list | deque | tuple | set | frozenset):
             self._container(path, value)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif not self._wrapper(path, value):
+            self._other(path, value)
+
+    def _wrapper(self, path: str, value: Any) -> bool:
+        """Something around functions or another container; whether it is."""
+        if isinstance(value, functools._lru_cache_wrapper):
             self.found.caches.append((path, value))
             self._value(path, value.__wrapped__)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self._value(path, inner)
-        elif (drawn := _drawn(path, value)) is not None:
+        elif (inner := inner_container(value)) is not None:
+            self._value(path, inner)
+        else:
+            return False
+        return True
+
+    def _other(self, path: str, value: Any) -> None:
+        if (drawn := _drawn(path, value)) is not None:
             self.found.drawn.append(drawn)
         elif (holder := scope(path, value)) is not None:
             self._hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
                 self._value(f"{path}.{name}", inner)
-        elif (inner := inner_container(value)) is not None:
-            self._value(path, inner)
         else:
             self._instance(path, value)
 
@@ -418,7 +435,11 @@ class _Walk:
                 if isinstance(inner, torch.Tensor | list | dict | set):
                     self._value(f"{path}.{name}", inner)
             return
-        slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ()) if isinstance(name, str)]
+        slots = slots_of(kind)
+        if slots:
+            self._hold(
+                Names(path, (id(value), "slots"), lambda: Slots(value, slots), is_attributes=True), is_other=True
+            )
         for name in (*(own or ()), *slots):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)
@@ -447,8 +468,6 @@ def _drawn(path: str, value: Any) -> Drawn | None:
     if isinstance(value, torch.Generator):
         state = lambda: value.get_state().numpy().tobytes()  # noqa: E731
         put = lambda content: _put_torch(value, content)  # noqa: E731
-    elif isinstance(value, random.Random):
-        state, put = value.getstate, value.setstate
     elif isinstance(value, np.random.Generator | np.random.RandomState):
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
         state = lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state)  # noqa: E731
@@ -463,6 +482,8 @@ def _drawn(path: str, value: Any) -> Drawn | None:
         state = value.__repr__
     elif isinstance(value, _ITERATORS):
         state = lambda: operator.length_hint(value)  # noqa: E731
+    elif (read := state_of(value)) is not None:
+        state, put = read
     else:
         return None
     return Drawn(path=path, key=id(value), state=state, put=put)

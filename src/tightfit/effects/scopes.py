@@ -5,16 +5,17 @@ A backward pass of a card runs in a thread of its own, where thread-local names 
 
 import contextvars
 import os
+import queue
 import threading
 import weakref
 from collections import UserDict, UserList
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 from tightfit.effects.holders import Names
 
-# Containers of Python's library that are not dicts, lists or sets, and keep one as `data`.
-_WITH_DATA = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, UserDict, UserList)
+# Containers of Python's library that are not dicts or lists, and keep one as `data`. What only looks on at others (a weak set) loses its content by itself.
+_WITH_DATA = (weakref.WeakKeyDictionary, UserDict, UserList)
 # What reads the process's environment.
 READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -45,6 +46,45 @@ class _Variable(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
 
+class Slots(MutableMapping[str, Any]):
+    """The attributes in slots of an object."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner = owner
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Also where the class is frozen.
+        object.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots, as the attributes are called."""
+    found = []
+    for base in kind.__mro__:
+        given = vars(base).get("__slots__", ())
+        for name in (given,) if isinstance(given, str) else tuple(given):
+            is_private = name.startswith("__") and not name.endswith("__")
+            if name not in ("__dict__", "__weakref__"):
+                found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(found)
+
+
 def scope(path: str, value: Any) -> Names | None:
     """What holds the values of a context variable or a thread-local object; None for all else."""
     if isinstance(value, contextvars.ContextVar):
@@ -63,6 +103,8 @@ def inner_container(value: Any) -> Any:
     """The container that another one is built around, the object that a weak reference refers to, or None."""
     if isinstance(value, _WITH_DATA):
         return vars(value)["data"]
+    if isinstance(value, queue.Queue):
+        return value.queue
     if type(value) in weakref.ProxyTypes:
         try:
             # What is asked of a proxy is answered by the object.

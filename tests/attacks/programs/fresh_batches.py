@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Images, Net, images, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -89,7 +90,11 @@ def momentum_and_queue(t: Trial) -> None:
     train(t, Moco(), batch=lambda step: (tokens(step)[0],))
 
 
-@attack("parts", "BYOL: the target is the same model's copy, held outside of the module tree, updated within forward")
+@attack(
+    "parts",
+    "BYOL: the target is the same model's copy, held outside of the module tree, updated within forward",
+    only=EXACT,
+)
 def target_outside_of_tree(t: Trial) -> None:
     class Byol(Net):
         def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,7 +110,7 @@ def target_outside_of_tree(t: Trial) -> None:
     train(t, model)
 
 
-@attack("parts", "VQ-VAE: dead codes are replaced by rows of the batch, drawn by torch.randperm")
+@attack("parts", "VQ-VAE: dead codes are replaced by rows of the batch, drawn by torch.randperm", only=EXACT)
 def codes_revived(t: Trial) -> None:
     class Quantising(Block):
         def __init__(self) -> None:
@@ -418,7 +423,7 @@ def graph_network(t: Trial) -> None:
     train(t, Graph(), batch=batch)
 
 
-@attack("parts", "two inputs of different batch sizes: support and queries (a prototypical network)")
+@attack("parts", "two inputs of different batch sizes: support and queries (a prototypical network)", only=EXACT)
 def prototypes(t: Trial) -> None:
     class Prototypes(Net):
         def forward(self, support: torch.Tensor, queries: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -499,3 +504,24 @@ def growing_lengths(t: Trial) -> None:
             return super().features(x + self.positions[: x.shape[1]])
 
     train(t, Positions(), num_steps=5, batch=lambda step: tokens(step, length=2 + 2 * step))
+
+
+@attack("parts", "images of which a view is written in place inside the chain (cutout)")
+def cutout_in_chain(t: Trial) -> None:
+    class Cutout(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            x[:, :, 2:4, 2:4] = 0
+            return x
+
+    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Cutout(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)
+
+
+@attack("parts", "coordinates as channels in a chain (CoordConv)")
+def coordinates_in_chain(t: Trial) -> None:
+    class Coords(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.linspace(-1, 1, x.shape[2]).view(1, 1, -1, 1).to(x)
+            return x + rows
+
+    train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Coords(), nn.Conv2d(4, 4, 3, padding=1)]), batch=images)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tests.attacks.models import NUM_CLASSES, WIDTH, Block, Net, adamw, sgd, tokens, train
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -220,7 +221,7 @@ def no_sync_like(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "weights with torch.nn.utils.prune: mask and weight_orig, pruned again while training")
+@attack("gradients", "weights with torch.nn.utils.prune: mask and weight_orig, pruned again while training", only=EXACT)
 def pruned_blocks(t: Trial) -> None:
     from torch.nn.utils import prune
 
@@ -517,7 +518,9 @@ def nan_guard(t: Trial) -> None:
     t.note("skipped", skipped)
 
 
-@attack("gradients", "evolution: every third step perturbs the weights by random numbers and keeps the better")
+@attack(
+    "gradients", "evolution: every third step perturbs the weights by random numbers and keeps the better", only=EXACT
+)
 def hill_climbing(t: Trial) -> None:
     model = Net()
 
@@ -534,7 +537,7 @@ def hill_climbing(t: Trial) -> None:
     train(t, model, num_steps=6, after=perturb)
 
 
-@attack("gradients", "an EMA of the weights updated by a forward pre-hook on the model")
+@attack("gradients", "an EMA of the weights updated by a forward pre-hook on the model", only=EXACT)
 def average_by_forward_hook(t: Trial) -> None:
     model = Net()
     average = copy.deepcopy(model)
