@@ -44,6 +44,8 @@ class Closeness:
         return next((told for label, a, b in pairs if (told := self.difference(a, b, label))), "")
 
     def _of_tensors(self, plain: torch.Tensor, found: torch.Tensor, name: str) -> str:
+        if plain.is_complex() and found.is_complex():
+            plain, found = torch.view_as_real(plain), torch.view_as_real(found)
         if plain.shape != found.shape:
             return f"{name} has the shape {list(found.shape)} instead of {list(plain.shape)}"
         if self.is_lossy and plain.dtype in (torch.int32, torch.long):
