@@ -234,3 +234,21 @@ def test_a_pattern_is_read_back_from_any_order_of_dimensions(order: list[int], d
     assert pattern.layout_in(tensor.unsqueeze(0)).dim == layout.dim + 1
     with pytest.raises(Mixes):
         pattern.layout_in(tensor.narrow(layout.dim, 0, inner))
+
+
+def _left_out_for_one_row(rows: torch.Tensor) -> torch.Tensor:
+    """Does not do what changes nothing where there is one row, as torch and libraries do."""
+    table = torch.arange(rows.shape[1], dtype=rows.dtype)[None]
+    if rows.shape[0] != 1:
+        table = table.expand(rows.shape[0], -1)
+    return (rows.t().contiguous().t() * table).contiguous().reshape(-1, rows.shape[1])
+
+
+def _otherwise_for_one_row(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 2 if rows.shape[0] == 1 else rows.expand(2, *rows.shape)[0]
+
+
+def test_parts_of_one_row_may_leave_out_what_does_nothing_there() -> None:
+    assert _layout(_left_out_for_one_row, torch.randn(4, 6), 0, part=1).dim == 0
+    with pytest.raises(Mixes, match="other operators"):
+        _layout(_otherwise_for_one_row, torch.randn(4, 6), 0, part=1)

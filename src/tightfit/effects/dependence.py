@@ -7,8 +7,6 @@ rows, or has no rule, is marked and may be dropped; the proof fails if it reache
 """
 
 import dataclasses
-import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.effects.operations import Operation, add_left_out, compare_one, is_plain, operation_of, schema_of
 from tightfit.effects.reads import READS, line_of_code
 from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
 
@@ -83,34 +82,9 @@ Result = Place | Sequence[Place]
 Rule = Callable[["Flow", Call], Result]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """What must be the same for every number of rows: the operator and its arguments; sizes and shapes are compared as multiples."""
-
-    func: Any
-    values: tuple[Any, ...]
-    sizes: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@functools.cache
-def _schema(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
-    """Of each argument its name, whether it is a size, and whether it is written to."""
-    sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
-    if func.overloadpacket is aten.arange:
-        sizes |= {"start", "end"}
-    return tuple(
-        (a.name, a.name in sizes, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
-    )
-
-
 def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return found | {known[0]: value for known, value in zip(_schema(func), args, strict=False)} | dict(kwargs)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | None)
+    return found | {known[0]: value for known, value in zip(schema_of(func), args, strict=False)} | dict(kwargs)
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -133,7 +107,7 @@ class Run(TorchDispatchMode):
         super().__init__()
         self.num_rows = num_rows
         self.fake = fake
-        self.operations: list[_Operation] = []
+        self.operations: list[Operation] = []
         self.failure: Mixes | None = None
         self._allows_randomness = allows_randomness
         self._allows_votes = allows_votes
@@ -171,7 +145,7 @@ class Run(TorchDispatchMode):
             if key_of(output) not in known:
                 self._born.add(key_of(output))
         if not self._is_atom:
-            self._note(_operation(func, arguments, outputs))
+            self._note(operation_of(func, arguments, outputs))
             self.follow(Call(func=func, arguments=arguments, outputs=outputs), known)
         return out
 
@@ -185,7 +159,7 @@ class Run(TorchDispatchMode):
             is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
             if not is_off:
                 raise self.fail(f"{func} draws random numbers{_at()}")
-        for name, _, is_written in _schema(func):
+        for name, _, is_written in schema_of(func):
             if is_written:
                 for leaf in tree_leaves(arguments.get(name)):
                     if isinstance(leaf, torch.Tensor) and key_of(leaf) not in self._born:
@@ -204,7 +178,7 @@ class Run(TorchDispatchMode):
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Raises Mixes where the value that is read is not the same for all rows."""
 
-    def _note(self, operation: _Operation) -> None:
+    def _note(self, operation: Operation) -> None:
         self.operations.append(operation)
 
     def follow(self, call: Call, known: set[int]) -> None:
@@ -217,8 +191,8 @@ class Run(TorchDispatchMode):
             out = func(*args, **kwargs)
         finally:
             self._is_atom = False
-        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if _is_plain(leaf))
-        self._note(_Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
+        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if is_plain(leaf))
+        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
         return out
 
 
@@ -248,67 +222,6 @@ def _moved(func: OpOverload, arguments: Mapping[str, Any]) -> torch.Tensor:
 def _at() -> str:
     line = line_of_code()
     return f" at {line}" if line else ""
-
-
-def _operation(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> _Operation:
-    values: list[Any] = []
-    sizes: list[Any] = []
-    for name, is_size, _ in _schema(func):
-        leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if _is_plain(leaf)]
-        if is_size:
-            sizes += [-1 if leaf is None else leaf for leaf in leaves]
-        else:
-            values += leaves
-    return _Operation(
-        func=func, values=tuple(values), sizes=tuple(sizes), shapes=tuple(tuple(o.shape) for o in outputs)
-    )
-
-
-def _fits(one: int, other: int, num_one: int, num_other: int) -> bool:
-    if one == other:
-        return True
-    return one % num_one == 0 and other % num_other == 0 and one // num_one == other // num_other
-
-
-def compare(one: Run, other: Run) -> None:
-    """Makes sure that two runs did the same, but for the number of rows.
-
-    Raises:
-        Mixes: they did not.
-    """
-    compare_operations(one, other, len(one.operations))
-    if len(one.operations) != len(other.operations):
-        raise Mixes(f"runs other operators for {one.num_rows} rows than for {other.num_rows}")
-
-
-def compare_operations(one: Run, other: Run, number: int) -> None:
-    """The first `number` operators of both."""
-    for mine, its in zip(one.operations[:number], other.operations, strict=False):
-        compare_one(mine, its, one.num_rows, other.num_rows)
-
-
-def compare_one(mine: _Operation, its: _Operation, num_mine: int, num_its: int) -> None:
-    """Raises Mixes where one operator differs by more than sizes that are multiples of the number of rows."""
-    rows = f"for {num_mine} rows than for {num_its}"
-    if mine.func is not its.func or len(mine.sizes) != len(its.sizes) or len(mine.shapes) != len(its.shapes):
-        raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
-    if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
-        raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
-    pairs = [*zip(mine.sizes, its.sizes, strict=True)]
-    for first, second in zip(mine.shapes, its.shapes, strict=True):
-        if len(first) != len(second):
-            raise Mixes(f"gives {_name(mine.func)} other dimensions {rows}")
-        pairs += zip(first, second, strict=True)
-    if not all(_fits(a, b, num_mine, num_its) for a, b in pairs):
-        raise Mixes(f"hands other sizes to {_name(mine.func)} {rows}")
-
-
-def _name(func: Any) -> str:
-    return str(func) if isinstance(func, OpOverload) else func.__name__
-
-
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - not a number
 
 
 class Flow(Run):
@@ -401,9 +314,10 @@ class Flow(Run):
             if (state is not None and not is_vote) or id(tensor) in self._scaled:
                 raise self.fail(f"Python reads a value that depends on the rows{_at()}")
 
-    def _note(self, operation: _Operation) -> None:
+    def _note(self, operation: Operation) -> None:
         number = len(self.operations)
         super()._note(operation)
+        add_left_out(self, self.other, number)
         if number >= len(self.other.operations):
             raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{_at()}")
         try:
@@ -414,7 +328,7 @@ class Flow(Run):
     def follow(self, call: Call, known: set[int]) -> None:
         written = {
             key_of(leaf)
-            for name, _, is_written in _schema(call.func)
+            for name, _, is_written in schema_of(call.func)
             if is_written
             for leaf in tree_leaves(call.get(name))
             if isinstance(leaf, torch.Tensor)
