@@ -121,7 +121,10 @@ def process_state() -> ProcessState:
     torch = sys.modules["torch"]
     names["forward"] = {kind.__name__: kind.__dict__.get("forward") for kind in _kinds_of_modules(torch.nn)}
     names["step"] = {
-        f"{kind.__module__}.{kind.__qualname__}": _step(kind) for kind in _all_kinds(torch.optim.Optimizer)
+        f"{kind.__module__}.{kind.__qualname__}": _step(kind)
+        for kind in _all_kinds(torch.optim.Optimizer)
+        # One that a function makes is another one each time.
+        if "<locals>" not in kind.__qualname__
     }
     return ProcessState(names, _others(torch))
 
@@ -146,9 +149,11 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _step(kind: type) -> Any:
-    """The step of a class of optimizers, without what torch itself puts around it when the first of the class is made."""
+    """The step of a class of optimizers, without what torch itself puts around it: when the first of the class is made, or something is compiled."""
     step = vars(kind).get("step")
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    while hasattr(step, "__wrapped__") and "/torch/" in step.__code__.co_filename:
+        step = step.__wrapped__
+    return step
 
 
 def _all_kinds(kind: type) -> Iterator[type]:
