@@ -8,6 +8,7 @@ of the region is used. In the first calls, and again after a change of shape, mo
 
 import copy
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -251,7 +252,7 @@ class Call:
             if num_runs > 1:
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
-                with self._compared():
+                with self._compared(), self._told_of_mismatches():
                     return forward(*args, **kwargs)
             with Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints:
                 result = forward(*args, **kwargs)
@@ -330,6 +331,17 @@ class Call:
             self._compare(fingerprints.taken)
             raise
         self._compare(fingerprints.taken)
+
+    @contextmanager
+    def _told_of_mismatches(self) -> Iterator[None]:
+        """Has torch's own errors, where a second run saves or keeps other tensors than the first, name the module."""
+        try:
+            yield
+        except RuntimeError as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if frames[-1].filename != torch.utils.checkpoint.__file__:
+                raise
+            raise self._owner.refusal("did other things when it was run a second time") from error
 
     def _compare(self, taken: Sequence[Fingerprint]) -> None:
         mismatch = first_mismatch(self._first or (), taken)
