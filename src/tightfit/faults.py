@@ -75,8 +75,8 @@ def is_ours(error: BaseException) -> bool:
     """Whether an exception that is none of our own errors was raised by this package's code."""
     if not isinstance(error, Exception) or isinstance(error, TightfitError) or _is_nobodys(error):
         return False
-    if isinstance(error, SyntaxError) and is_own_file(error.filename or ""):
-        return True
+    if isinstance(error, SyntaxError):
+        return is_own_file(error.filename or "")
     innermost = next((code for code in reversed(_codes(error)) if not _is_tool(code.co_filename)), None)
     if innermost is None or not is_own_file(innermost.co_filename) or innermost in _handing_over:
         return False

@@ -244,7 +244,7 @@ class _Normalised(nn.Sequential):
     ("changes", "reason"),
     [
         ({"net": _Normalised}, "batch norm in training"),
-        ({"net": lambda: nn.Sequential(network(), nn.Dropout(0.3))}, "dropout draws random numbers"),
+        ({"net": lambda: nn.Sequential(network(), nn.Dropout(0.3))}, "draws random numbers"),
         ({"automatic_optimization": lambda: False}, "manual optimization"),
         ({"add": lambda: 0.5}, "not one mean or sum over the batch"),
     ],
@@ -342,7 +342,7 @@ def test_the_trainer_makes_its_model_anew(tmp_path: Path) -> None:
 
 
 def test_the_trainer_with_dropout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ApplyError, match="dropout draws random numbers"):
+    with pytest.raises(ApplyError, match="draws random numbers"):
         train_trainer(tmp_path, parts("Trainer", 2), make=lambda: Scores(dropout=0.2), trainer_class=_own_loss)
 
 

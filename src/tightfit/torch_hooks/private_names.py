@@ -6,6 +6,7 @@ They were seen in torch 2.11 to 2.13. Those that `manifest` looks up when they a
 READ: dict[str, str] = {
     "torch.Tensor._make_wrapper_subclass": "tensors that are not computed until somebody needs them",
     "torch._C.DisableTorchFunctionSubclass": "operators on such tensors without their own rules",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": "whether the program has switched off hooks for saved tensors",
     "torch._C._are_functorch_transforms_active": "to refuse what torch.func transforms would see",
     "torch._C._functorch.peek_interpreter_stack": "to compare nothing within torch.func transforms",
     "torch._foreach_mul_": "to scale gradients in few kernels",
