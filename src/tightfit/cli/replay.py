@@ -4,19 +4,17 @@ import json as json_module
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from tightfit.cli.progress import ProgressLine
-from tightfit.reports.tuning import TuningText
-from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.read import Recording, read_recording
-from tightfit.snapshots.replay import Replay, devices_of, together
-from tightfit.snapshots.replay import replay as replay_device
-from tightfit.snapshots.tune import tune as tune_recording
 from tightfit.units import format_bytes, parse
+
+if TYPE_CHECKING:
+    from tightfit.snapshots.read import Recording
+    from tightfit.snapshots.replay import Replay
 
 _WIDTH = 120
 
@@ -41,6 +39,12 @@ def replay(
         tune: search the settings that would hold least; those of --alloc-conf get a row among them. Exit 1: none of them fits.
         json: print JSON instead of a table.
     """
+    # Here and not above: numpy is not loaded for --help.
+    from tightfit.simulate.settings import AllocatorSettings
+    from tightfit.snapshots.read import read_recording
+    from tightfit.snapshots.replay import devices_of, together
+    from tightfit.snapshots.replay import replay as replay_device
+
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
     with ProgressLine(recording.name) as progress:
@@ -57,6 +61,8 @@ def replay(
     total = together(each)
     tuning = None
     if tune:
+        from tightfit.snapshots.tune import tune as tune_recording
+
         tuning = tune_recording(
             found, alloc_conf=alloc_conf, capacity_bytes=capacity_bytes, is_windows=sys.platform == "win32"
         )
@@ -68,6 +74,8 @@ def replay(
     else:
         _print(total, each, found, is_as_recorded=settings is None and capacity_bytes is None)
         if tuning is not None:
+            from tightfit.reports.tuning import TuningText
+
             _console().print(TuningText(tuning), soft_wrap=True)
     return 0 if (total.oom is None if tuning is None else tuning.recommended is not None) else 1
 
@@ -79,7 +87,7 @@ def _console() -> Console:
     return console
 
 
-def _print(result: Replay, each: Sequence[Replay], recording: Recording, *, is_as_recorded: bool) -> None:
+def _print(result: "Replay", each: "Sequence[Replay]", recording: "Recording", *, is_as_recorded: bool) -> None:
     console = _console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("events", f"{result.events:,}")
