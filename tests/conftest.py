@@ -1,9 +1,16 @@
 """A test that leaves torch, or a library around it, other than it found it has failed: nothing is repaired for the next one."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.process_state import changed_since, process_state
+
+# Programs that tests write run in processes of their own, and take their models from this folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 
 
 @pytest.fixture(autouse=True)
