@@ -122,3 +122,42 @@ def test_a_model_that_is_called_in_a_loop_may_be_run_twice_itself(tmp_path: Path
     found = find_plan(target, device="RTX 4090", budget="1MiB")
     assert [choice.where for choice in found.choices if choice.technique == "checkpointing"] == ["Policy"]
     assert found.run.peak.allocated_bytes < found.baseline.peak.allocated_bytes - (60 << 20)
+
+
+class Late(nn.Module):
+    """Writes in place to a tensor that is no buffer, and to statistics under other names than torch's, from its fifth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = 0
+        self.scale = torch.ones(1)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("variance", torch.ones(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            self.scale.mul_(1.1)
+        rows = nn.functional.batch_norm(self.linear(rows), self.mean, self.variance, training=self.calls > 4)
+        return rows.tanh() * self.scale.clone()
+
+
+def test_what_a_forward_begins_to_write_after_the_first_steps_is_written_once() -> None:
+    def trained(*, twice: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Late(), Late())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        places = [f"Sequential.{number}" for number in range(2)] if twice else []
+        choices = [
+            Choice(technique="checkpointing", where=where, settings={}, saves_bytes=0, adds_seconds=0.0, exact=True)
+            for where in places
+        ]
+        with apply_choices(choices, model, [optimizer]):
+            for step in range(8):
+                model(torch.randn(4, 2, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*model.state_dict().values(), *(part.scale for part in model), torch.tensor(model[0].calls)]
+
+    torch.testing.assert_close(trained(twice=True), trained(twice=False), rtol=0, atol=0)
