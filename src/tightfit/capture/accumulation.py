@@ -25,7 +25,8 @@ from tightfit.tape import Phase
 
 aten = torch.ops.aten
 
-_WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo"))
+# The dispatch itself (this file, the virtual GPU with its handlers) and torch's wrappers of it.
+_DISPATCH = (str(Path(__file__).parent), *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo")))
 # One owner is the tensor, the other the Python object of the storage, by which its end is noticed.
 _NUM_OWNERS_OF_SOLE_STORAGE = 2
 
@@ -55,9 +56,9 @@ def _run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _is_called_by_engine() -> bool:
-    """Whether no code but the dispatch itself (this, the handler, the mode, torch's wrappers of it) stands below autograd."""
-    frame = sys._getframe(2).f_back
-    while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+    """Whether no code but the dispatch itself stands below autograd: the user's own, and what of torch is written in Python, decides by itself."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
         frame = frame.f_back
     return frame is None
 

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from tightfit.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
-from tightfit.techniques.forwards import take_off_copied
+from tightfit.techniques.forwards import copied_wrappers, take_off_copied
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique
 
@@ -44,13 +44,13 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, che
         if not any(id(p) in held for group in each.param_groups for p in group["params"]):
             raise ApplyError(f"the {type(each).__name__} holds no parameter of this {type(model).__name__}")
     planned = planned_for(plan.model.get("roots", ()), model)
-    session = apply_choices(choices_for(plan.choices, model, is_first=True), model, optimizers, check_steps=check_steps)
-    try:
-        watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2))
-    except BaseException as error:
-        undo_after(session, error)
-        raise
-    return session
+    return apply_choices(
+        choices_for(plan.choices, model, is_first=True),
+        model,
+        optimizers,
+        check_steps=check_steps,
+        last=lambda session: watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2)),
+    )
 
 
 def apply_choices(
@@ -59,20 +59,27 @@ def apply_choices(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     check_steps: int = CHECK_STEPS,
+    last: Callable[[Session], object] | None = None,
 ) -> Session:
-    """The same for bare choices, in the order in which their techniques are put on."""
+    """The same for bare choices, in the order in which their techniques are put on; `last` is put on after them, with the same all or nothing."""
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps)
-    put_back = take_off_copied(model)
+    copied = copied_wrappers(model)
     try:
-        apply_to(session, choices)
+        for module in copied:
+            take_off_copied(module)
+        return apply_to(session, choices, last=last)
     except BaseException:
-        put_back()
+        for module, wrapped in copied.items():
+            vars(module)["forward"] = wrapped
         raise
-    return session
 
 
-def apply_to(session: Session, choices: Iterable[Choice]) -> None:
-    """Puts choices on the objects of a session, all of them or none.
+def apply_to(
+    session: Session, choices: Iterable[Choice], *, last: Callable[[Session], object] | None = None
+) -> Session:
+    """Puts choices on the objects of a session, all of them or none, and returns it.
+
+    An interrupt undoes all of it, as long as the session is not in the caller's hands.
 
     Raises:
         ApplyError: one cannot be put on. The session has been undone then.
@@ -86,7 +93,9 @@ def apply_to(session: Session, choices: Iterable[Choice]) -> None:
                 _put_on(session, name, known, by_name[name])
         if by_name:
             session.guard()
-        session.complete()
+        if last is not None:
+            last(session)
+        return session.complete()
     except BaseException as error:
         undo_after(session, error)
         note(error, "the run")

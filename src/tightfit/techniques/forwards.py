@@ -149,22 +149,18 @@ def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
     return WrappedForward(module, around, own_forward(module))
 
 
-def take_off_copied(model: torch.nn.Module) -> Callable[[], None]:
-    """Has `model` do without the wrappers that came with it when a model with a plan was copied; returns what puts them back."""
-    taken: list[tuple[torch.nn.Module, WrappedForward]] = []
-    for module in model.modules():
-        outermost = current = vars(module).get("forward")
-        while isinstance(current, WrappedForward) and current.is_copied:
-            current = current.previous
-        if isinstance(outermost, WrappedForward) and current is not outermost:
-            taken.append((module, outermost))
-            if current is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = current
+def copied_wrappers(model: torch.nn.Module) -> dict[torch.nn.Module, WrappedForward]:
+    """The wrappers that came with `model` when a model with a plan was copied: the outermost one of each module."""
+    outermost = {module: vars(module).get("forward") for module in model.modules()}
+    return {m: f for m, f in outermost.items() if isinstance(f, WrappedForward) and f.is_copied}
 
-    def put_back() -> None:
-        for module, outermost in taken:
-            vars(module)["forward"] = outermost
 
-    return put_back
+def take_off_copied(module: torch.nn.Module) -> None:
+    """Has `module` do without the wrappers that came with it when a model with a plan was copied."""
+    current = vars(module)["forward"]
+    while isinstance(current, WrappedForward) and current.is_copied:
+        current = current.previous
+    if current is None:
+        del vars(module)["forward"]
+    else:
+        vars(module)["forward"] = current

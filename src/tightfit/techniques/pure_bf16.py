@@ -127,7 +127,7 @@ def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequ
     """Casts parameters and buffers to bfloat16 where they stand, so that everybody who holds them sees it."""
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
     # The bits that are cut off, for the case that the plan cannot be put on in the end.
-    before: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+    before = session.before
 
     def raise_again() -> None:
         for parameter in lowered:
@@ -142,7 +142,6 @@ def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequ
         # Not seen by the version of the tensor: only what writes to it is.
         before[tensor] = plain, tensor._version
         _set_data(tensor, plain.to(torch.bfloat16))
-    session.when_on(before.clear)
 
 
 def _raise(

@@ -77,7 +77,8 @@ class Session:
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
     on the model; None elsewhere. In the first `check_steps` calls of what a technique was put on, its results are compared with plain ones; 0 where
     tensors have no values, on the virtual GPU. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    What is around the model keeps the `verdict`, and neither the session nor the model.
+    What is around the model keeps the `verdict`, and neither the session nor the model. `before` has the values, with their versions, that
+    tensors had before they were cast; they go when the whole plan is on.
     """
 
     model: torch.nn.Module
@@ -87,10 +88,10 @@ class Session:
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
+    before: dict[torch.Tensor, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
     _is_guarded: bool = False
     _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)
-    _when_on: list[Undo] = dataclasses.field(default_factory=list)
 
     def module(self, where: str) -> torch.nn.Module:
         """The module at the path `where`, which begins with the class name of the model.
@@ -115,14 +116,10 @@ class Session:
         self._undo.append(undo)
         self._is_over = False
 
-    def when_on(self, done: Callable[[], object]) -> None:
-        """`done` is run once the whole plan is on: what would be needed to put back what was there exactly can go then."""
-        self._when_on.append(done)
-
-    def complete(self) -> None:
-        """The whole plan is on."""
-        while self._when_on:
-            self._when_on.pop()()
+    def complete(self) -> Self:
+        """The session, now that the whole plan is on."""
+        # In one line and in C, so that an interrupt comes either before or in the caller.
+        return (self.before.clear(), self)[1]
 
     @property
     def is_on(self) -> bool:
@@ -214,7 +211,6 @@ class Session:
         done again.
         """
         self._is_over, self._is_guarded = True, False
-        self._when_on.clear()
         errors: list[BaseException] = []
         try:
             self._undo_all(errors)
