@@ -26,7 +26,10 @@ from tightfit.tape import Phase
 aten = torch.ops.aten
 
 # The dispatch itself (this file, the virtual GPU with its handlers) and torch's wrappers of it.
-_DISPATCH = (str(Path(__file__).parent), *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo")))
+_DISPATCH = (
+    str(Path(__file__).parent),
+    *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo")),
+)
 # One owner is the tensor, the other the Python object of the storage, by which its end is noticed.
 _NUM_OWNERS_OF_SOLE_STORAGE = 2
 
