@@ -92,6 +92,8 @@ class SplitForward:
         except ApplyError as error:
             raise self._refuse(str(error)) from None
 
+    # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
+    @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._batch_of(args, kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
