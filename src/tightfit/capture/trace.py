@@ -16,12 +16,22 @@ from typing import Any
 
 from tightfit import errors
 from tightfit.capture.targets import Target
-from tightfit.children import child, shared_folder
+from tightfit.children import shared_folder
+from tightfit.fork_server import forked_child
 from tightfit.tape import Tape
 
 DEFAULT_NUM_STEPS = 3
 DEFAULT_TIMEOUT_SECONDS = 120.0
 """How long a program may take to its first step, and from each step to the next."""
+
+
+# What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
+_PRELOADED = (
+    "tightfit.capture.child",
+    "tightfit.capture.session",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,13 @@ def trace(
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         reads_errors = not sys.stderr.isatty() and not show_output
-        with child("tightfit.capture.child", request, environment=environment, reads_errors=reads_errors) as process:
+        with forked_child(
+            "tightfit.capture.child",
+            request,
+            environment=environment,
+            reads_errors=reads_errors,
+            preloaded=_PRELOADED,
+        ) as process:
             if meanwhile is not None:
                 meanwhile()
             said = (process.communicate()[1] or b"").decode(errors="replace")
@@ -93,7 +109,7 @@ def trace(
             where = stack.read_text(errors="replace") if stack.exists() else ""
             if where:
                 raise errors.CaptureError(no_step(label, where, timeout_seconds))
-            raise errors.CaptureError(_death(label, process.returncode, said))
+            raise errors.CaptureError(_death(label, process.wait(), said))
         result = json.loads(answer.read_text())
         if not result["ok"]:
             error = getattr(errors, result["kind"])(result["message"], **result["details"])

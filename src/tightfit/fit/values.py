@@ -12,8 +12,9 @@ from typing import Any
 
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import Preparation
-from tightfit.children import child, shared_folder
+from tightfit.children import shared_folder
 from tightfit.errors import ApplyError, InternalError
+from tightfit.fork_server import forked_child
 from tightfit.planner.plan import Choice
 
 # Sums in another order: relative to the largest value of a tensor, by its type.
@@ -72,7 +73,13 @@ def _answer(request: Path, timeout_seconds: float) -> dict[str, Any]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
     }
-    with child("tightfit.capture.host_run", request, environment=environment, reads_errors=True) as process:
+    with forked_child(
+        "tightfit.capture.host_run",
+        request,
+        environment=environment,
+        reads_errors=True,
+        preloaded=("tightfit.capture.host_run",),
+    ) as process:
         try:
             process.communicate(timeout=None if math.isinf(timeout_seconds) else timeout_seconds)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,170 @@
+"""Children of a fork server begin like ordinary ones, but for what has been imported already; the server ends when it should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.fork_server import ForkedChild, forked_child
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
+
+CHILD = '''
+import json, os, signal, sys, time
+from pathlib import Path
+from tightfit.children import die_with_parent
+
+def main(path, parent):
+    die_with_parent(int(parent))
+    asked = json.loads(Path(path).read_text())
+    print("on stderr", file=sys.stderr, flush=True)
+    Path(path + ".answer").write_text(json.dumps({
+        "server": int(parent), "modules": [m for m in ("wave", "colorsys") if m in sys.modules], "folder": os.getcwd(),
+        "first_path": sys.path[0], "mine": os.environ.get("MINE"), "argv": sys.argv, "group": os.getpgid(0) == os.getpid(),
+    }))
+    if asked == "sleep":
+        if os.fork() == 0:
+            time.sleep(600)
+        time.sleep(600)
+    if asked == "raise":
+        raise ValueError("of the child")
+    if asked == "exit":
+        sys.exit(5)
+    if asked == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+'''
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    (tmp_path / "a_child_of_the_test.py").write_text(CHILD)
+    monkeypatch.chdir(tmp_path)
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def asked(environment: dict[str, str], what: str = "", *, reads_errors: bool = True) -> tuple[Any, dict[str, Any], str]:
+    """The process, its answer and what it wrote to stderr."""
+    request = Path("request.json")
+    request.write_text(json.dumps(what))
+    with forked_child(
+        "a_child_of_the_test", request, environment=environment, reads_errors=reads_errors, preloaded=("wave",)
+    ) as process:
+        said = (process.communicate()[1] or b"").decode()
+    return process, json.loads(Path("request.json.answer").read_text()), said
+
+
+def test_children_have_what_was_imported_and_all_else_of_their_own(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, one, said = asked({**environment, "MINE": "1"})
+    assert isinstance(first, ForkedChild) and (first.returncode, said) == (0, "on stderr\n")
+    assert one["modules"] == ["wave"] and one["mine"] == "1" and one["group"]
+    assert one["argv"] == [str(tmp_path / "a_child_of_the_test.py"), "request.json", str(one["server"])]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    _, other, _ = asked(environment)
+    assert other["server"] == one["server"] and other["mine"] is None
+    assert other["folder"] == other["first_path"] == str(tmp_path / "elsewhere")
+
+
+def test_stderr_is_ours_where_it_is_not_read(environment: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert asked(environment, reads_errors=False)[2] == ""
+    assert capfd.readouterr().err == "on stderr\n"
+
+
+@pytest.mark.parametrize(("what", "code"), [("exit", 5), ("raise", 1), ("killed", -signal.SIGKILL)])
+def test_the_exit_code_is_the_childs(environment: dict[str, str], what: str, code: int) -> None:
+    process, answer, said = asked(environment, what)
+    assert process.returncode == code
+    assert ("ValueError: of the child" in said) == (what == "raise")
+    assert asked(environment)[1]["server"] == answer["server"]
+
+
+def test_what_python_or_torch_reads_at_its_start_needs_another_server(environment: dict[str, str]) -> None:
+    servers = [asked({**environment, "OMP_NUM_THREADS": n})[1]["server"] for n in ("1", "1", "2")]
+    assert servers[0] == servers[1] != servers[2]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until_dead(pid: int) -> None:
+    end = time.monotonic() + 60
+    while _is_alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_child_that_is_left_is_killed_with_what_it_has_started(environment: dict[str, str]) -> None:
+    Path("request.json").write_text(json.dumps("sleep"))
+    with forked_child(
+        "a_child_of_the_test", Path("request.json"), environment=environment, reads_errors=True, preloaded=("wave",)
+    ) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.2)
+        assert process.poll() is None
+        group = process.pid
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+    assert asked(environment)[0].returncode == 0
+
+
+def test_while_a_child_runs_another_is_given_by_another_server(environment: dict[str, str]) -> None:
+    Path("sleep.json").write_text(json.dumps("sleep"))
+    with forked_child(
+        "a_child_of_the_test", Path("sleep.json"), environment=environment, reads_errors=True, preloaded=("wave",)
+    ) as process:
+        inner = asked(environment)[0]
+        assert inner.returncode == 0 and process.poll() is None
+
+
+def test_a_server_that_has_died_is_replaced(environment: dict[str, str]) -> None:
+    server = asked(environment)[1]["server"]
+    os.kill(server, signal.SIGKILL)
+    _wait_until_dead(server)
+    process, answer, _ = asked(environment)
+    assert process.returncode == 0 and answer["server"] != server
+
+
+def test_where_no_server_can_be_had_the_child_is_an_ordinary_one(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tightfit.fork_server._Server.fork", lambda *_: None)
+    process, answer, said = asked(environment)
+    assert isinstance(process, subprocess.Popen)
+    assert (process.returncode, answer["server"], said) == (0, os.getpid(), "on stderr\n")
+
+
+def test_a_server_ends_with_the_thread_that_asked(environment: dict[str, str]) -> None:
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(asked(environment)[1]))
+    thread.start()
+    thread.join()
+    _wait_until_dead(answers[0]["server"])
+    assert asked(environment)[1]["server"] != answers[0]["server"]
+
+
+def test_a_process_forked_from_the_one_that_asked_has_its_own(environment: dict[str, str]) -> None:
+    server = asked(environment)[1]["server"]
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(asked(environment)[1]["server"] == server))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert asked(environment)[1]["server"] == server
