@@ -59,7 +59,6 @@ class _Run:
     place: str = ""
 
 
-@functools.cache
 def run(attack: Attack, variant_name: str) -> Verdict:
     """The verdict on `attack` with the technique `variant_name`, a key of `VARIANTS`, on it."""
     variant = VARIANTS[variant_name]

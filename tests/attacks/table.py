@@ -43,13 +43,27 @@ MARKS = {
 
 
 def tables() -> str:
-    """All tables, one for each kind of attack; runs every pair that has not been run in this process."""
+    """All tables, one for each kind of attack; runs every pair."""
     return "\n".join(_lines())
 
 
 def without_reasons(text: str) -> str:
-    """The tables without what refusals say, which may differ in a number from machine to machine."""
+    """Rows without what refusals say, which may differ in a number from machine to machine."""
     return re.sub(r"\| [^|]*\|$", "|", text, flags=re.MULTILINE)
+
+
+def counts_of_rows(text: str) -> Counter[Outcome]:
+    """How often each mark stands in the rows of a page's tables."""
+    cells = [cell.strip() for line in text.splitlines() for cell in line.split("|")[2:-2] if line.startswith("| ")]
+    return Counter({outcome: cells.count(mark) for outcome, mark in MARKS.items() if mark})
+
+
+def summary(num_programs: int, counts: Counter[Outcome]) -> str:
+    """The line above the tables."""
+    return (
+        f"{num_programs} programs, {counts.total() - counts[Outcome.NO_PLACE]:,} pairs of program and technique: {counts[Outcome.RIGHT]:,} right, "
+        f"{counts[Outcome.REFUSED]:,} refused, {counts[Outcome.WRONG]:,} wrong, {counts[Outcome.CRASHED]:,} crashed."
+    )
 
 
 def on_page() -> str:
@@ -61,11 +75,7 @@ def _lines() -> Iterator[str]:
     known = attacks()
     verdicts = {name: {variant: run(attack, variant) for variant in VARIANTS} for name, attack in known.items()}
     counts = Counter(verdict.outcome for of_attack in verdicts.values() for verdict in of_attack.values())
-    tried = counts.total() - counts[Outcome.NO_PLACE]
-    yield (
-        f"{len(known)} programs, {tried:,} pairs of program and technique: {counts[Outcome.RIGHT]:,} right, {counts[Outcome.REFUSED]:,} refused, "
-        f"{counts[Outcome.WRONG]:,} wrong, {counts[Outcome.CRASHED]:,} crashed."
-    )
+    yield summary(len(known), counts)
     yield ""
     yield "Techniques: " + ", ".join(f"{code} {name}" for name, code in CODES.items()) + "."
     for kind, title in KINDS.items():
@@ -74,10 +84,11 @@ def _lines() -> Iterator[str]:
         yield "|---|" + "---|" * len(VARIANTS) + "---|"
         for name, attack in known.items():
             if attack.kind == kind:
-                yield _row(attack, verdicts[name])
+                yield row(attack, verdicts[name])
 
 
-def _row(attack: Attack, verdicts: dict[str, Verdict]) -> str:
+def row(attack: Attack, verdicts: dict[str, Verdict]) -> str:
+    """The row of an attack, with its verdicts by technique."""
     reasons = [verdict.reason for verdict in verdicts.values() if verdict.outcome is Outcome.REFUSED]
     said = reasons[0].replace("|", "\\|") if reasons else ""
     marks = " | ".join(MARKS[verdicts[name].outcome] for name in VARIANTS)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tightfit.fork_server import ForkedChild, forked_child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
 
-CHILD = '''
+CHILD = """
 import json, os, signal, sys, time
 from pathlib import Path
 from tightfit.children import die_with_parent
@@ -42,7 +43,7 @@ def main(path, parent):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-'''
+"""
 
 
 @pytest.fixture
@@ -95,16 +96,18 @@ def test_what_python_or_torch_reads_at_its_start_needs_another_server(environmen
     assert servers[0] == servers[1] != servers[2]
 
 
-def _is_alive(pid: int) -> bool:
+def _group_of(pid: str) -> int | None:
+    """The process group of a process that has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(group)
 
 
-def _wait_until_dead(pid: int) -> None:
+def _wait_until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
-    while _is_alive(pid):
+    while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -119,10 +122,7 @@ def test_a_child_that_is_left_is_killed_with_what_it_has_started(environment: di
         assert process.poll() is None
         group = process.pid
     assert process.returncode == -signal.SIGKILL
-    with pytest.raises(ProcessLookupError):
-        while True:
-            os.killpg(group, 0)
-            time.sleep(0.01)
+    _wait_until(lambda: not any(_group_of(path.name) == group for path in Path("/proc").glob("[0-9]*")))
     assert asked(environment)[0].returncode == 0
 
 
@@ -138,7 +138,7 @@ def test_while_a_child_runs_another_is_given_by_another_server(environment: dict
 def test_a_server_that_has_died_is_replaced(environment: dict[str, str]) -> None:
     server = asked(environment)[1]["server"]
     os.kill(server, signal.SIGKILL)
-    _wait_until_dead(server)
+    _wait_until(lambda: _group_of(str(server)) is None)
     process, answer, _ = asked(environment)
     assert process.returncode == 0 and answer["server"] != server
 
@@ -157,7 +157,7 @@ def test_a_server_ends_with_the_thread_that_asked(environment: dict[str, str]) -
     thread = threading.Thread(target=lambda: answers.append(asked(environment)[1]))
     thread.start()
     thread.join()
-    _wait_until_dead(answers[0]["server"])
+    _wait_until(lambda: _group_of(str(answers[0]["server"])) is None)
     assert asked(environment)[1]["server"] != answers[0]["server"]
 
 
