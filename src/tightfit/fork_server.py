@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -31,7 +32,7 @@ _IDLE_SECONDS = 60
 _IS_SUPPORTED = sys.platform == "linux"
 # What is read when Python starts or when torch and numpy are imported; all else is given to each child anew.
 _READ_AT_START = re.compile(
-    "PYTHON|LD_|LC_|LANG|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MOST_BYTES = 1 << 20
@@ -240,6 +241,8 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(order["folder"]))
+        # What the server may have looked up in its own environment.
+        tempfile.tempdir = None
         # As `python -m` has it.
         if sys.path and sys.path[0] == folder:
             sys.path[0] = os.getcwd()

@@ -18,7 +18,7 @@ from tightfit.fork_server import ForkedChild, forked_child
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
 
 CHILD = """
-import json, os, signal, sys, time
+import json, os, signal, sys, tempfile, time
 from pathlib import Path
 from tightfit.children import die_with_parent
 
@@ -28,7 +28,7 @@ def main(path, parent):
     print("on stderr", file=sys.stderr, flush=True)
     Path(path + ".answer").write_text(json.dumps({
         "server": int(parent), "modules": [m for m in ("wave", "colorsys") if m in sys.modules], "folder": os.getcwd(),
-        "first_path": sys.path[0], "mine": os.environ.get("MINE"), "argv": sys.argv, "group": os.getpgid(0) == os.getpid(),
+        "first_path": sys.path[0], "mine": os.environ.get("MINE"), "temporary": tempfile.gettempdir(), "argv": sys.argv, "group": os.getpgid(0) == os.getpid(),
     }))
     if asked == "sleep":
         if os.fork() == 0:
@@ -73,8 +73,9 @@ def test_children_have_what_was_imported_and_all_else_of_their_own(
     assert one["argv"] == [str(tmp_path / "a_child_of_the_test.py"), "request.json", str(one["server"])]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    _, other, _ = asked(environment)
+    _, other, _ = asked({**environment, "TMPDIR": str(tmp_path)})
     assert other["server"] == one["server"] and other["mine"] is None
+    assert other["temporary"] == str(tmp_path) != one["temporary"]
     assert other["folder"] == other["first_path"] == str(tmp_path / "elsewhere")
 
 
