@@ -1,14 +1,15 @@
 """The training scripts of tests/scripts are estimated as they are: unmodified, without arguments, on a machine without a card."""
 
-import concurrent.futures
+import contextlib
 import dataclasses
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tightfit.cli.main import run
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -58,18 +59,25 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[subprocess.CompletedProcess[str], Path]]:
-    def run(name: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-        directory = tmp_path_factory.mktemp(name)
-        command = ["-m", "tightfit", "estimate", str(SCRIPTS / f"{name}.py"), "--device", "RTX 4090", "--json"]
-        done = subprocess.run(
-            [sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=300, check=False
-        )
-        return done, directory
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a command ended."""
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(EXPECTED, pool.map(run, EXPECTED), strict=True))
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Path]]:
+    def estimated(name: str) -> tuple[Done, Path]:
+        directory = tmp_path_factory.mktemp(name)
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with contextlib.chdir(directory), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            code = run(["estimate", str(SCRIPTS / f"{name}.py"), "--device", "RTX 4090", "--json"])
+        return Done(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue()), directory
+
+    return {name: estimated(name) for name in EXPECTED}
 
 
 def answer(runs: Any, name: str) -> dict[str, Any]:
