@@ -171,7 +171,10 @@ def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Finger
     plain = [
         leaf
         for leaf in leaves
-        if leaf.layout == torch.strided and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        # What is on no device has no bits.
+        if leaf.layout == torch.strided
+        and not leaf.is_meta
+        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     ]
     floating = [leaf for leaf in plain if leaf.is_floating_point() and leaf.numel()]
     is_loose = any(leaf.is_cuda for leaf in plain) and (
