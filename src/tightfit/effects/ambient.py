@@ -6,6 +6,7 @@ type, all of which are over when the backward pass runs; and a default device is
 
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -27,6 +28,16 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 def takes_saved_tensor_hooks() -> bool:
     """Whether hooks for saved tensors may be set here, or the program has switched them off."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
+
+
+def may_saved_tensors_be_written() -> bool:
+    """Whether the program is inside of `allow_mutation_on_saved_tensors`, which keeps copies of what is written to after it was saved."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def are_saved_tensor_hooks_refused(error: BaseException) -> bool:
+    """Whether this is torch's error where code that takes no hooks for saved tensors (torch.func.grad) is run inside of some."""
+    return traceback.extract_tb(error.__traceback__)[-1].name == torch.autograd.graph.disable_saved_tensors_hooks.__name__
 
 
 def saved_apart() -> AbstractContextManager[Any, None]:

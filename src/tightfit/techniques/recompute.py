@@ -8,6 +8,7 @@ of the region is used. In the first calls, and again after a change of shape, mo
 
 import copy
 import functools
+import inspect
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,14 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from tightfit.effects.ambient import Ambient, takes_saved_tensor_hooks
+from tightfit.effects.ambient import (
+    Ambient,
+    are_saved_tensor_hooks_refused,
+    may_saved_tensors_be_written,
+    takes_saved_tensor_hooks,
+)
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.state import (
@@ -43,6 +49,7 @@ _MOST_SHAPES = 64
 _CHECKS_AFTER_CHANGES = 4
 # A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
 _CALLS_BETWEEN_CHECKS = 200
+_OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserve_rng_state"))
 
 
 class Recomputed:
@@ -108,7 +115,7 @@ class Recomputed:
         """Whether this is around `module`, and not around one that it is a copy of."""
         return self._module() is module
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return self.run(forward, args, kwargs)
 
     def run(
@@ -126,7 +133,10 @@ class Recomputed:
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
             extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
-            return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+            # What a module calls its arguments may be what a checkpoint calls its own.
+            named = functools.partial(forward, **kwargs) if _OF_CHECKPOINTS & kwargs.keys() else forward
+            given = {} if _OF_CHECKPOINTS & kwargs.keys() else kwargs
+            return checkpoint(named, *args, use_reentrant=False, **extra, **given)
         if not takes_saved_tensor_hooks():
             raise self.refusal(
                 "runs where the program has switched off hooks for saved tensors, which a second run needs"
@@ -136,14 +146,16 @@ class Recomputed:
         contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
         is_compared = call.is_checked and self.has_values
-        with set_checkpoint_early_stop(False) if is_compared else nullcontext():
-            result = checkpoint(call.running(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        result = checkpoint(
+            call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=not is_compared
+        )
         call.end_first()
         return result
 
     def is_left_alone(self) -> bool:
-        """Whether this call is made as it is: parameters that are made in it, and transforms of torch.func, which take no saved-tensor hooks."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        """Whether this call is made as it is: parameters that are made in it, transforms of torch.func, which take no saved-tensor hooks, and
+        saved tensors that may be written to, which a second run would find written."""
+        if torch._C._functorch.peek_interpreter_stack() is not None or may_saved_tensors_be_written():
             return True
         return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
 
@@ -241,10 +253,10 @@ class Call:
         return first, _Again(self, later)
 
     def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What a checkpoint runs twice."""
+        """What a checkpoint runs twice; it is given the named arguments as one, as a checkpoint has names of its own."""
         num_runs = 0
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(kwargs: dict[str, Any], *args: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
             if num_runs > 2 and self._owner.is_selective:
@@ -254,7 +266,10 @@ class Call:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._compared(), self._told_of_mismatches():
                     return forward(*args, **kwargs)
-            with Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints:
+            with (
+                self._told_of_transforms(),
+                Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints,
+            ):
                 result = forward(*args, **kwargs)
             self._first = fingerprints.taken if fingerprints is not None else None
             if _versions((args, kwargs)) != self._versions:
@@ -342,6 +357,18 @@ class Call:
             if frames[-1].filename != torch.utils.checkpoint.__file__:
                 raise
             raise self._owner.refusal("did other things when it was run a second time") from error
+
+    @contextmanager
+    def _told_of_transforms(self) -> Iterator[None]:
+        """Has torch's own error, where the module runs what takes no hooks for saved tensors, name the module."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not are_saved_tensor_hooks_refused(error):
+                raise
+            raise self._owner.refusal(
+                "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
+            ) from error
 
     def _compare(self, taken: Sequence[Fingerprint]) -> None:
         mismatch = first_mismatch(self._first or (), taken)
