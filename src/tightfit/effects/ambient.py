@@ -37,7 +37,9 @@ def may_saved_tensors_be_written() -> bool:
 
 def are_saved_tensor_hooks_refused(error: BaseException) -> bool:
     """Whether this is torch's error where code that takes no hooks for saved tensors (torch.func.grad) is run inside of some."""
-    return traceback.extract_tb(error.__traceback__)[-1].name == torch.autograd.graph.disable_saved_tensors_hooks.__name__
+    return (
+        traceback.extract_tb(error.__traceback__)[-1].name == torch.autograd.graph.disable_saved_tensors_hooks.__name__
+    )
 
 
 def saved_apart() -> AbstractContextManager[Any, None]:

@@ -37,7 +37,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
     with_replaced,
 )
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.session import CHECK_STEPS, Verdict
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -88,6 +88,10 @@ class Recomputed:
         self._is_first = True
         self._shapes: set[Any] = set()
         self._contents: Any = None
+        # The tensors with a graph that its last forward left on what it can reach, and how many second runs there had been by then.
+        self._left: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._left_after = 0
+        self.num_second_runs = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -176,6 +180,22 @@ class Recomputed:
             return True
         return is_new_shape and self.has_values
 
+    def handed_over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors with a graph that this forward may go on with, to be kept for its second run.
+
+        What it left itself in an earlier step, as a module does that keeps its last output, it writes over: that would only be kept alive.
+        """
+        if self._left_after == self.num_second_runs:
+            return list(tensors)
+        left = {id(tensor) for tensor in [reference() for reference in self._left.values()] if tensor is not None}
+        return [tensor for tensor in tensors if id(tensor) not in left]
+
+    def leaves(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+        """Takes in the tensors with a graph that were reached before and after a forward."""
+        known = set(map(id, before))
+        self._left = {id(tensor): weakref.ref(tensor) for tensor in after if id(tensor) not in known}
+        self._left_after = self.num_second_runs
+
     def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it might."""
         statistics = self._statistics(before)
@@ -245,6 +265,9 @@ class Call:
         self._of_all = self.is_checked or owner.is_first
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
+        in_graphs = self._before.in_graphs()
+        self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
+        self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
 
     def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -286,9 +309,10 @@ class Call:
         """
         if self._of_all:
             self._owner.learn(self._before, self._copies)
-        if self._before.has_graphs:
+        if self._has_graphs or self._of_all:
             after = self._owner.state.snapshot(self._owner.owner())
             self._own_writes = frozenset(d.path for d in differences(self._before, after))
+            self._owner.leaves(self._before.in_graphs(), after.in_graphs())
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -304,8 +328,11 @@ class Call:
             ApplyError: that cannot be had.
         """
         owner, module = self._owner, self._owner.owner()
+        owner.num_second_runs += 1
         now = owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
+        # Somebody else may have them only through what is put back to what it was.
+        kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
         changed = differences(self._before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []
         self._refuse_lost(changed)
@@ -325,6 +352,7 @@ class Call:
                 restore(now)
                 if held is not None:
                     restore(held)
+                kept.clear()
 
     def _refuse_lost(self, changed: Sequence[Difference]) -> None:
         for difference in changed:
@@ -349,14 +377,16 @@ class Call:
 
     @contextmanager
     def _told_of_mismatches(self) -> Iterator[None]:
-        """Has torch's own errors, where a second run saves or keeps other tensors than the first, name the module."""
+        """Has errors that only a second run meets name the module, torch's own among them, where it saves or keeps other tensors than the first."""
         try:
             yield
-        except RuntimeError as error:
+        except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            if frames[-1].filename != torch.utils.checkpoint.__file__:
-                raise
-            raise self._owner.refusal("did other things when it was run a second time") from error
+            is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
+            did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
+            raise self._owner.refusal(f"{did} when it was run a second time") from error
 
     @contextmanager
     def _told_of_transforms(self) -> Iterator[None]:
