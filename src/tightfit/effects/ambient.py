@@ -25,6 +25,19 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+def _autocast_depth() -> int:
+    """In how many contexts of autocast this is: what it casts is kept until the outermost one is left."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _put_autocast_depth(depth: int) -> None:
+    for _ in range(_autocast_depth() - depth):
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def takes_saved_tensor_hooks() -> bool:
     """Whether hooks for saved tensors may be set here, or the program has switched them off."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
@@ -63,20 +76,18 @@ class Ambient:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """While this lasts, the settings are these; afterwards what they were before."""
-        now = Ambient.now()
-        if now == self:
-            yield
-            return
-        self._put(now)
+        """While this lasts, the settings are these; afterwards what they were before, whatever was left of them by code that was cut short."""
+        now, depth = Ambient.now(), _autocast_depth()
         try:
             with ExitStack() as modes:
+                self._put(now)
                 for mode in self._left(now):
                     # A copy: the context remembers the device before it, and may still be entered elsewhere.
                     modes.enter_context(copy.copy(mode))
                 yield
         finally:
-            now._put(self)
+            now._put(Ambient.now())
+            _put_autocast_depth(depth)
 
     def _left(self, now: "Ambient") -> list[Any]:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]

@@ -79,6 +79,9 @@ class Recomputed:
         # The norms inside, as the state last reached them.
         self._norms: list[weakref.ref[torch.nn.Module]] = []
         self._norms_of: Any = None
+        # Whether there are hooks inside, as the state was last reached.
+        self._hooks_inside = False
+        self._hooks_of: Any = None
         # The tensors that its forwards write to, by their paths.
         self._written: set[str] = set()
         self._checks_left = check_steps
@@ -149,9 +152,10 @@ class Recomputed:
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
-        is_compared = call.is_checked and self.has_values
+        # So it does where hooks may begin what others of them end.
+        stops_early = not (call.is_checked and self.has_values) and not self._has_hooks(call.before)
         result = checkpoint(
-            call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=not is_compared
+            call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
         )
         call.end_first()
         return result
@@ -243,6 +247,16 @@ class Recomputed:
         norms = [norm for norm in [reference() for reference in self._norms] if norm is not None and norm.training]
         return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
 
+    def _has_hooks(self, before: Snapshot) -> bool:
+        """Whether modules inside have hooks around their forwards."""
+        if self._hooks_of is not before.reach:
+            of_all = torch.nn.modules.module
+            self._hooks_inside = bool(of_all._global_forward_hooks or of_all._global_forward_pre_hooks) or any(
+                part._forward_hooks or part._forward_pre_hooks for part in self.owner().modules()
+            )
+            self._hooks_of = before.reach
+        return self._hooks_inside
+
     @property
     def is_first(self) -> bool:
         """Whether no forward has ended yet."""
@@ -269,6 +283,11 @@ class Call:
         self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
+
+    @property
+    def before(self) -> Snapshot:
+        """What the first run saw."""
+        return self._before
 
     def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a checkpoint enters around the first run and around each later one; what `inner` gives sees the module's operators alone."""
