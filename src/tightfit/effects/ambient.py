@@ -6,6 +6,7 @@ type, all of which are over when the backward pass runs; and a default device is
 
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -24,9 +25,34 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+def _autocast_depth() -> int:
+    """In how many contexts of autocast this is: what it casts is kept until the outermost one is left."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _put_autocast_depth(depth: int) -> None:
+    for _ in range(_autocast_depth() - depth):
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def takes_saved_tensor_hooks() -> bool:
     """Whether hooks for saved tensors may be set here, or the program has switched them off."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
+
+
+def may_saved_tensors_be_written() -> bool:
+    """Whether the program is inside of `allow_mutation_on_saved_tensors`, which keeps copies of what is written to after it was saved."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def are_saved_tensor_hooks_refused(error: BaseException) -> bool:
+    """Whether this is torch's error where code that takes no hooks for saved tensors (torch.func.grad) is run inside of some."""
+    return (
+        traceback.extract_tb(error.__traceback__)[-1].name == torch.autograd.graph.disable_saved_tensors_hooks.__name__
+    )
 
 
 def saved_apart() -> AbstractContextManager[Any, None]:
@@ -50,20 +76,18 @@ class Ambient:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """While this lasts, the settings are these; afterwards what they were before."""
-        now = Ambient.now()
-        if now == self:
-            yield
-            return
-        self._put(now)
+        """While this lasts, the settings are these; afterwards what they were before, whatever was left of them by code that was cut short."""
+        now, depth = Ambient.now(), _autocast_depth()
         try:
             with ExitStack() as modes:
+                self._put(now)
                 for mode in self._left(now):
                     # A copy: the context remembers the device before it, and may still be entered elsewhere.
                     modes.enter_context(copy.copy(mode))
                 yield
         finally:
-            now._put(self)
+            now._put(Ambient.now())
+            _put_autocast_depth(depth)
 
     def _left(self, now: "Ambient") -> list[Any]:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]

@@ -77,7 +77,7 @@ class Fingerprints(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
-            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            leaves = [_unwrapped(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if any(word in name for word in _FIRST_RESULT_ONLY):
                 leaves = leaves[:1]
             if leaves:
@@ -167,11 +167,22 @@ def _is_near(one: Fingerprint, other: Fingerprint) -> bool:
     return abs(first - second) <= max(one.bound, 1e-6) * max(size, 1e-30)
 
 
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where a transform of torch.func has put others around it, which have no memory to read."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Fingerprint:
     plain = [
         leaf
         for leaf in leaves
-        if leaf.layout == torch.strided and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        # What has no memory has no bits: forward-mode differentiation makes zeros that are none.
+        if leaf.layout == torch.strided
+        and not leaf.is_meta
+        and not leaf._is_zerotensor()
+        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     ]
     floating = [leaf for leaf in plain if leaf.is_floating_point() and leaf.numel()]
     is_loose = any(leaf.is_cuda for leaf in plain) and (
@@ -198,7 +209,7 @@ def _size(value: torch.Tensor) -> torch.Tensor:
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
     """Four checksums of the bits of `value`, two of which change when elements change places. int64, shape (4,)."""
-    value = value.detach()
+    value = value.detach().resolve_conj().resolve_neg()
     if value.is_complex():
         value = torch.view_as_real(value)
     if not value.is_contiguous():

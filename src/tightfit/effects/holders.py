@@ -138,6 +138,13 @@ class Names(Holder):
                 mapping[name] = value
 
 
+def in_graphs(content: Any) -> list[torch.Tensor]:
+    """The tensors with a graph that a content has and does not keep."""
+    values = content.values() if isinstance(content, dict) else content
+    found = [value.tensor() for value in values if isinstance(value, _InGraph)]
+    return [tensor for tensor in found if tensor is not None]
+
+
 def is_gone(value: Any) -> bool:
     """Whether a snapshot had a tensor with a graph there that nobody keeps any more."""
     return isinstance(value, _InGraph) and value.tensor() is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.holders import PLAIN, is_gone
+from tightfit.effects.holders import PLAIN, in_graphs, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
 
@@ -48,6 +48,12 @@ class Snapshot:
     def has_graphs(self) -> bool:
         """Whether something held a tensor with a graph, which this snapshot does not keep."""
         return self.reach.has_graphs
+
+    def in_graphs(self) -> list[torch.Tensor]:
+        """The tensors with a graph that something held; they are there for as long as this list is, and else only while others keep them."""
+        if not (self.reach.has_graphs or self.reach.others):
+            return []
+        return [tensor for content in self.contents for tensor in in_graphs(content)]
 
 
 class RegionState:
@@ -167,9 +173,11 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Differenc
         # What is not reached any more hangs on something that is, and that has changed.
         second = later.get(holder.key, first)
         if not holder.same(first, second):
-            lost = {name for name, value in first.items() if is_gone(value)} if isinstance(first, dict) else ()
+            is_dict = isinstance(first, dict)
+            lost = {name for name, value in first.items() if is_gone(value)} if is_dict else set[Any]()
+            is_all_lost = not is_dict and any(map(is_gone, first))
             for name in holder.changed(first, second):
-                is_lost = bool(lost) and name.strip(".[]'") in lost
+                is_lost = is_all_lost or (bool(lost) and name.strip(".[]'") in lost)
                 yield Difference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
     empty = set(map(id, before.reach.empty))
     yield from (Difference(path=h.path, what="was added to") for h in after.reach.holders if h.key in empty)

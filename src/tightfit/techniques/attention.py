@@ -88,7 +88,7 @@ class _Deferring:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
         return _Deferring(self._where, Verdict())
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or are_transforms_active():
             return forward(*args, **kwargs)
         with _Start(self._refusal):

@@ -91,7 +91,7 @@ class _Deferral:
         self.refuse = refuse
         self.checks_left = check_steps
 
-    def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, forward: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
         if are_transforms_active() or linear is None or kwargs or len(args) != 1:
             return forward(*args, **kwargs)

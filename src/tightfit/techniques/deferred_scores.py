@@ -11,17 +11,16 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.deferral import FACTS, fact, name_of
 from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.products import apply_weights, scores_of
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
-
-# In place of scores, so low that nothing is left of them after a softmax; what is written instead of minus infinity.
-_NEARLY_MINUS_INFINITY = -1e9
 
 
 class _Scores:
@@ -35,8 +34,8 @@ _SCORES = _Scores()
 class Attention:
     """What has been written down: `calls`, each on the result of the one before, and what they come to for one attention call.
 
-    `query` and `key` have shape `(..., T, D)` and `(..., S, D)`. `bias` is added to the scaled scores, `keep` is False where a score does not
-    count. `meta` has the shape, strides and type of the result.
+    `query` and `key` have shape `(..., T, D)` and `(..., S, D)`. `masks` is what is done to the scaled scores. `meta` has the shape, strides and
+    type of the result.
     """
 
     calls: tuple[_Call, ...]
@@ -44,8 +43,7 @@ class Attention:
     key: torch.Tensor
     meta: torch.Tensor
     scale: float = 1.0
-    bias: torch.Tensor | None = None
-    keep: torch.Tensor | None = None
+    masks: Masks = Masks()
     is_softmax: bool = False
     refuse: Refuse = ApplyError
     versions: tuple[int, ...] = ()
@@ -83,24 +81,16 @@ class Attention:
         changed = None if read is None else read(self, args, kwargs)
         if changed is None:
             return None
-        on_meta = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
-        on_meta = tree_map_only(_Scores, lambda _: self.meta, on_meta)
-        meta = func(*on_meta[0], **on_meta[1])
+        meta = _on_meta(func, tree_map_only(_Scores, lambda _: self.meta, (args, kwargs)))
         if meta.shape != self.meta.shape:
             return None
         if name_of(func) == "softmax" and _autocast_type(self.query) is not None:
-            meta = meta.float()  # what autocast makes of it
+            meta = _on_meta(torch.Tensor.float, ((meta,), {}))  # what autocast makes of it
+        is_narrower = torch.finfo(meta.dtype).max < torch.finfo(self.meta.dtype).max
+        if is_narrower and not self.is_softmax and self.masks.has_numbers:
+            return None  # large numbers become infinities
         after = dataclasses.replace(self, calls=(*self.calls, (func, args, kwargs)), meta=meta, **changed)
         return dataclasses.replace(after, versions=(*self.versions, *_versions(after.tensors())[len(self.versions) :]))
-
-    def _mask(self, arithmetic: torch.dtype) -> torch.Tensor | None:
-        """What the kernel takes: True where a score counts, or what is added to scores of type `arithmetic`. Never larger than it was written."""
-        if self.bias is None:
-            return self.keep
-        # The lowest number of a wider type would become minus infinity.
-        low = torch.finfo(arithmetic).min
-        bias = self.bias if self.bias.dtype == arithmetic else self.bias.clamp(min=low).to(arithmetic)
-        return bias if self.keep is None else bias.masked_fill(~self.keep, float("-inf"))
 
     def applied_to(self, value: torch.Tensor) -> torch.Tensor | None:
         """The attention of shape `(..., T, D)` that these weights give with `value`, `(..., S, D)`; None if one call cannot give it."""
@@ -109,7 +99,11 @@ class Attention:
         if not self.is_softmax or not fits or (arithmetic is None and value.dtype != self.key.dtype):
             return None
         self.check()
-        query, key, mask = self.query, self.key, self._mask(arithmetic or self.query.dtype)
+        taken = self.masks.for_kernel(self.query, arithmetic or self.query.dtype)
+        if taken is None:
+            return None
+        (query, mask), key = taken, self.key
+        mask = mask if mask is None else torch.atleast_2d(mask)
         if query.dim() == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
@@ -233,9 +227,8 @@ def started(
     if found is None:
         return None
     query, key = found
-    on_meta = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
-    meta = func(*on_meta[0], **on_meta[1])
-    meta = meta.to(_autocast_type(query) or meta.dtype)
+    meta = _on_meta(func, (args, kwargs))
+    meta = _on_meta(torch.Tensor.to, ((meta, _autocast_type(query) or meta.dtype), {}))
     attention = Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse)
     return deferred_scores(dataclasses.replace(attention, versions=_versions(attention.tensors())))
 
@@ -257,12 +250,19 @@ def _autocast_type(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def _on_meta(func: Callable[..., Any], given: Any) -> torch.Tensor:
+    """The shape, strides and type of the result. No operator of the program's: a mode that counts or keeps operators is not to see it."""
+    with _disable_current_modes():
+        args, kwargs = tree_map_only(torch.Tensor, _as_meta, given)
+        return func(*args, **kwargs)
+
+
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _scale(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], *, divides: bool) -> Any:
-    if attention.is_softmax or kwargs or len(args) != 2 or attention.bias is not None:
+    if attention.is_softmax or kwargs or len(args) != 2 or attention.masks.has_numbers:
         return None
     first, second = args
     factor = second if first is _SCORES else first
@@ -277,36 +277,31 @@ def _add(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     other = args[1] if args[0] is _SCORES else args[0]
     if not isinstance(other, torch.Tensor) or not other.is_floating_point() or other.dim() > attention.meta.dim():
         return None
-    return {"bias": other if attention.bias is None else attention.bias + other}
+    return {"masks": attention.masks.then(other)}
 
 
 def _masked_fill(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if attention.is_softmax or kwargs or len(args) != 3 or args[0] is not _SCORES:
         return None
-    return _masked(attention, ~args[1] if _is_mask(args[1]) else None, args[2])
+    return _masked(attention, args[1] if _is_mask(args[1]) else None, args[2])
 
 
 def _where(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if attention.is_softmax or kwargs or len(args) != 3 or args[1] is not _SCORES:
         return None
-    return _masked(attention, args[0] if _is_mask(args[0]) else None, args[2])
+    return _masked(attention, ~args[0] if _is_mask(args[0]) else None, args[2])
 
 
 def _is_mask(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def _masked(attention: Attention, keep: torch.Tensor | None, instead: Any) -> Any:
-    if keep is None or type(instead) not in (int, float) or keep.dim() > attention.meta.dim():
+def _masked(attention: Attention, hidden: torch.Tensor | None, instead: Any) -> Any:
+    if hidden is None or type(instead) not in (int, float) or hidden.dim() > attention.meta.dim():
         return None
-    is_low = instead <= max(_NEARLY_MINUS_INFINITY, torch.finfo(attention.meta.dtype).min)
-    if not is_low:
+    if not is_low(instead, attention.meta.dtype):
         return None
-    if instead == float("-inf"):
-        return {"keep": keep if attention.keep is None else attention.keep & keep}
-    # A row that is masked whole is uniform then, which minus infinity would not be.
-    bias = torch.zeros(keep.shape, dtype=attention.meta.dtype, device=keep.device).masked_fill(~keep, instead)
-    return {"bias": bias if attention.bias is None else attention.bias + bias}
+    return {"masks": attention.masks.then(Fill(hidden=hidden, value=float(instead)))}
 
 
 def _softmax(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

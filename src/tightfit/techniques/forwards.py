@@ -53,6 +53,11 @@ def through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
+def run_for(_: torch.nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that stands as the `forward` of a module and does not say of which."""
+    return function(*args, **kwargs)
+
+
 class WrappedForward:
     """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had.
 
@@ -72,6 +77,8 @@ class WrappedForward:
         self.around = around
         self.previous = previous
         self.is_copied = is_copied
+        # A static method, say, is called without the module.
+        self._is_method = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -85,10 +92,20 @@ class WrappedForward:
 
     @property
     def inner(self) -> Callable[..., Any]:
-        """What would run without this wrapper."""
-        if self.previous is None:
-            return functools.partial(type(self.module).forward, self.module)
-        return self.previous
+        """What would run without this wrapper; `tightfit.techniques.innermost` tells whose it is."""
+        module, following = self.module, self._following
+        if following is None:
+            return functools.partial(type(module).forward, module)
+        is_told = isinstance(following, WrappedForward) or getattr(following, "__self__", None) is module
+        return following if is_told else functools.partial(run_for, module, following)
+
+    @property
+    def _following(self) -> Callable[..., Any] | None:
+        """What would run, where it is called without the module."""
+        if self.previous is not None or self._is_method:
+            return self.previous
+        found = inspect.getattr_static(type(self.module), "forward")
+        return found.__get__(self.module, type(self.module)) if hasattr(found, "__get__") else found
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -97,7 +114,8 @@ class WrappedForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.inner)
+        following = self._following
+        return inspect.signature(self.inner if following is None else following)
 
     def put_on(self) -> None:
         """Has the module call this."""

@@ -8,6 +8,7 @@ of the region is used. In the first calls, and again after a change of shape, mo
 
 import copy
 import functools
+import inspect
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,14 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from tightfit.effects.ambient import Ambient, takes_saved_tensor_hooks
+from tightfit.effects.ambient import (
+    Ambient,
+    are_saved_tensor_hooks_refused,
+    may_saved_tensors_be_written,
+    takes_saved_tensor_hooks,
+)
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.state import (
@@ -31,7 +37,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
     with_replaced,
 )
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.session import CHECK_STEPS, Verdict
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -43,6 +49,7 @@ _MOST_SHAPES = 64
 _CHECKS_AFTER_CHANGES = 4
 # A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
 _CALLS_BETWEEN_CHECKS = 200
+_OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserve_rng_state"))
 
 
 class Recomputed:
@@ -72,6 +79,9 @@ class Recomputed:
         # The norms inside, as the state last reached them.
         self._norms: list[weakref.ref[torch.nn.Module]] = []
         self._norms_of: Any = None
+        # Whether there are hooks inside, as the state was last reached.
+        self._hooks_inside = False
+        self._hooks_of: Any = None
         # The tensors that its forwards write to, by their paths.
         self._written: set[str] = set()
         self._checks_left = check_steps
@@ -81,6 +91,10 @@ class Recomputed:
         self._is_first = True
         self._shapes: set[Any] = set()
         self._contents: Any = None
+        # The tensors with a graph that its last forward left on what it can reach, and how many second runs there had been by then.
+        self._left: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._left_after = 0
+        self.num_second_runs = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
         module = copy.deepcopy(self.owner(), memo)
@@ -108,7 +122,7 @@ class Recomputed:
         """Whether this is around `module`, and not around one that it is a copy of."""
         return self._module() is module
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return self.run(forward, args, kwargs)
 
     def run(
@@ -126,7 +140,10 @@ class Recomputed:
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
             extra: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
-            return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+            # What a module calls its arguments may be what a checkpoint calls its own.
+            named = functools.partial(forward, **kwargs) if _OF_CHECKPOINTS & kwargs.keys() else forward
+            given = {} if _OF_CHECKPOINTS & kwargs.keys() else kwargs
+            return checkpoint(named, *args, use_reentrant=False, **extra, **given)
         if not takes_saved_tensor_hooks():
             raise self.refusal(
                 "runs where the program has switched off hooks for saved tensors, which a second run needs"
@@ -135,15 +152,18 @@ class Recomputed:
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
-        is_compared = call.is_checked and self.has_values
-        with set_checkpoint_early_stop(False) if is_compared else nullcontext():
-            result = checkpoint(call.running(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # So it does where hooks may begin what others of them end.
+        stops_early = not (call.is_checked and self.has_values) and not self._has_hooks(call.before)
+        result = checkpoint(
+            call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
+        )
         call.end_first()
         return result
 
     def is_left_alone(self) -> bool:
-        """Whether this call is made as it is: parameters that are made in it, and transforms of torch.func, which take no saved-tensor hooks."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        """Whether this call is made as it is: parameters that are made in it, transforms of torch.func, which take no saved-tensor hooks, and
+        saved tensors that may be written to, which a second run would find written."""
+        if torch._C._functorch.peek_interpreter_stack() is not None or may_saved_tensors_be_written():
             return True
         return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
 
@@ -163,6 +183,22 @@ class Recomputed:
             self._checks_after_changes -= 1
             return True
         return is_new_shape and self.has_values
+
+    def handed_over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors with a graph that this forward may go on with, to be kept for its second run.
+
+        What it left itself in an earlier step, as a module does that keeps its last output, it writes over: that would only be kept alive.
+        """
+        if self._left_after == self.num_second_runs:
+            return list(tensors)
+        left = {id(tensor) for tensor in [reference() for reference in self._left.values()] if tensor is not None}
+        return [tensor for tensor in tensors if id(tensor) not in left]
+
+    def leaves(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+        """Takes in the tensors with a graph that were reached before and after a forward."""
+        known = set(map(id, before))
+        self._left = {id(tensor): weakref.ref(tensor) for tensor in after if id(tensor) not in known}
+        self._left_after = self.num_second_runs
 
     def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it might."""
@@ -211,6 +247,16 @@ class Recomputed:
         norms = [norm for norm in [reference() for reference in self._norms] if norm is not None and norm.training]
         return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
 
+    def _has_hooks(self, before: Snapshot) -> bool:
+        """Whether modules inside have hooks around their forwards."""
+        if self._hooks_of is not before.reach:
+            of_all = torch.nn.modules.module
+            self._hooks_inside = bool(of_all._global_forward_hooks or of_all._global_forward_pre_hooks) or any(
+                part._forward_hooks or part._forward_pre_hooks for part in self.owner().modules()
+            )
+            self._hooks_of = before.reach
+        return self._hooks_inside
+
     @property
     def is_first(self) -> bool:
         """Whether no forward has ended yet."""
@@ -233,7 +279,15 @@ class Call:
         self._of_all = self.is_checked or owner.is_first
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
+        in_graphs = self._before.in_graphs()
+        self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
+        self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
+
+    @property
+    def before(self) -> Snapshot:
+        """What the first run saw."""
+        return self._before
 
     def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a checkpoint enters around the first run and around each later one; what `inner` gives sees the module's operators alone."""
@@ -241,10 +295,10 @@ class Call:
         return first, _Again(self, later)
 
     def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What a checkpoint runs twice."""
+        """What a checkpoint runs twice; it is given the named arguments as one, as a checkpoint has names of its own."""
         num_runs = 0
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(kwargs: dict[str, Any], *args: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
             if num_runs > 2 and self._owner.is_selective:
@@ -254,7 +308,10 @@ class Call:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._compared(), self._told_of_mismatches():
                     return forward(*args, **kwargs)
-            with Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints:
+            with (
+                self._told_of_transforms(),
+                Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints,
+            ):
                 result = forward(*args, **kwargs)
             self._first = fingerprints.taken if fingerprints is not None else None
             if _versions((args, kwargs)) != self._versions:
@@ -271,9 +328,10 @@ class Call:
         """
         if self._of_all:
             self._owner.learn(self._before, self._copies)
-        if self._before.has_graphs:
+        if self._has_graphs or self._of_all:
             after = self._owner.state.snapshot(self._owner.owner())
             self._own_writes = frozenset(d.path for d in differences(self._before, after))
+            self._owner.leaves(self._before.in_graphs(), after.in_graphs())
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -289,8 +347,11 @@ class Call:
             ApplyError: that cannot be had.
         """
         owner, module = self._owner, self._owner.owner()
+        owner.num_second_runs += 1
         now = owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
+        # Somebody else may have them only through what is put back to what it was.
+        kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
         changed = differences(self._before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []
         self._refuse_lost(changed)
@@ -310,6 +371,7 @@ class Call:
                 restore(now)
                 if held is not None:
                     restore(held)
+                kept.clear()
 
     def _refuse_lost(self, changed: Sequence[Difference]) -> None:
         for difference in changed:
@@ -334,14 +396,28 @@ class Call:
 
     @contextmanager
     def _told_of_mismatches(self) -> Iterator[None]:
-        """Has torch's own errors, where a second run saves or keeps other tensors than the first, name the module."""
+        """Has errors that only a second run meets name the module, torch's own among them, where it saves or keeps other tensors than the first."""
+        try:
+            yield
+        except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
+            did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
+            raise self._owner.refusal(f"{did} when it was run a second time") from error
+
+    @contextmanager
+    def _told_of_transforms(self) -> Iterator[None]:
+        """Has torch's own error, where the module runs what takes no hooks for saved tensors, name the module."""
         try:
             yield
         except RuntimeError as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            if frames[-1].filename != torch.utils.checkpoint.__file__:
+            if not are_saved_tensor_hooks_refused(error):
                 raise
-            raise self._owner.refusal("did other things when it was run a second time") from error
+            raise self._owner.refusal(
+                "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
+            ) from error
 
     def _compare(self, taken: Sequence[Fingerprint]) -> None:
         mismatch = first_mismatch(self._first or (), taken)

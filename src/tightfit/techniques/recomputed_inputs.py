@@ -183,7 +183,7 @@ class _Around:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Around":
         return self
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_ours = self._segment.is_of(self._number, module_of(forward))
         if (
             not torch.is_grad_enabled()
@@ -199,7 +199,7 @@ def _resolving(replay: _Replay) -> Callable[..., Any]:
     """The block's forward for arguments among which a handle is; it remembers them at the first run, as a checkpoint hands them on."""
     is_first = True
 
-    def run(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         if is_first:
             replay.args, replay.kwargs = _each(lambda a: _INPUT if isinstance(a, _Handle) else a, args, kwargs)

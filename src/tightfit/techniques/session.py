@@ -144,7 +144,17 @@ class Session:
         """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given.
 
         A copy of the module is wrapped likewise, by the same function or by a copy of what has `__deepcopy__`, but not by an `OnlyHere`.
+
+        Raises:
+            ApplyError: the module is a program of TorchScript, whose forward Python does not call.
         """
+        if isinstance(module, torch.jit.ScriptModule):
+            path = next((path for path, part in self.model.named_modules() if part is module), "")
+            where = f"{type(self.model).__name__}.{path}" if path else "the model"
+            raise ApplyError(
+                f"{where} is scripted or traced (torch.jit), and nothing can be put around its forward; "
+                f"leave out what is put there (tightfit plan --without TECHNIQUE@{where})"
+            )
         wrapped = wrap_forward(module, around)
         self.when_undone(wrapped.take_off)
         wrapped.put_on()
@@ -202,7 +212,9 @@ class Session:
             handle = self.hook(optimizer.register_step_pre_hook, self.verdict.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
-        self.wrap_forward(self.model, self.verdict.before_forward)
+        # Of a program of TorchScript the steps are watched.
+        if not isinstance(self.model, torch.jit.ScriptModule):
+            self.wrap_forward(self.model, self.verdict.before_forward)
 
     def undo(self) -> None:
         """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them.

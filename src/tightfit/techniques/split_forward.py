@@ -84,7 +84,7 @@ class SplitForward:
             scaled=self._scaled,
         )
 
-    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or are_transforms_active():
             return forward(*args, **kwargs)
         try:

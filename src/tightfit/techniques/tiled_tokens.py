@@ -87,7 +87,7 @@ class _Tiles:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
         return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps)
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else None
         if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return forward(*args, **kwargs)

@@ -5,14 +5,10 @@ from typing import Any
 
 import torch
 from tests.attacks.models import BATCH, TOKENS, WIDTH, Block, Net, adamw, sgd, tokens, train
-from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
-
-# Checkpointing such a block ends the whole process today, with a segmentation fault.
-_NO_RERUN = tuple(name for name in EXACT if "checkpointing" not in name)
 
 
 def _inner_doing(t: Trial, act: Any, **settings: Any) -> None:
@@ -283,7 +279,7 @@ def hutchinson(t: Trial) -> None:
         t.end_step()
 
 
-@attack("second order", "a vjp and a jvp inside of a block (torch.func, a Jacobian-regularised layer)", only=_NO_RERUN)
+@attack("second order", "a vjp and a jvp inside of a block (torch.func, a Jacobian-regularised layer)")
 def transforms_inside(t: Trial) -> None:
     class Transformed(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,260 @@
+"""Forwards of rarer kinds under checkpointing: what they are given, what they run inside of, what they hand on and what they leave open."""
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.cpu.applied import choice
+from torch import nn
+
+from tightfit.errors import ApplyError
+from tightfit.runtime.apply import apply_choices
+
+WIDTH = 8
+Make = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, **named: Any) -> torch.Tensor:
+        """A layer and what it is given by name."""
+        return x + torch.tanh(self.layer(x)) * sum(named.values(), 1.0)
+
+
+class Net(nn.Module):
+    def __init__(self, make: Make, named: dict[str, Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make(), make(), make()])
+        self.named = named
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block after the other."""
+        for block in self.blocks:
+            x = block(x, **self.named)
+        return x.square().mean()
+
+
+def trained(make: Make, *, is_planned: bool, before: Callable[[], None] = lambda: None, **named: Any) -> list[Any]:
+    """The losses and gradients of four steps."""
+    torch.manual_seed(0)
+    model = Net(make, named).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    choices = [choice("checkpointing", f"Net.blocks.{n}") for n in range(3)]
+    session = apply_choices(choices, model, [optimizer]) if is_planned else None
+    seen: list[Any] = []
+    for _ in range(4):
+        before()
+        loss = model(torch.randn(4, WIDTH, dtype=torch.double))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    if session is not None:
+        session.undo()
+    return seen
+
+
+def check(make: Make, **given: Any) -> None:
+    """The same bits with and without."""
+    plain, found = (trained(make, is_planned=planned, **given) for planned in (False, True))
+    assert len(plain) == len(found)
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["function", "use_reentrant", "context_fn", "debug", "early_stop", "preserve_rng_state", "forward", "kwargs"],
+)
+def test_an_argument_may_have_any_name(name: str) -> None:
+    check(Block, **{name: 0.5})
+
+
+class Static(Block):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Not of the module."""
+        return x * 1.5 + torch.tanh(x)
+
+
+def with_lambda() -> nn.Module:
+    block = Block()
+    block.forward = lambda x: x + block.layer(x)  # type: ignore[method-assign]
+    return block
+
+
+@pytest.mark.parametrize("make", [Static, with_lambda])
+def test_a_forward_may_be_any_function(make: Make) -> None:
+    check(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), make()))
+    check(make) if make is not Static else None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_block_is_refused_before_anything_runs() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ApplyError, match=r"Sequential\.0 is scripted"):
+        apply_choices([choice("checkpointing", "Sequential.0")], model, [])
+    assert model(torch.ones(1, WIDTH)).shape == (1, WIDTH)
+
+
+class Doing(Block):
+    def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """What it was made for."""
+        return self.act(self.layer, x)
+
+
+def by_jvp(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out, tangent = torch.func.jvp(lambda v: nn.functional.layer_norm(torch.tanh(layer(v)), (WIDTH,)), (x,), (x,))
+    return x + out + 0.1 * tangent
+
+
+def by_vmap(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.func.vmap(lambda v: torch.tanh(layer(v)))(x)
+
+
+def by_dual_numbers(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        out = torch.autograd.forward_ad.unpack_dual(torch.tanh(layer(dual)))
+    return x + out.primal + 0.1 * out.tangent
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("act", [by_jvp, by_vmap, by_dual_numbers])
+def test_a_block_may_transform_code_inside(act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    check(lambda: Doing(act))
+
+
+def test_a_transform_that_takes_no_hooks_is_refused_in_the_forward() -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x - torch.func.grad(lambda v: torch.tanh(layer(v)).sum())(x)
+
+    with pytest.raises(ApplyError, match=r"Net\.blocks\.0 transforms code \(torch\.func\)"):
+        trained(lambda: Doing(act), is_planned=True)
+
+
+def test_where_torch_allows_saved_tensors_to_be_written_to_nothing_is_run_again() -> None:
+    # Gradients are not compared: what torch itself gives there is not always the same, as it tells tensors apart by their addresses.
+    num_calls = 0
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        hidden = torch.sin(layer(x))
+        out = torch.cos(hidden)
+        hidden.mul_(2.0)
+        return x + out + hidden
+
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        trained(lambda: Doing(act), is_planned=True)
+    assert num_calls == 12
+
+
+def test_a_block_reads_what_the_one_before_it_left_on_an_object_of_both() -> None:
+    shared = types.SimpleNamespace(value=torch.zeros(()))
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(layer(x + shared.value))
+        shared.value = torch.tanh(x)
+        return x
+
+    def before() -> None:
+        shared.value = torch.zeros(())
+
+    check(lambda: Doing(act), before=before)
+
+
+def test_a_state_that_a_block_goes_on_with_in_each_of_its_calls() -> None:
+    class Recurrent(Block):
+        state: Any = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            self.state = 0.0
+            for _ in range(3):
+                x = self.cell(x)
+            return x
+
+    class Cell(Block):
+        state: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            self.state = torch.tanh(self.layer(x)) if self.state is None else torch.tanh(self.layer(x) + self.state)
+            return x + self.state
+
+    def run(is_planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Cell(), nn.Linear(WIDTH, 1)).double()
+        session = apply_choices([choice("checkpointing", "Sequential.0")], model, []) if is_planned else None
+        seen = []
+        for _ in range(3):
+            model[0].state = None
+            x = torch.randn(4, WIDTH, dtype=torch.double)
+            loss = sum(model(x * n).square().mean() for n in (1, 2, 3))
+            seen += torch.autograd.grad(loss, list(model.parameters()))
+        if session is not None:
+            session.undo()
+        return seen
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+def test_outputs_that_the_program_holds_are_its_own_after_the_backward_pass() -> None:
+    kept: list[torch.Tensor] = []
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kept.append(x + torch.tanh(layer(x)))
+        return kept[-1]
+
+    trained(lambda: Doing(act), is_planned=True)
+    assert len(kept) == 12
+    assert all(isinstance(each, torch.Tensor) for each in kept)
+
+
+def test_an_error_that_only_a_second_run_meets_names_the_block() -> None:
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            raise KeyError("a program that looks at where it is run")
+        return x + torch.tanh(layer(x))
+
+    with pytest.raises(ApplyError, match=r"Net\.blocks\.2 raised KeyError when it was run a second time"):
+        trained(lambda: Doing(act), is_planned=True)
+
+
+def test_a_context_that_a_hook_enters_and_another_one_leaves_is_left_in_second_runs() -> None:
+    def make() -> nn.Module:
+        block = Block()
+        context = torch.autocast("cpu", dtype=torch.bfloat16)
+        block.layer.register_forward_pre_hook(lambda *_: context.__enter__() and None)
+        block.layer.register_forward_hook(lambda *_: context.__exit__(None, None, None) or None)
+        return block
+
+    check(make)
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_two_threads_that_train_models_of_their_own_leave_torch_as_it_was() -> None:
+    gate = threading.Barrier(2, timeout=60)
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        # In the first runs both are inside.
+        if torch._C._current_graph_task_id() == -1:
+            gate.wait()
+        return x + torch.tanh(layer(x))
+
+    threads = [threading.Thread(target=lambda: trained(lambda: Doing(act), is_planned=True)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not gate.broken
+    assert torch.utils.checkpoint._enable_checkpoint_early_stop is None
