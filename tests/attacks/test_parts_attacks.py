@@ -42,6 +42,7 @@ class Inner(nn.Module):
         self.calls = 0
         self.rate = 0.0
         self.cache: torch.Tensor | None = None
+        self.kept: object = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.function(self, torch.tanh(self.up(hidden))))
@@ -101,6 +102,42 @@ def _cached_scale(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x * module.cache
 
 
+def _in_first_call(made: Callable[[torch.Tensor], object]) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+    """A layer that multiplies by the first tensor in `made(x)`, which it makes in its first call and keeps."""
+
+    def function(module: Inner, x: torch.Tensor) -> torch.Tensor:
+        if module.kept is None:
+            module.kept = made(x)
+        value = module.kept
+        while not isinstance(value, torch.Tensor | int | float):
+            value = next(iter(vars(value).values() if isinstance(value, Kept) else value))
+        return x * value
+
+    return function
+
+
+class Kept:
+    """An object of the program's own that holds something."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def _set_by_first_rows(module: Inner, x: torch.Tensor) -> torch.Tensor:
+    if not module.calls:
+        module.calls = 1
+        with torch.no_grad():
+            module.small.copy_(x.mean((0, 1)))
+    return x + module.small
+
+
+def _first_loss(module: Inner, x: torch.Tensor) -> torch.Tensor:
+    total = functional.mse_loss(x, x + 1)
+    if module.kept is None:
+        module.kept = total.detach()
+    return x * module.kept
+
+
 def _swallows(module: Inner, x: torch.Tensor) -> torch.Tensor:
     try:
         return x - x.mean((0, 1), keepdim=True) * torch.randn(())
@@ -138,6 +175,9 @@ CASES: dict[str, Case] = {
     "einsum": both(lambda m, x: torch.einsum("btc,bsc->bts", x, x) @ x, RIGHT),
     "detached mean, dropped": both(lambda m, x: (x.mean().detach(), x)[1], RIGHT),
     "cached scale": both(_cached_scale, RIGHT),
+    "made in the first call, in a list": both(_in_first_call(lambda x: [torch.linspace(1, 2, x.shape[-1])]), RIGHT),
+    "made in the first call, in an object": both(_in_first_call(lambda x: Kept(Kept(torch.ones(WIDTH)))), RIGHT),
+    "the width kept as a number": both(_in_first_call(lambda x: x.shape[-1]), RIGHT),
     "cumulative over tokens": both(lambda m, x: x.cumsum(1), RIGHT),
     "merged with heads": both(lambda m, x: x.unflatten(-1, (2, 2)).transpose(1, 2).flatten(0, 1).softmax(-1).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2), RIGHT),
     "norm switched off": both(lambda m, x: functional.batch_norm(x.flatten(0, 1), m.table[:WIDTH], m.table[-WIDTH:]).view_as(x), RIGHT),
@@ -173,6 +213,13 @@ CASES: dict[str, Case] = {
     "hook on an activation": both(_hooked, REFUSED),
     "counter": both(_counted, REFUSED),
     "cached rows": both(_cached_rows, REFUSED),
+    "mean of the first rows": both(_in_first_call(lambda x: x.detach().mean((0, 1))), REFUSED),
+    "mean of the first rows, in an object": both(_in_first_call(lambda x: [Kept((x.detach().std((0, 1)),))]), REFUSED),
+    "first example kept": both(_in_first_call(lambda x: x[0].detach()), REFUSED),
+    "first number of rows kept": both(_in_first_call(lambda x: x.shape[0]), REFUSED),
+    "first number of rows kept as a tensor": both(_in_first_call(lambda x: torch.tensor(1.0 / len(x))), REFUSED),
+    "weights set by the first rows": both(_set_by_first_rows, REFUSED),
+    "first loss kept": both(_first_loss, REFUSED),
     "dropout": both(lambda m, x: functional.dropout(x, 0.1), REFUSED),
     "noise": both(lambda m, x: x + 0.1 * torch.randn(x.shape), REFUSED),
     "python's random": both(lambda m, x: x * __import__("random").random(), REFUSED),

@@ -266,6 +266,10 @@ class Flow(Run):
         found = self._scaled.get(id(tensor))
         return found is not None and found[2]
 
+    def depends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may have other values, or another size, for other rows."""
+        return self.state(tensor) is not None or id(tensor) in self._scaled
+
     def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
         """Where the rows lie in what is pointwise in `tensors`, of `num_dims` dimensions.
 

@@ -13,9 +13,9 @@ import torch
 
 from tightfit.effects.code import Code
 from tightfit.effects.dependence import Flow, NeedsValues, Run, Total
-from tightfit.effects.independence import Proof, Subject, check_graph, check_hooks, prove
+from tightfit.effects.independence import Leaves, Proof, Subject, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes
-from tightfit.effects.state import RegionState, Snapshot, differences
+from tightfit.effects.state import RegionState, Snapshot, differences, restore
 from tightfit.techniques.batches import AbstractBatch
 from tightfit.techniques.first_order import Refuse
 from tightfit.techniques.forwards import plain_forwards
@@ -28,9 +28,11 @@ _MOST_SHAPES = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
-    """`joined` are the keys of the outputs that have a row for each example."""
+    """`joined` are the keys of the outputs that have a row for each example. `is_of_first`: of a part that left something for the next one to
+    find, about which there must be another proof."""
 
     joined: frozenset[Any]
+    is_of_first: bool = False
 
 
 class BatchProofs:
@@ -82,26 +84,34 @@ class BatchProofs:
         parts: Sequence[tuple[int, int]],
         index: int,
         reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
     ) -> Proved:
         """Proves that `forward` gives for the parts of a batch what it gives for the whole; `index` is the loss function that its loss comes from.
+
+        It was run on one part since `of` was asked, or the last proof. What that has left is to be the same whatever part it was: so it is proved
+        of the state that the part found, and if it has left something, of what the next part finds as well.
 
         Raises:
             ApplyError: it is not proved.
         """
         model = self._owner()
         key = _key(batch, parts)
+        now = self._state.snapshot(model, is_kept=True)
         if len(parts) < 2:
             proved = Proved(joined=_all_rows(batch))
         else:
+            before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
-                with self._unseen(), plain_forwards(), _without_metrics(model):
-                    proved = self._proved(model, forward, batch, parts, index, reads)
+                with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
+                    proved = self._proved(model, forward, batch, parts, index, reads, may_leave=before is not None)
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
                     f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
                 ) from None
-        # What a first forward makes is there now.
         self._before = self._state.snapshot(model, is_kept=True)
+        if proved.is_of_first:
+            return proved
         self._code = Code(model)
         if len(self._known) >= _MOST_SHAPES:
             self._known.clear()
@@ -116,6 +126,8 @@ class BatchProofs:
         parts: Sequence[tuple[int, int]],
         index: int,
         reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
     ) -> Proved:
         check_hooks(model, is_inside=False)
         split: list[torch.Tensor] = []
@@ -140,8 +152,13 @@ class BatchProofs:
             allows_votes=True,
             around=lambda run: _ProofWatch(run, allows_randomness=self._allows_randomness),
         )
-        proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
-        return self._judged(proof, model, index)
+        try:
+            proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
+        except Leaves as error:
+            if not may_leave:
+                raise
+            proof = error.proof
+        return dataclasses.replace(self._judged(proof, model, index), is_of_first=may_leave)
 
     def _judged(self, proof: Proof, model: torch.nn.Module, index: int) -> Proved:
         output, watch = proof.result
@@ -161,6 +178,19 @@ class BatchProofs:
         model = self._model()
         assert model is not None
         return model
+
+
+@contextlib.contextmanager
+def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
+    """For the time, what can be put back is as it was in `before`, if that is given; then it is again as it is `now`."""
+    if before is None:
+        yield
+        return
+    restore(before)
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 class _ProofWatch(Watch):

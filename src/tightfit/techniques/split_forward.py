@@ -121,10 +121,11 @@ class SplitForward:
             args, kwargs = batch.part(begin, end)
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
             try:
-                with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
+                is_new = proved is None or proved.is_of_first
+                with watch, Reads() if is_new else contextlib.nullcontext() as reads:
                     output = forward(*args, **kwargs)
             except Exception as error:
-                if proved is None and not isinstance(error, TightfitError):
+                if is_new and not isinstance(error, TightfitError):
                     self._refuse_parts_that_raise(forward, batch, error)
                 raise
             if watch.failure is not None:
@@ -139,8 +140,9 @@ class SplitForward:
             aside.take()
             loss_key, loss = find_loss(output)
             index = watch.index_of(loss)
-            if proved is None:
-                proved = self._proofs.prove(forward, batch, parts, index, None if reads is None else reads.values)
+            if is_new:
+                values = None if reads is None else reads.values
+                proved = self._proofs.prove(forward, batch, parts, index, values, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
             term = watch.terms[index]
