@@ -81,6 +81,13 @@ def _hooked(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _node_hooked(x: torch.Tensor, how: str, hook: Callable[..., object]) -> torch.Tensor:
+    x = x * 1
+    if x.grad_fn is not None:
+        getattr(x.grad_fn, how)(hook)
+    return x
+
+
 def _later(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x - module.rate * x.mean((0, 1), keepdim=True)
 
@@ -211,6 +218,8 @@ CASES: dict[str, Case] = {
     "a value is read": both(lambda m, x: x * x.detach().mean().item(), REFUSED),
     "own backward": both(lambda m, x: _CentredBackward.apply(x), REFUSED),
     "hook on an activation": both(_hooked, REFUSED),
+    "hook on a node": both(lambda m, x: _node_hooked(x, "register_hook", lambda inputs, _: tuple(g / (1e-9 + g.norm()) for g in inputs if g is not None)), REFUSED),
+    "hook before a node": both(lambda m, x: _node_hooked(x, "register_prehook", lambda outputs: tuple(g / (1e-9 + g.norm()) for g in outputs)), REFUSED),
     "counter": both(_counted, REFUSED),
     "cached rows": both(_cached_rows, REFUSED),
     "mean of the first rows": both(_in_first_call(lambda x: x.detach().mean((0, 1))), REFUSED),

@@ -29,8 +29,8 @@ from tightfit.effects import dependence_indexing, dependence_products  # noqa: F
 from tightfit.effects.ambient import saved_apart
 from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run
 from tightfit.effects.dependence_rules import RULES
-from tightfit.effects.operations import compare
 from tightfit.effects.left_behind import Left, depends_on_rows
+from tightfit.effects.operations import compare
 from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, restore

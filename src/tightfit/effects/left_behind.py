@@ -78,14 +78,16 @@ def _is_same(flow: Flow, values: Sequence[Any]) -> bool:
     if any(type(value) is not type(last) for value in values):
         return False
     if isinstance(last, torch.Tensor):
-        if any(value.shape != last.shape or value.dtype != last.dtype for value in values):
-            return False
-        if flow.depends(last):
-            return False
-        return isinstance(last, FakeTensor) or all(torch.equal(value, last) for value in values)
+        return _is_same_tensor(flow, values)
     if isinstance(last, PLAIN):
         return all(value == last or (value != value and last != last) for value in values)  # noqa: PLR0124 - not a number
-    if isinstance(last, (*_FIXED, torch.device, torch.Generator)):
-        return True
     # An object of the program's is a holder of its own, whose contents are compared; one of a library's says nothing.
-    return isinstance(last, torch.nn.Module) or is_users_class(type(last))
+    is_known = isinstance(last, (*_FIXED, torch.device, torch.Generator, torch.nn.Module))
+    return is_known or is_users_class(type(last))
+
+
+def _is_same_tensor(flow: Flow, values: Sequence[torch.Tensor]) -> bool:
+    last = values[-1]
+    if flow.depends(last) or any(value.shape != last.shape or value.dtype != last.dtype for value in values):
+        return False
+    return isinstance(last, FakeTensor) or all(torch.equal(value, last) for value in values)

@@ -20,6 +20,7 @@ from tightfit.techniques.batches import AbstractBatch
 from tightfit.techniques.first_order import Refuse
 from tightfit.techniques.forwards import plain_forwards
 from tightfit.techniques.loss_means import Term, Watch
+from tightfit.techniques.proof_watches import without_node_hooks
 from tightfit.techniques.split_outputs import find_loss, items_of
 from tightfit.techniques.tile_proofs import structural
 
@@ -150,7 +151,7 @@ class BatchProofs:
             module=model,
             allows_randomness=self._allows_randomness,
             allows_votes=True,
-            around=lambda run: _ProofWatch(run, allows_randomness=self._allows_randomness),
+            around=self._watched,
         )
         try:
             proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
@@ -159,6 +160,11 @@ class BatchProofs:
                 raise
             proof = error.proof
         return dataclasses.replace(self._judged(proof, model, index), is_of_first=may_leave)
+
+    @contextlib.contextmanager
+    def _watched(self, run: Run) -> "Iterator[_ProofWatch]":
+        with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
+            yield watch
 
     def _judged(self, proof: Proof, model: torch.nn.Module, index: int) -> Proved:
         output, watch = proof.result

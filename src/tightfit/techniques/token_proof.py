@@ -10,6 +10,7 @@ from tightfit.effects.independence import Leaves, Subject, Unfollowed, check_gra
 from tightfit.effects.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences
 from tightfit.techniques.forwards import plain_forwards
+from tightfit.techniques.proof_watches import without_node_hooks
 
 __all__ = ["Mixes", "check_token_wise"]
 
@@ -33,7 +34,12 @@ def check_token_wise(
     """
     check_hooks(module)
     subject = Subject(
-        call=lambda inputs: run(inputs[0]), inputs=[value.detach()], dims=[dim], module=module, is_contiguous=True
+        call=lambda inputs: run(inputs[0]),
+        inputs=[value.detach()],
+        dims=[dim],
+        module=module,
+        is_contiguous=True,
+        around=without_node_hooks,
     )
     parts = list(parts)
     try:
