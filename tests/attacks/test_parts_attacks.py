@@ -218,6 +218,8 @@ CASES: dict[str, Case] = {
     "a value is read": both(lambda m, x: x * x.detach().mean().item(), REFUSED),
     "own backward": both(lambda m, x: _CentredBackward.apply(x), REFUSED),
     "hook on an activation": both(_hooked, REFUSED),
+    "as many rows as there are in all": both(lambda m, x: x + torch.zeros(BATCH, 1, 1), REFUSED),
+    "cut off from its input": Case(function=lambda m, x: x.detach() * m.small, tiled=REFUSED, parts=RIGHT),
     "hook on a node": both(lambda m, x: _node_hooked(x, "register_hook", lambda inputs, _: tuple(g / (1e-9 + g.norm()) for g in inputs if g is not None)), REFUSED),
     "hook before a node": both(lambda m, x: _node_hooked(x, "register_prehook", lambda outputs: tuple(g / (1e-9 + g.norm()) for g in outputs)), REFUSED),
     "counter": both(_counted, REFUSED),
@@ -337,6 +339,58 @@ def test_a_backward_pass_that_is_differentiated_is_refused(name: str) -> None:
         # A program that swallows it does not train on.
         with pytest.raises(ApplyError, match="create_graph"):
             optimizer.step()
+
+
+def test_an_empty_batch_is_run_whole_between_others_in_parts() -> None:
+    model = Net(lambda m, x: x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values, classes = torch.randn(BATCH, LENGTH, WIDTH), torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    with apply_choices([PARTS], model, [optimizer]):
+        model(values, classes).backward()
+        optimizer.zero_grad()
+        loss = model(values[:0], classes[:0])
+        loss.backward()
+    assert loss.isnan()
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    plain(values[:0], classes[:0]).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, equal_nan=True)
+
+
+def _nested() -> torch.Tensor:
+    rows = [torch.ones(2, WIDTH), torch.ones(3, WIDTH)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(_nested, "nested"), (lambda: torch.eye(BATCH).to_sparse(), "sparse")], ids=["nested", "sparse"]
+)
+def test_a_batch_that_is_no_plain_tensor_is_refused(made: Callable[[], torch.Tensor], kind: str) -> None:
+    model = Net(lambda m, x: x)
+    with (
+        apply_choices([PARTS], model, [torch.optim.SGD(model.parameters(), lr=0.1)]),
+        pytest.raises(ApplyError, match=f"a {kind} tensor"),
+    ):
+        model(made(), torch.zeros(BATCH, LENGTH, dtype=torch.long))
+
+
+def test_a_backward_pass_for_many_gradients_at_once_is_refused_in_tiles() -> None:
+    model = Net(lambda m, x: x)
+    value = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    many = torch.randn(3, BATCH, LENGTH, WIDTH)
+    with apply_choices([TILES], model, [torch.optim.SGD(model.parameters(), lr=0.1)]):
+        output = model.inner(value)
+        with pytest.raises(ApplyError, match="many gradients at once"):
+            torch.autograd.grad(output, value, many, is_grads_batched=True)
+
+
+def test_an_error_of_the_programs_own_is_raised_as_it_is_by_tiles() -> None:
+    def wrong(module: Inner, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the program's own")
+
+    with pytest.raises(ValueError, match="the program's own"):
+        _train(both(wrong, REFUSED), [TILES])
 
 
 def test_a_copy_of_a_model_in_parts_trains_itself() -> None:

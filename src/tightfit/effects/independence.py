@@ -243,10 +243,18 @@ def _is_of_library(hook: Any) -> bool:
     return not is_users_class(type(function))
 
 
-def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
-    """Raises Mixes if gradients go from `result` to other leaves, or through a backward pass that is the user's own."""
+def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
+    """The `id` of each leaf that gradients go to from `result`.
+
+    Raises:
+        Mixes: they go to others than `allowed`, or through a backward pass that is the user's own.
+    """
     known = {id(tensor) for tensor in allowed}
-    waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    reached = {id(leaf) for leaf in leaves if leaf.is_leaf and leaf.requires_grad}
+    if reached - known:
+        raise Mixes("it returns a leaf that is not its own")
+    waiting = [leaf.grad_fn for leaf in leaves]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -254,8 +262,10 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise Mixes("gradients go through it to what is not its own")
+        if variable is not None:
+            reached.add(id(variable))
+            if id(variable) not in known:
+                raise Mixes("gradients go through it to what is not its own")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function: type = vars(type(node))["_forward_cls"]
             if function is torch.utils.checkpoint.CheckpointFunction:
@@ -263,6 +273,7 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
             if is_users_class(function):
                 raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
         waiting.extend(following for following, _ in node.next_functions)
+    return reached
 
 
 def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:

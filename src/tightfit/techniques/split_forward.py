@@ -96,6 +96,9 @@ class SplitForward:
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._batch_of(args, kwargs)
+        if not batch.num_examples:
+            # There is nothing to hold, and a mean of nothing is what torch says.
+            return forward(*args, **kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:
             raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")

@@ -58,7 +58,10 @@ def check_token_wise(
         raise Mixes(f"it returns a {type(result).__name__}")
     if proof.flow.is_uniform(result) or proof.flow.layout(result) != Layout(dim=dim):
         raise Mixes("its output has not a row for each row of the input")
-    check_graph(result, [*proof.inputs, *module.parameters()])
+    reached = check_graph(result, [*proof.inputs, *module.parameters()])
+    if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):
+        # Tiles would give a gradient of zeros, for which an optimizer does more than for none.
+        raise Mixes("it gives its input no gradient")
 
 
 def _run_first(module: torch.nn.Module, first_call: Callable[[], Any], *, is_followed: bool) -> None:
