@@ -95,17 +95,15 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
     }
-    first, lefts = None, list[Left]()
+    runs, lefts = list[Run](), list[Left]()
     for size in sizes:
-        run = Run(size, **settings)
-        lefts.append(_run(subject, run, num_rows)[2])
-        if first is not None:
-            compare(first, run)
-        first = first or run
-    assert first is not None
-    flow = Flow(num_rows, first, RULES, **settings)
+        runs.append(Run(size, **settings))
+        lefts.append(_run(subject, runs[-1], num_rows)[2])
+        compare(runs[0], runs[-1])
+    flow = Flow(num_rows, runs[0], RULES, **settings)
     inputs, result, left = _run(subject, flow, num_rows)
-    compare(flow, first)
+    for run in runs:
+        compare(flow, run)
     proof = Proof(flow=flow, inputs=inputs, result=result)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
