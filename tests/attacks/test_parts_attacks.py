@@ -42,6 +42,7 @@ class Inner(nn.Module):
         self.calls = 0
         self.rate = 0.0
         self.cache: torch.Tensor | None = None
+        self.kept: object = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.function(self, torch.tanh(self.up(hidden))))
@@ -80,6 +81,13 @@ def _hooked(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _node_hooked(x: torch.Tensor, how: str, hook: Callable[..., object]) -> torch.Tensor:
+    x = x * 1
+    if x.grad_fn is not None:
+        getattr(x.grad_fn, how)(hook)
+    return x
+
+
 def _later(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x - module.rate * x.mean((0, 1), keepdim=True)
 
@@ -99,6 +107,42 @@ def _cached_scale(module: Inner, x: torch.Tensor) -> torch.Tensor:
     if module.cache is None:
         module.cache = torch.linspace(1, 2, WIDTH)
     return x * module.cache
+
+
+def _in_first_call(made: Callable[[torch.Tensor], object]) -> Callable[[Inner, torch.Tensor], torch.Tensor]:
+    """A layer that multiplies by the first tensor in `made(x)`, which it makes in its first call and keeps."""
+
+    def function(module: Inner, x: torch.Tensor) -> torch.Tensor:
+        if module.kept is None:
+            module.kept = made(x)
+        value = module.kept
+        while not isinstance(value, torch.Tensor | int | float):
+            value = next(iter(vars(value).values() if isinstance(value, Kept) else value))
+        return x * value
+
+    return function
+
+
+class Kept:
+    """An object of the program's own that holds something."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def _set_by_first_rows(module: Inner, x: torch.Tensor) -> torch.Tensor:
+    if not module.calls:
+        module.calls = 1
+        with torch.no_grad():
+            module.small.copy_(x.mean((0, 1)))
+    return x + module.small
+
+
+def _first_loss(module: Inner, x: torch.Tensor) -> torch.Tensor:
+    total = functional.mse_loss(x, x + 1)
+    if module.kept is None:
+        module.kept = total.detach()
+    return x * module.kept
 
 
 def _swallows(module: Inner, x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +182,9 @@ CASES: dict[str, Case] = {
     "einsum": both(lambda m, x: torch.einsum("btc,bsc->bts", x, x) @ x, RIGHT),
     "detached mean, dropped": both(lambda m, x: (x.mean().detach(), x)[1], RIGHT),
     "cached scale": both(_cached_scale, RIGHT),
+    "made in the first call, in a list": both(_in_first_call(lambda x: [torch.linspace(1, 2, x.shape[-1])]), RIGHT),
+    "made in the first call, in an object": both(_in_first_call(lambda x: Kept(Kept(torch.ones(WIDTH)))), RIGHT),
+    "the width kept as a number": both(_in_first_call(lambda x: x.shape[-1]), RIGHT),
     "cumulative over tokens": both(lambda m, x: x.cumsum(1), RIGHT),
     "merged with heads": both(lambda m, x: x.unflatten(-1, (2, 2)).transpose(1, 2).flatten(0, 1).softmax(-1).unflatten(0, (-1, 2)).transpose(1, 2).flatten(2), RIGHT),
     "norm switched off": both(lambda m, x: functional.batch_norm(x.flatten(0, 1), m.table[:WIDTH], m.table[-WIDTH:]).view_as(x), RIGHT),
@@ -171,8 +218,19 @@ CASES: dict[str, Case] = {
     "a value is read": both(lambda m, x: x * x.detach().mean().item(), REFUSED),
     "own backward": both(lambda m, x: _CentredBackward.apply(x), REFUSED),
     "hook on an activation": both(_hooked, REFUSED),
+    "as many rows as there are in all": both(lambda m, x: x + torch.zeros(BATCH, 1, 1), REFUSED),
+    "cut off from its input": Case(function=lambda m, x: x.detach() * m.small, tiled=REFUSED, parts=RIGHT),
+    "hook on a node": both(lambda m, x: _node_hooked(x, "register_hook", lambda inputs, _: tuple(g / (1e-9 + g.norm()) for g in inputs if g is not None)), REFUSED),
+    "hook before a node": both(lambda m, x: _node_hooked(x, "register_prehook", lambda outputs: tuple(g / (1e-9 + g.norm()) for g in outputs)), REFUSED),
     "counter": both(_counted, REFUSED),
     "cached rows": both(_cached_rows, REFUSED),
+    "mean of the first rows": both(_in_first_call(lambda x: x.detach().mean((0, 1))), REFUSED),
+    "mean of the first rows, in an object": both(_in_first_call(lambda x: [Kept((x.detach().std((0, 1)),))]), REFUSED),
+    "first example kept": both(_in_first_call(lambda x: x[0].detach()), REFUSED),
+    "first number of rows kept": both(_in_first_call(lambda x: x.shape[0]), REFUSED),
+    "first number of rows kept as a tensor": both(_in_first_call(lambda x: torch.tensor(1.0 / len(x))), REFUSED),
+    "weights set by the first rows": both(_set_by_first_rows, REFUSED),
+    "first loss kept": both(_first_loss, REFUSED),
     "dropout": both(lambda m, x: functional.dropout(x, 0.1), REFUSED),
     "noise": both(lambda m, x: x + 0.1 * torch.randn(x.shape), REFUSED),
     "python's random": both(lambda m, x: x * __import__("random").random(), REFUSED),
@@ -281,6 +339,58 @@ def test_a_backward_pass_that_is_differentiated_is_refused(name: str) -> None:
         # A program that swallows it does not train on.
         with pytest.raises(ApplyError, match="create_graph"):
             optimizer.step()
+
+
+def test_an_empty_batch_is_run_whole_between_others_in_parts() -> None:
+    model = Net(lambda m, x: x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values, classes = torch.randn(BATCH, LENGTH, WIDTH), torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    with apply_choices([PARTS], model, [optimizer]):
+        model(values, classes).backward()
+        optimizer.zero_grad()
+        loss = model(values[:0], classes[:0])
+        loss.backward()
+    assert loss.isnan()
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    plain(values[:0], classes[:0]).backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, equal_nan=True)
+
+
+def _nested() -> torch.Tensor:
+    rows = [torch.ones(2, WIDTH), torch.ones(3, WIDTH)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(_nested, "nested"), (lambda: torch.eye(BATCH).to_sparse(), "sparse")], ids=["nested", "sparse"]
+)
+def test_a_batch_that_is_no_plain_tensor_is_refused(made: Callable[[], torch.Tensor], kind: str) -> None:
+    model = Net(lambda m, x: x)
+    with (
+        apply_choices([PARTS], model, [torch.optim.SGD(model.parameters(), lr=0.1)]),
+        pytest.raises(ApplyError, match=f"a {kind} tensor"),
+    ):
+        model(made(), torch.zeros(BATCH, LENGTH, dtype=torch.long))
+
+
+def test_a_backward_pass_for_many_gradients_at_once_is_refused_in_tiles() -> None:
+    model = Net(lambda m, x: x)
+    value = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    many = torch.randn(3, BATCH, LENGTH, WIDTH)
+    with apply_choices([TILES], model, [torch.optim.SGD(model.parameters(), lr=0.1)]):
+        output = model.inner(value)
+        with pytest.raises(ApplyError, match="many gradients at once"):
+            torch.autograd.grad(output, value, many, is_grads_batched=True)
+
+
+def test_an_error_of_the_programs_own_is_raised_as_it_is_by_tiles() -> None:
+    def wrong(module: Inner, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the program's own")
+
+    with pytest.raises(ValueError, match="the program's own"):
+        _train(both(wrong, REFUSED), [TILES])
 
 
 def test_a_copy_of_a_model_in_parts_trains_itself() -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tightfit.effects.operations import Operation, add_left_out, compare_one, is_plain, operation_of, schema_of
 from tightfit.effects.reads import READS, line_of_code
 from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.totals import Total, divides_by_rows, is_sum, total_of
 
 aten = torch.ops.aten
 
@@ -34,13 +35,6 @@ class Mixed:
 
     reason: str
     is_vote: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
-    """State of a storage with the sum or mean over rows that is number `index` of the losses, up to a scale."""
-
-    index: int
 
 
 class Uniform:
@@ -248,7 +242,7 @@ class Flow(Run):
             Mixes: they are mixed in it.
         """
         state = self.state(tensor)
-        if isinstance(state, Mixed):
+        if isinstance(state, Mixed | Total):
             raise Mixes(state.reason)
         if isinstance(state, Pattern):
             return state.layout_in(tensor)
@@ -265,6 +259,14 @@ class Flow(Run):
         """Whether a tensor is 0, 1, 2, ... along the rows."""
         found = self._scaled.get(id(tensor))
         return found is not None and found[2]
+
+    def its_sizes(self) -> Sequence[Any]:
+        """The sizes that the current operator was handed for the other number of rows."""
+        return self.other.operations[len(self.operations) - 1].sizes
+
+    def depends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may have other values, or another size, for other rows."""
+        return self.state(tensor) is not None or id(tensor) in self._scaled
 
     def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
         """Where the rows lie in what is pointwise in `tensors`, of `num_dims` dimensions.
@@ -297,9 +299,10 @@ class Flow(Run):
         self._kept.append((tensor, tensor.untyped_storage()))
         self._states[key_of(tensor)] = pattern_of(tensor, layout, self.num_rows)
 
-    def put_total(self, tensor: torch.Tensor, index: int) -> None:
-        """Says that a tensor is the loss number `index`."""
-        self._states[key_of(tensor)] = Total(index=index)
+    def put_total(self, tensor: torch.Tensor, index: int | None) -> None:
+        """Says that a tensor is the loss number `index`, which is a mean; without a number, that it is a sum over rows."""
+        means = frozenset[int]() if index is None else frozenset({index})
+        self._states[key_of(tensor)] = Total(means=means, reason=f"a loss is combined with something else{_at()}")
 
     def put_mixed(self, tensor: torch.Tensor, reason: str) -> None:
         """Says that a tensor mixes rows."""
@@ -340,8 +343,14 @@ class Flow(Run):
         targets = [*made, *changed]
         if not targets:
             return
+        if divides_by_rows(self, call) and not is_sum(self.state(call["self"])):
+            raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{_at()}")
         inputs = call.tensors
         try:
+            total = total_of(self, call)
+            if total is not None:
+                self._states.update((key_of(target), total) for target in targets)
+                return
             results = self._results(call, inputs)
         except Mixes as error:
             state: State = self._poison(call, inputs, str(error))
@@ -358,17 +367,14 @@ class Flow(Run):
 
     def _poison(self, call: Call, inputs: Sequence[torch.Tensor], why: str) -> State:
         states = [self.state(t) for t in inputs]
-        totals = [s for s in states if isinstance(s, Total)]
-        if len(totals) == 1 and call.name in _KEEPS_TOTAL and all(s is None or s is totals[0] for s in states):
-            return totals[0]
         mixed = next((s for s in states if isinstance(s, Mixed)), None)
+        if mixed is None:
+            mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
         if mixed is None:
             return Mixed(reason=f"{call.func} {why}{_at()}", is_vote=call.name in ("all", "any"))
         return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
 
     def _results(self, call: Call, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
-        if any(isinstance(self.state(t), Total) for t in inputs):
-            raise Mixes("combines the loss with something else")
         follows = any(self.state(t) is not None or id(t) in self._scaled for t in inputs)
         if not follows:
             return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
@@ -380,14 +386,14 @@ class Flow(Run):
         found = rule(self, call)
         return found if isinstance(found, Sequence) else [found] * len(call.outputs)
 
-    def _grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+    def grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
         """The dimensions of the output `number` of the current operator that are not the same for another number of rows."""
         its = self.other.operations[len(self.operations) - 1].shapes[number]
         return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
 
     def _constant(self, call: Call, output: torch.Tensor, number: int) -> Layout | Uniform | None:
         """What an operator makes that no row goes into: the same for every number of rows, or the same for each row."""
-        grown = self._grown(number, output)
+        grown = self.grown(number, output)
         if not grown:
             return None
         if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
@@ -410,11 +416,15 @@ class Flow(Run):
 
     def _view(self, output: torch.Tensor, call: Call) -> None:
         """A view of a constant may repeat it for each row."""
-        if self.state(output) is not None:
+        state = self.state(output)
+        if state is not None and not isinstance(state, Total):
             return
         number = next(n for n, o in enumerate(call.outputs) if o is output)
-        grown = self._grown(number, output)
+        grown = self.grown(number, output)
         if not grown:
+            return
+        if isinstance(state, Total):
+            self._states[key_of(output)] = Mixed(reason=state.reason)
             return
         if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
             self._scaled[id(output)] = output, grown, False
@@ -436,7 +446,7 @@ class Flow(Run):
                 raise Mixes("writes over rows")
             return
         number = next(n for n, o in enumerate(call.outputs) if o is output)
-        grown = self._grown(number, output)
+        grown = self.grown(number, output)
         if result is None:
             if state is not None:
                 raise Mixes("writes over rows")
@@ -480,7 +490,6 @@ _UNIFORM = frozenset(
         "empty_permuted",
     ]
 )
-_KEEPS_TOTAL = frozenset(["mul", "div", "_to_copy", "clone", "neg"])
 _KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
 _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 

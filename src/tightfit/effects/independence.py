@@ -29,10 +29,11 @@ from tightfit.effects import dependence_indexing, dependence_products  # noqa: F
 from tightfit.effects.ambient import saved_apart
 from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run
 from tightfit.effects.dependence_rules import RULES
+from tightfit.effects.left_behind import Left, depends_on_rows
 from tightfit.effects.operations import compare
 from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.rows import Layout, Mixes
-from tightfit.effects.state import RegionState, differences, restore
+from tightfit.effects.state import RegionState, restore
 from tightfit.faults import is_ours
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,7 +49,12 @@ class Proof:
 
 
 class Leaves(Mixes):
-    """Something is left behind. Where a first real call makes what later ones find there, another proof may come to another end."""
+    """Something is left behind that is the same for any rows: where a first call makes what later ones find there, `proof` holds for that call,
+    and another proof for the later ones may come to its end."""
+
+    def __init__(self, message: str, proof: Proof) -> None:
+        super().__init__(message)
+        self.proof = proof
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +95,26 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
     }
-    first, left = None, ""
+    runs, lefts = list[Run](), list[Left]()
     for size in sizes:
-        run = Run(size, **settings)
-        left = _run(subject, run, num_rows)[2] or left
-        if first is not None:
-            compare(first, run)
-        first = first or run
-    assert first is not None
-    flow = Flow(num_rows, first, RULES, **settings)
-    inputs, result, left_last = _run(subject, flow, num_rows)
-    compare(flow, first)
-    if left or left_last:
-        raise Leaves(f"{left or left_last} in a forward, which would happen once for each part")
-    return Proof(flow=flow, inputs=inputs, result=result)
+        runs.append(Run(size, **settings))
+        lefts.append(_run(subject, runs[-1], num_rows)[2])
+        compare(runs[0], runs[-1])
+    flow = Flow(num_rows, runs[0], RULES, **settings)
+    inputs, result, left = _run(subject, flow, num_rows)
+    for run in runs:
+        compare(flow, run)
+    proof = Proof(flow=flow, inputs=inputs, result=result)
+    told = next((str(each) for each in [*lefts, left] if str(each)), "")
+    if told:
+        why = depends_on_rows(flow, [*lefts, left])
+        if why:
+            raise Mixes(f"{why} in a forward, where each part would find what another one has left")
+        raise Leaves(f"{told} in a forward, which would happen once for each part", proof)
+    return proof
 
 
-def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, str]:
+def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
     """The inputs, the result, and what of the state was changed."""
     with (
         _as_it_was(subject.module) as left,
@@ -138,7 +147,7 @@ def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tens
                 ) from error
         if run.failure is not None:
             raise run.failure
-    return inputs, result, "".join(left)
+    return inputs, result, left
 
 
 def _line(error: BaseException) -> str:
@@ -169,22 +178,22 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 @contextlib.contextmanager
-def _as_it_was(module: torch.nn.Module) -> Iterator[list[str]]:
-    """Puts back what the module can reach. The list then has the first of what was changed in it, if anything was."""
-    state, left = RegionState(), list[str]()
+def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
+    """Puts back what the module can reach. What is yielded then has what was changed in it, if anything was."""
+    state, left = RegionState(), Left()
     before = state.snapshot(module)
     caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
     generator = torch.get_rng_state()
     try:
         yield left
     finally:
-        left += [str(found) for found in differences(before, state.snapshot(module))[:1]]
+        left.take(before, state.snapshot(module))
         restore(before)
         for path, cache, misses in caches:
             if cache.cache_info().misses != misses:
                 # What it keeps from this run may be fake, and is not to be found by a real one.
                 cache.cache_clear()
-                left.append(f"{path} was filled")
+                left.filled.append(f"{path} was filled")
         torch.set_rng_state(generator)
 
 
@@ -232,10 +241,18 @@ def _is_of_library(hook: Any) -> bool:
     return not is_users_class(type(function))
 
 
-def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
-    """Raises Mixes if gradients go from `result` to other leaves, or through a backward pass that is the user's own."""
+def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
+    """The `id` of each leaf that gradients go to from `result`.
+
+    Raises:
+        Mixes: they go to others than `allowed`, or through a backward pass that is the user's own.
+    """
     known = {id(tensor) for tensor in allowed}
-    waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    reached = {id(leaf) for leaf in leaves if leaf.is_leaf and leaf.requires_grad}
+    if reached - known:
+        raise Mixes("it returns a leaf that is not its own")
+    waiting = [leaf.grad_fn for leaf in leaves]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -243,8 +260,10 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise Mixes("gradients go through it to what is not its own")
+        if variable is not None:
+            reached.add(id(variable))
+            if id(variable) not in known:
+                raise Mixes("gradients go through it to what is not its own")
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function: type = vars(type(node))["_forward_cls"]
             if function is torch.utils.checkpoint.CheckpointFunction:
@@ -252,6 +271,7 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> None:
             if is_users_class(function):
                 raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
         waiting.extend(following for following, _ in node.next_functions)
+    return reached
 
 
 def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:

@@ -76,7 +76,8 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
     sizes: list[Any] = []
     for name, is_size, _ in schema_of(func):
         leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if is_plain(leaf)]
-        if is_size:
+        if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
+            # What a sum is divided by may be how many rows there are: whoever follows them decides.
             sizes += [-1 if leaf is None else leaf for leaf in leaves]
         else:
             values += leaves
@@ -88,6 +89,11 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
         shapes=tuple(tuple(o.shape) for o in outputs),
         given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
     )
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and float(value).is_integer()
 
 
 def compare(one: HasOperations, other: HasOperations) -> None:

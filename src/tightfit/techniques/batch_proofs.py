@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.dependence import Flow, NeedsValues, Run, Total
-from tightfit.effects.independence import Proof, Subject, check_graph, check_hooks, prove
+from tightfit.effects.dependence import Flow, Mixed, NeedsValues, Run
+from tightfit.effects.independence import Leaves, Proof, Subject, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes
-from tightfit.effects.state import RegionState, Snapshot, differences
+from tightfit.effects.state import RegionState, Snapshot, differences, restore
+from tightfit.effects.totals import ROWS, Total
 from tightfit.techniques.batches import AbstractBatch
 from tightfit.techniques.first_order import Refuse
 from tightfit.techniques.forwards import plain_forwards
 from tightfit.techniques.loss_means import Term, Watch
+from tightfit.techniques.proof_watches import without_node_hooks
 from tightfit.techniques.split_outputs import find_loss, items_of
 from tightfit.techniques.tile_proofs import structural
 
@@ -28,9 +30,16 @@ _MOST_SHAPES = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
-    """`joined` are the keys of the outputs that have a row for each example."""
+    """`joined` are the keys of the outputs that have a row for each example; `means` what the loss is a mean over, as `Total` has it.
+
+    It holds where the model decides by `decisions`, which it read off tensors. `is_of_first`: of a part that left something for the next one to find,
+    about which there must be another proof.
+    """
 
     joined: frozenset[Any]
+    means: frozenset[int]
+    decisions: tuple[Any, ...] = ()
+    is_of_first: bool = False
 
 
 class BatchProofs:
@@ -51,7 +60,8 @@ class BatchProofs:
         self._state = RegionState()
         self._before: Snapshot | None = None
         self._code: Code | None = None
-        self._known: dict[Any, Proved] = {}
+        # By batch and parts, and then by decisions; the last that was used is the last one.
+        self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
     def of(self, batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Proved | None:
         """What is proved about such a batch already."""
@@ -60,7 +70,18 @@ class BatchProofs:
         if is_new or (self._before is not None and self._is_changed(self._before, now)):
             self._known.clear()
         self._before = now
-        return self._known.get(_key(batch, parts))
+        known = self._known.get(_key(batch, parts))
+        return next(reversed(known.values())) if known else None
+
+    def with_decisions(
+        self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], decisions: Sequence[Any]
+    ) -> Proved | None:
+        """What is proved about such a batch where the model decides so."""
+        known = self._known.get(_key(batch, parts), {})
+        found = known.pop(tuple(decisions), None)
+        if found is not None:
+            known[found.decisions] = found
+        return found
 
     def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
         found = structural(before, now)
@@ -80,32 +101,44 @@ class BatchProofs:
         forward: Callable[..., Any],
         batch: AbstractBatch,
         parts: Sequence[tuple[int, int]],
-        index: int,
+        decisions: Sequence[Any],
         reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
     ) -> Proved:
-        """Proves that `forward` gives for the parts of a batch what it gives for the whole; `index` is the loss function that its loss comes from.
+        """Proves that `forward` gives for the parts of a batch what it gives for the whole, where it decides by `decisions` and reads `reads`.
+
+        It was run on one part since `of` was asked, or the last proof. What that has left is to be the same whatever part it was: so it is proved
+        of the state that the part found, and if it has left something, of what the next part finds as well.
 
         Raises:
             ApplyError: it is not proved.
         """
         model = self._owner()
         key = _key(batch, parts)
+        now = self._state.snapshot(model, is_kept=True)
         if len(parts) < 2:
-            proved = Proved(joined=_all_rows(batch))
+            proved = Proved(joined=_all_rows(batch), means=frozenset({ROWS}))
         else:
+            before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
-                with self._unseen(), plain_forwards(), _without_metrics(model):
-                    proved = self._proved(model, forward, batch, parts, index, reads)
+                with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
+                    proved = self._proved(model, forward, batch, parts, reads, may_leave=before is not None)
             except (Mixes, NeedsValues) as error:
                 raise self._refuse(
                     f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
                 ) from None
-        # What a first forward makes is there now.
         self._before = self._state.snapshot(model, is_kept=True)
+        if proved.is_of_first:
+            return proved
         self._code = Code(model)
         if len(self._known) >= _MOST_SHAPES:
             self._known.clear()
-        self._known[key] = proved
+        proved = dataclasses.replace(proved, decisions=tuple(decisions))
+        known = self._known.setdefault(key, {})
+        if len(known) >= _MOST_SHAPES:
+            known.clear()
+        known[proved.decisions] = proved
         return proved
 
     def _proved(
@@ -114,8 +147,9 @@ class BatchProofs:
         forward: Callable[..., Any],
         batch: AbstractBatch,
         parts: Sequence[tuple[int, int]],
-        index: int,
         reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
     ) -> Proved:
         check_hooks(model, is_inside=False)
         split: list[torch.Tensor] = []
@@ -138,29 +172,52 @@ class BatchProofs:
             module=model,
             allows_randomness=self._allows_randomness,
             allows_votes=True,
-            around=lambda run: _ProofWatch(run, allows_randomness=self._allows_randomness),
+            around=self._watched,
         )
-        proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
-        return self._judged(proof, model, index)
+        try:
+            proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
+        except Leaves as error:
+            if not may_leave:
+                raise
+            proof = error.proof
+        return dataclasses.replace(self._judged(proof, model), is_of_first=may_leave)
 
-    def _judged(self, proof: Proof, model: torch.nn.Module, index: int) -> Proved:
-        output, watch = proof.result
+    @contextlib.contextmanager
+    def _watched(self, run: Run) -> "Iterator[_ProofWatch]":
+        with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
+            yield watch
+
+    def _judged(self, proof: Proof, model: torch.nn.Module) -> Proved:
+        output, _ = proof.result
         loss_key, loss = find_loss(output)
         state = proof.flow.state(loss)
-        if state != Total(index=index) or watch.index_of(loss) != index:
-            proof.flow.layout(loss)
-            raise Mixes("its loss is not one mean or sum over the examples")
+        if not isinstance(state, Total):
+            why = f" ({state.reason})" if isinstance(state, Mixed) else ""
+            raise Mixes(f"its loss is not one mean or sum over the batch{why}")
         check_graph(loss, [*proof.inputs, *model.parameters()])
         joined = set()
         for key, value in items_of(output).items():
             if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
                 joined.add(key)
-        return Proved(joined=frozenset(joined))
+        return Proved(joined=frozenset(joined), means=state.means)
 
     def _owner(self) -> torch.nn.Module:
         model = self._model()
         assert model is not None
         return model
+
+
+@contextlib.contextmanager
+def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
+    """For the time, what can be put back is as it was in `before`, if that is given; then it is again as it is `now`."""
+    if before is None:
+        yield
+        return
+    restore(before)
+    try:
+        yield
+    finally:
+        restore(now)
 
 
 class _ProofWatch(Watch):
@@ -177,12 +234,17 @@ class _ProofWatch(Watch):
         super().noted(term, inputs, is_of_classes=is_of_classes)
         if not isinstance(self._run, Flow):
             return
+        if term.is_contrastive:
+            self._run.put_mixed(
+                term.loss, "the loss has as many classes as the batch has examples: it compares them with each other"
+            )
+            return
         try:
             _check_loss(self._run, inputs, is_of_classes=is_of_classes)
         except Mixes as error:
             self._run.put_mixed(term.loss, f"the loss function {error}")
         else:
-            self._run.put_total(term.loss, len(self.terms) - 1)
+            self._run.put_total(term.loss, None if term.num_terms is None else len(self.terms) - 1)
 
 
 def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:

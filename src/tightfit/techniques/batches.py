@@ -20,7 +20,7 @@ class AbstractBatch(abc.ABC):
 
     def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
         """The stretches of examples, all of one length but for the last, which may be shorter."""
-        size = -(-self.num_examples // num_parts)
+        size = max(1, -(-self.num_examples // num_parts))
         for begin in range(0, self.num_examples, size):
             yield begin, min(self.num_examples, begin + size)
 
@@ -40,6 +40,18 @@ class AbstractBatch(abc.ABC):
         """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
 
 
+def check_rows(what: str, tensor: torch.Tensor) -> None:
+    """Makes sure that a tensor has rows that can be cut out of it.
+
+    Raises:
+        ApplyError: it has not.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise ApplyError(
+            f"{what} is a {'nested' if tensor.is_nested else 'sparse'} tensor, which is not known how to split; leave micro_batches out"
+        )
+
+
 class Batch(AbstractBatch):
     """The arguments of a model: tensors whose first dimension is that of the first tensor are split, those of length one are shared.
 
@@ -53,6 +65,8 @@ class Batch(AbstractBatch):
         tensors = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and v.dim()}
         if not tensors:
             raise ApplyError("the model is called without a tensor that could be split; leave micro_batches out")
+        for name, value in tensors.items():
+            check_rows(f"argument {name}", value)
         first = next(iter(tensors.values()))
         super().__init__(int(first.shape[0]), first.device)
         for name, value in named.items():

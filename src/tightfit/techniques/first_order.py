@@ -20,7 +20,7 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Decorates a `backward(ctx, *gradients)` of an autograd function, of the technique `what`, whose `ctx.refuse` is a `Refuse`.
 
     Raises:
-        ApplyError: (the result) it is run with `create_graph`.
+        ApplyError: (the result) it is run with `create_graph`, or for many gradients at once.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,11 +31,24 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                     f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative; "
                     f"go on without it: tightfit plan --without {what}"
                 )
+            if any(map(_are_many, gradients)):
+                raise ctx.refuse(
+                    f"the program runs one backward pass for many gradients at once (is_grads_batched, vmap), which {what} cannot; "
+                    f"go on without it: tightfit plan --without {what}"
+                )
             return backward(ctx, *gradients)
 
         return once
 
     return decorate
+
+
+def _are_many(gradient: Any) -> bool:
+    """Whether this stands for a batch of gradients, whose operators run once for all of them."""
+    is_tensor = isinstance(gradient, torch.Tensor)
+    return is_tensor and (
+        torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
+    )
 
 
 def check_transforms(what: str, refuse: Refuse) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.batches import AbstractBatch, Instead
+from tightfit.techniques.batches import AbstractBatch, Instead, check_rows
 
 _SHARED = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -20,6 +20,9 @@ class LoadedBatch(AbstractBatch):
 
     def __init__(self, args: Sequence[Any], _: Mapping[str, Any]) -> None:
         (self._batch,) = args
+        for leaf in _leaves(self._batch):
+            if isinstance(leaf, torch.Tensor):
+                check_rows("the batch", leaf)
         first = _first_tensor(self._batch)
         super().__init__(int(first.shape[0]), first.device)
         for leaf in _leaves(self._batch):

@@ -26,8 +26,6 @@ _OF_ELEMENTS = {
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
 }
-# What may stand between the loss function and the loss that a model returns: a scale that all parts share, a cast.
-_SCALES = frozenset({"DivBackward0", "MulBackward0", "ToCopyBackward0"})
 _DRAWS = frozenset(
     {
         *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
@@ -115,29 +113,6 @@ class Watch(TorchFunctionMode):
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
         """Keeps a term; `inputs` are the arguments of the loss function."""
         self.terms.append(term)
-
-    def index_of(self, loss: torch.Tensor) -> int:
-        """Which of the terms `loss` is, up to a scale.
-
-        Raises:
-            ApplyError: it is none, or one that compares the examples of a batch with each other.
-        """
-        node = loss.grad_fn
-        known = {term.loss.grad_fn: index for index, term in enumerate(self.terms)}
-        while node is not None and node not in known:
-            inner = [following for following, _ in node.next_functions if following is not None]
-            node = inner[0] if node.name() in _SCALES and len(inner) == 1 else None
-        if node is None:
-            raise ApplyError(
-                "the loss is not one mean or sum over the batch (of cross_entropy, mse_loss and the like), so parts "
-                "of the batch could give another one; leave micro_batches out"
-            )
-        if self.terms[known[node]].is_contrastive:
-            raise ApplyError(
-                "the loss has as many classes as the batch has examples: it compares them with each other, and parts of the batch would "
-                "give another one; leave micro_batches out"
-            )
-        return known[node]
 
 
 def active_watch() -> Watch | None:

@@ -96,6 +96,9 @@ class SplitForward:
     @torch._disable_dynamo
     def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._batch_of(args, kwargs)
+        if not batch.num_examples:
+            # There is nothing to hold, and a mean of nothing is what torch says.
+            return forward(*args, **kwargs)
         # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
         if batch.num_examples < 2 and not self._is_checked:
             raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")
@@ -120,11 +123,12 @@ class SplitForward:
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
             watch = Watch(end - begin, allows_randomness=self._allows_randomness)
+            is_new = proved is None or proved.is_of_first
             try:
-                with watch, Reads() if proved is None else contextlib.nullcontext() as reads:
+                with watch, Reads() if is_new else contextlib.nullcontext() as reads:
                     output = forward(*args, **kwargs)
             except Exception as error:
-                if proved is None and not isinstance(error, TightfitError):
+                if is_new and not isinstance(error, TightfitError):
                     self._refuse_parts_that_raise(forward, batch, error)
                 raise
             if watch.failure is not None:
@@ -138,15 +142,17 @@ class SplitForward:
             _refuse_hooks(self.model, self._refuse)
             aside.take()
             loss_key, loss = find_loss(output)
-            index = watch.index_of(loss)
-            if proved is None:
-                proved = self._proofs.prove(forward, batch, parts, index, None if reads is None else reads.values)
+            values = None if reads is None else reads.values
+            if proved is not None and not is_new and proved.decisions != tuple(decisions):
+                proved = self._proofs.with_decisions(batch, parts, decisions)
+                is_new = proved is None
+                values = self._read(forward, args, kwargs) if is_new else None
+            if proved is None or is_new:
+                proved = self._proofs.prove(forward, batch, parts, decisions, values, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
-            term = watch.terms[index]
+            weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
-            weight = sums.weight_of(term, loss)
-            del term
             with torch.autocast(batch.device.type, enabled=False):
                 torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
@@ -155,9 +161,21 @@ class SplitForward:
             if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
                 self._checks_left -= 1
                 with self._unseen(), paused(), nothing_hidden(self.model):
-                    self._check(forward, batch, index)
+                    self._check(forward, batch, proved.means)
             self._is_checked = True
+        if not sums.are_shares_equal():
+            raise self._refuse(
+                "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share "
+                "than of the rest; leave micro_batches out"
+            )
         return sums, outputs
+
+    @torch.no_grad()
+    def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What the model reads off its tensors for a part."""
+        with self._unseen(), paused(), Reads() as reads:
+            forward(*args, **kwargs)
+        return reads.values
 
     @contextlib.contextmanager
     def _no_steps(self) -> Iterator[None]:
@@ -189,12 +207,12 @@ class SplitForward:
         ) from error
 
     @torch.no_grad()
-    def _check(self, forward: Forward, batch: AbstractBatch, index: int) -> None:
+    def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int]) -> None:
         """Two examples together and one by one must give the same loss: what compares examples, or mixes them, does not."""
         was_training = [module for module in self.model.modules() if module.training]
         if self._allows_randomness:
             self.model.eval()
-        results = []
+        results, comparable = [], True
         for stretches in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
             for begin, end in stretches:
@@ -202,7 +220,8 @@ class SplitForward:
                 with Watch(end - begin, allows_randomness=self._allows_randomness) as watch:
                     output = forward(*args, **kwargs)
                 _, loss = find_loss(output)
-                sums.add(loss, sums.weight_of(watch.terms[index], loss))
+                sums.add(loss, sums.weight_of(means, watch.terms, end - begin, loss))
+            comparable = comparable and sums.are_shares_equal()
             results.append(sums.loss())
         for module in was_training:
             module.training = True
@@ -212,7 +231,7 @@ class SplitForward:
         tolerance = _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
         if torch.is_autocast_enabled(batch.device.type):
             tolerance = _TOLERANCE_OF_HALVES
-        if bool((together - apart).abs() > tolerance * together.abs()):
+        if comparable and bool((together - apart).abs() > tolerance * together.abs()):
             raise self._refuse(
                 f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
                 "the batch; leave micro_batches out"

@@ -8,10 +8,14 @@ from typing import Any, Never
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.totals import ROWS
 from tightfit.errors import ApplyError
 from tightfit.techniques.first_order import Refuse, first_order
 from tightfit.techniques.loss_means import Term
 from tightfit.techniques.value_checks import checksum
+
+# By how much shares of whole numbers, and of sums of class weights, may differ.
+_EXACT, _ROUNDED = 1e-12, 1e-6
 
 SMALL_OUTPUT_BYTES = 16 << 20
 """What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
@@ -59,22 +63,43 @@ class Sums:
         self.unchanged: Unchanged | None = None
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
+        # Of each part what all of its means are over.
+        self._counts: list[list[torch.Tensor | int]] = []
         self._is_mean = True
         self._unit = 1
 
-    def weight_of(self, term: Term, loss: torch.Tensor) -> torch.Tensor:
-        """The weight of a part: the number of its terms, in units of the first part's, so that half precision can hold the sums.
+    def weight_of(
+        self, means: frozenset[int], terms: Sequence[Term], num_examples: int, loss: torch.Tensor
+    ) -> torch.Tensor:
+        """The weight of a part of `num_examples` whose loss functions were `terms` and whose loss is a mean over `means`, or a sum.
 
-        A count that is on the device stays there.
+        It is the number of its terms, in units of the first part's, so that half precision can hold the sums. A count that is on the device stays there.
         """
         dtype = torch.promote_types(loss.dtype, torch.float32)
-        if term.num_terms is None:
+        if not means:
             self._is_mean = False
             return torch.ones((), dtype=dtype, device=loss.device)
-        self._unit = self._unit if self._losses else term.most_terms
-        if isinstance(term.num_terms, torch.Tensor):
-            return term.num_terms.to(dtype) / self._unit
-        return torch.full((), term.num_terms / self._unit, dtype=dtype, device=loss.device)
+        counts = [_count(terms, mean, num_examples) for mean in sorted(means)]
+        self._counts.append(counts)
+        if not self._losses:
+            self._unit = num_examples if ROWS in means else terms[min(means)].most_terms
+        if isinstance(counts[0], torch.Tensor):
+            return counts[0].to(dtype) / self._unit
+        return torch.full((), counts[0] / self._unit, dtype=dtype, device=loss.device)
+
+    def are_shares_equal(self) -> bool:
+        """Whether each part has the same share in all means: else one weight is not right for all of them. Counts on the device are read."""
+        if not self._counts or len(self._counts[0]) < 2 or isinstance(self._losses[0], FakeTensor):
+            return True
+        if all(isinstance(count, int) for counts in self._counts for count in counts):
+            table = torch.tensor(self._counts, dtype=torch.float64)
+        else:
+            device = self._losses[0].device
+            rows = [[torch.as_tensor(c, dtype=torch.float64, device=device) for c in each] for each in self._counts]
+            table = torch.stack([torch.stack(row) for row in rows])
+        shares = table / table.sum(0)
+        is_rounded = any(isinstance(c, torch.Tensor) and c.is_floating_point() for c in self._counts[0])
+        return bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all())
 
     def add(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """One more part. The mean over no terms is no number, and counts for nothing."""
@@ -92,6 +117,12 @@ class Sums:
 
     def _total(self) -> torch.Tensor:
         return torch.stack(self._weights).sum()
+
+
+def _count(terms: Sequence[Term], mean: int, num_examples: int) -> torch.Tensor | int:
+    found = num_examples if mean == ROWS else terms[mean].num_terms
+    assert found is not None
+    return found
 
 
 @dataclasses.dataclass(slots=True)

@@ -15,11 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.deaths import WeakTable
 from tightfit.devices.device import Device
+from tightfit.effects.fingerprints import paused
 from tightfit.effects.holders import PLAIN
-from tightfit.errors import ApplyError
+from tightfit.errors import ApplyError, TightfitError
+from tightfit.faults import is_ours
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
 from tightfit.techniques.first_order import are_transforms_active
+from tightfit.techniques.forwards import plain_forwards
 from tightfit.techniques.innermost import module_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -102,10 +105,23 @@ class _Tiles:
         dim = _dimension(value, self._num_tiles)
         if dim is None:
             return forward(*args, **kwargs)
+        try:
+            return self._in_tiles(forward, value, dim, args[1:], kwargs)
+        except Exception as error:
+            self._refuse_tiles_that_raise(error, forward, args, kwargs)
+            raise
+
+    def _in_tiles(
+        self,
+        forward: Callable[..., Any],
+        value: torch.Tensor,
+        dim: int,
+        others: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
         tiles = _cut(value.shape[dim], self._num_tiles)
         module = module_of(forward)
         # What runs a tile lives as long as the graph: it must not hold the whole input, which a module around this one may drop.
-        others = args[1:]
 
         def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
             return forward(part, *others, **kwargs)
@@ -124,6 +140,22 @@ class _Tiles:
             is_checked=proofs.is_checked,
         )
         return run_tiled(tiling, value)
+
+    def _refuse_tiles_that_raise(
+        self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuses where a tile raises what the whole does not; what the whole raises too is the program's own."""
+        if is_ours(error) or isinstance(error, TightfitError | MemoryError | RecursionError | torch.OutOfMemoryError):
+            return
+        try:
+            with plain_forwards(), paused():
+                forward(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - that of the tile is raised
+            return
+        told = " ".join(str(error).split())
+        raise self._refusal(
+            f"raises {type(error).__name__} for some of its tokens, and not for all ({told})"
+        ) from error
 
     def _refusal(self, why: str) -> ApplyError:
         return self._verdict.refuse(

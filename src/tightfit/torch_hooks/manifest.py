@@ -134,6 +134,13 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
+NODE_HOOK = Name(
+    module="torch.autograd.function",
+    kind="_HookMixin",
+    name="_register_hook",
+    purpose="to tell whether code that is to run in parts hooks nodes of its graph",
+    versions=_TORCH,
+)
 SET_VERSIONS = Name(
     module="torch._C._autograd",
     name="_unsafe_set_version_counter",
@@ -157,5 +164,6 @@ REPLACED = (
     CUDA_IS_AVAILABLE,
     TENSOR_HOOK,
     RETAIN_GRAD,
+    NODE_HOOK,
 )
 READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, SET_VERSIONS, STORAGE_USES)

@@ -8,6 +8,8 @@ READ: dict[str, str] = {
     "torch._C.DisableTorchFunctionSubclass": "operators on such tensors without their own rules",
     "torch._C._autograd._saved_tensors_hooks_is_enabled": "whether the program has switched off hooks for saved tensors",
     "torch._C._are_functorch_transforms_active": "to refuse what torch.func transforms would see",
+    "torch._C._functorch.is_batchedtensor": "to refuse backward passes for many gradients at once",
+    "torch._C._functorch.is_legacy_batchedtensor": "to refuse backward passes for many gradients at once",
     "torch._C._functorch.peek_interpreter_stack": "to compare nothing within torch.func transforms",
     "torch._disable_dynamo": "to keep the compiler out of code of ours, without importing it before it is needed",
     "torch._foreach_mul_": "to scale gradients in few kernels",

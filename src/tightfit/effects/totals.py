@@ -1,0 +1,109 @@
+"""Sums and means over all rows, and what is linear in them: a loss that is can be put together of those of parts.
+
+The mean of a batch is the mean of its parts' means, each weighted by its share; so is whatever is linear in means, constants included, as the
+shares add up to one. A sum is the sum of the parts' sums, and so is what is linear in sums, without constants. Divided by how many rows there are,
+it is a mean. Only what depends on no row may be a factor.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tightfit.effects.operations import operation_of
+from tightfit.effects.reads import line_of_code
+from tightfit.effects.rows import Mixes, Pattern
+
+if TYPE_CHECKING:
+    from tightfit.effects.dependence import Call, Flow
+
+ROWS = -1
+"""Among the `means` of a `Total`: the mean over rows, each of which counts as much."""
+
+# What is linear in its one argument; in each of the tensors that it puts together; in what it adds up.
+_OF_ONE = frozenset(["neg", "positive", "clone", "_to_copy", "sum", "mean"])
+_TOGETHER = frozenset(["stack", "cat"])
+_ADDS = frozenset(["add", "sub", "rsub", "copy"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """State of a storage whose elements are linear in means over rows, or in sums.
+
+    `means` are the weights by which what parts give is to be averaged: those of the losses of these numbers, each a mean over as many terms as it says,
+    or `ROWS`. Where there is more than one, they must agree. Without any it is a sum. `reason` says where rows came together.
+    """
+
+    means: frozenset[int]
+    reason: str = dataclasses.field(default="", compare=False)
+
+
+def is_sum(state: Any) -> bool:
+    """Whether a state is that of a sum over rows."""
+    return isinstance(state, Total) and not state.means
+
+
+def divides_by_rows(flow: "Flow", call: "Call") -> bool:
+    """Whether the current operator divides by a number that is another one for another number of rows."""
+    if call.name != "div":
+        return False
+    return list(operation_of(call.func, call.arguments, call.outputs).sizes) != list(flow.its_sizes())
+
+
+def total_of(flow: "Flow", call: "Call") -> Total | None:
+    """What an operator gives that takes rows together in a linear way, or works on what does; None where there is nothing of that.
+
+    Raises:
+        Mixes: it works on such, and is not linear in it.
+    """
+    tensors = call.tensors
+    totals = [state for t in tensors if isinstance(state := flow.state(t), Total)]
+    if not totals:
+        return _of_rows(flow, call)
+    constants = [t for t in tensors if not isinstance(flow.state(t), Total)]
+    is_known = call.func.namespace == "aten" and not any(map(flow.depends, constants))
+    has_grown = any(flow.grown(number, output) for number, output in enumerate(call.outputs))
+    is_floating = all(output.is_floating_point() for output in call.outputs)
+    if not is_known or has_grown or not is_floating or not _is_linear(flow, call, len(totals)):
+        raise Mixes(totals[0].reason)
+    if call.name in _ADDS:
+        other = call.get("other")
+        constants += [other] if isinstance(other, int | float) and other else []
+    return _together(flow, call, totals, constants)
+
+
+def _of_rows(flow: "Flow", call: "Call") -> Total | None:
+    """The sum or mean of something that each row has its own of."""
+    if call.name not in ("sum", "mean") or not isinstance(flow.state(call["self"]), Pattern):
+        return None
+    tensor = call["self"]
+    layout, dims = flow.layout(tensor), call.get("dim")
+    assert layout is not None
+    dims = [dims] if isinstance(dims, int) else dims
+    if dims and layout.dim not in [dim % tensor.dim() for dim in dims]:
+        return None
+    if any(flow.grown(number, output) for number, output in enumerate(call.outputs)):
+        raise Mixes("works along the rows")
+    line = line_of_code()
+    means = frozenset({ROWS}) if call.name == "mean" else frozenset[int]()
+    return Total(means=means, reason=f"{call.func} works along the rows{f' at {line}' if line else ''}")
+
+
+def _is_linear(flow: "Flow", call: "Call", num_totals: int) -> bool:
+    name = call.name
+    if name == "mul":
+        return num_totals == 1
+    if name == "div":
+        return num_totals == 1 and isinstance(flow.state(call["self"]), Total) and call.get("rounding_mode") is None
+    return name in _OF_ONE or name in _TOGETHER or name in _ADDS
+
+
+def _together(flow: "Flow", call: "Call", totals: Sequence[Total], constants: Sequence[Any]) -> Total:
+    first = totals[0]
+    if call.name == "div" and divides_by_rows(flow, call):
+        return dataclasses.replace(first, means=frozenset({ROWS}))
+    # What works in place may leave something of what was there before.
+    stays = call.func._schema.is_mutable and not isinstance(flow.state(call["self"]), Total)
+    has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
+    if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):
+        raise Mixes(first.reason)
+    return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)))

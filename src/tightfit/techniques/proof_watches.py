@@ -1,0 +1,29 @@
+"""What a proof about code that is to run in parts must see besides its operators: the hooks that it puts on nodes of its graph."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tightfit.effects.dependence import Run
+from tightfit.effects.reads import line_of_code
+from tightfit.torch_hooks.node_hooks import on_node_hooks
+
+
+@contextlib.contextmanager
+def without_node_hooks(run: Run) -> Iterator[None]:
+    """Fails `run` at a hook on a node, which would see the gradients of each part instead of those of the whole."""
+    owner = _Refusing(run)
+    leave = on_node_hooks(owner)
+    try:
+        yield
+    finally:
+        leave()
+
+
+class _Refusing:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def before_node_hook(self, hook: Any) -> None:
+        line = line_of_code()
+        raise self._run.fail(f"puts a hook on a gradient{f' at {line}' if line else ''}")
