@@ -33,6 +33,7 @@ from tightfit.effects.state import (
 )
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import CHECK_STEPS, Verdict
+from tightfit.torch_hooks.backward import keeps_graph
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -234,6 +235,7 @@ class Call:
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
         self._first: list[Fingerprint] | None = None
+        self._is_used_up = False
 
     def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a checkpoint enters around the first run and around each later one; what `inner` gives sees the module's operators alone."""
@@ -247,9 +249,10 @@ class Call:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
-            if num_runs > 2 and self._owner.is_selective:
+            if self._is_used_up and self._owner.is_selective:
                 raise self._owner.refusal("is gone through backwards twice, and what is kept of it serves once")
             if num_runs > 1:
+                self._is_used_up = not keeps_graph()
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._compared(), self._told_of_mismatches():
