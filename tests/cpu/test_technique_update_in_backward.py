@@ -197,6 +197,64 @@ def test_a_parameter_that_somebody_else_reads_after_its_gradient_is_updated_at_t
     assert run[1] == {"off the module": 12, "by data": 12 + 9}.get(how, run[1]) or begin == 0
 
 
+@pytest.mark.parametrize("is_written", ["in place", "by data", "by numpy"])
+@pytest.mark.parametrize("what", ["batch", "weight", "frozen weight", "mask"])
+def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anything_is_updated(what, is_written):
+    torch.manual_seed(0)
+    model = Masked()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    hooked(model, optimizer)
+    batch = torch.randn(2, 3)
+    written = {"batch": batch, "weight": model.last.weight, "frozen weight": model.frozen.weight, "mask": model.mask}
+
+    def step(writes: bool) -> None:
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        with torch.no_grad():
+            if writes and is_written == "in place":
+                written[what].mul_(3.0)
+            elif writes and is_written == "by data":
+                written[what].data.mul_(3.0)
+            elif writes:
+                written[what].detach().numpy()[:] *= 3.0
+        before.clear()
+        before.extend(p.detach().clone() for p in model.parameters())
+        optimizer.step()
+
+    before: list[torch.Tensor] = []
+    for _ in range(3):
+        step(writes=False)
+    with pytest.raises(ApplyError, match="written to|other gradients|ended with an error"):
+        step(writes=True)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class Masked(torch.nn.Module):
+    """Layers that are trained around one that is not, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = (torch.nn.Linear(3, 3) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.first(x) * self.mask)))
+
+
+def test_what_is_written_between_backward_pass_and_step_and_has_no_part_in_it_is_no_reason_to_refuse():
+    model = Masked()
+    model.register_buffer("num_steps", torch.zeros(()))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    session = hooked(model, optimizer)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        model.num_steps += 1
+        optimizer.step()
+    assert session.statistics["parameters updated in backward"] == 5 * 4
+
+
 def test_trying_out_leaves_every_bit_of_parameters_and_their_versions():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
         parameter = torch.randn(7, 5).to(dtype)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import Deferred, deferred_gradient
+from tightfit.techniques.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
 
@@ -23,7 +24,6 @@ REMEDY = "leave updates in the backward pass out of the plan"
 
 # The parameter and the object that stands for its memory in Python.
 _USES_OF_ITS_OWN = 2
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Told = Callable[[torch.Tensor], None]
 
@@ -36,13 +36,20 @@ _SAME_NORM_ON_A_CARD = 1e-3
 class KeptPass:
     """The graph of `backward`, and what stands for its gradients.
 
-    `buffers` are those of the model: what a further run writes to them (batch norms in a recomputation) is taken back.
+    `buffers` are those of the model: what a further run writes to them (batch norms in a recomputation) is taken back. `others` are tensors that
+    the pass may read and the program may write to, such as its batch.
     """
 
     def __init__(
-        self, backward: BackwardPass, buffers: Collection[torch.Tensor], refuse: Callable[[str], ApplyError]
+        self,
+        backward: BackwardPass,
+        buffers: Collection[torch.Tensor],
+        others: Collection[torch.Tensor],
+        refuse: Callable[[str], ApplyError],
     ) -> None:
         self.backward = backward
+        self._others = others
+        self._contents: Contents | None = None
         self.gradients: dict[torch.Tensor, Deferred] = {}
         self._buffers = buffers
         self._refuse = refuse
@@ -79,6 +86,7 @@ class KeptPass:
             raise
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
         self._versions = [(t, t._version) for t in (*parameters, *given)]
+        self._contents = Contents((*parameters, *given, *self._buffers, *self._others))
         return result
 
     @property
@@ -134,6 +142,10 @@ class KeptPass:
 
         self._run_again(waiting, used, is_last=True)
         return updated
+
+    def may_be_other(self) -> bool:
+        """Whether anything that the pass is known to read was written to since its first run."""
+        return self._contents is None or self._contents.have_changed()
 
     def runs_own_code(self) -> bool:
         """Whether the graph has an autograd function in Python that is neither torch's nor ours: its backward pass may read what it likes."""
@@ -302,7 +314,7 @@ def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     whole = parameter.detach()
     whole = torch.view_as_real(whole) if whole.is_complex() else whole
-    integer = _INTEGERS[whole.element_size()]
+    integer = INTEGERS[whole.element_size()]
     wide = torch.promote_types(whole.dtype, torch.float32)
     mean = torch.linalg.vector_norm(whole, 1, dtype=wide) / max(1, whole.numel())
     infinity = torch.full((), torch.inf, dtype=whole.dtype, device=whole.device).view(integer)

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.forwards import OnlyHere
 from tightfit.techniques.kept_passes import REMEDY, KeptPass, told_of_gradients
 from tightfit.techniques.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
@@ -77,6 +79,7 @@ class Updates:
         self.session = session
         self._steppers = {o: _Stepper(update=update, updates_all=updates_all) for o, update in updates.items()}
         self._kept: list[KeptPass] = []
+        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
         self._num_checked = 0
         self._num_read = 0
         self._why_kept = ""
@@ -86,6 +89,7 @@ class Updates:
         """Hooks the optimizers, and has backward passes told, until the session is undone."""
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
+        self.session.wrap_forward(self.session.model, _Inputs(self))
         leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
 
         def leave() -> None:
@@ -149,7 +153,10 @@ class Updates:
             if (live := known()) is not None:
                 live._make_all()
 
-        kept = KeptPass(backward, list(self.session.model.buffers()), _weakly(self))
+        model = self.session.model
+        frozen = [parameter for parameter in model.parameters() if parameter not in reached]
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
+        self._inputs.clear()
         result = kept.run_first(reached, zeroed, make_all)
         self._kept.append(kept)
         return result
@@ -267,13 +274,18 @@ class Updates:
         return updated
 
     def _can_update_in(self, kept: KeptPass) -> bool:
-        """Whether a pass makes the same gradients when parameters change as soon as theirs are there: tried out in the first steps, and wherever
-        a function of the program's own may read what it likes.
+        """Whether a pass makes the same gradients when parameters change as soon as theirs are there: tried out in the first steps, where
+        anything was written to since, and where a function of the program's own may read what it likes.
         """
-        if self._num_checked >= self.session.check_steps and not (self.session.check_steps and kept.runs_own_code()):
+        if not self.session.check_steps:
             return True
+        is_known = self._num_checked >= self.session.check_steps
         self._num_checked += 1
-        return kept.try_out()
+        return (is_known and not kept.runs_own_code() and not kept.may_be_other()) or kept.try_out()
+
+    def model_is_given(self, given: Any) -> None:
+        """The model is called with these arguments."""
+        self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
     def _make_all(self) -> None:
         kept = list(self._kept)
@@ -329,3 +341,18 @@ def _before_other_steps(updates: Updates) -> Callable[[], None]:
     # A hook of torch's own for all optimizers: nothing is replaced.
     handle = register_optimizer_step_pre_hook(before_step)
     return weakref.finalize(updates, handle.remove)
+
+
+class _Inputs(OnlyHere):
+    """Around the model's forward; a copy of the model does without it."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        updates = self._updates()
+        if updates is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            updates.model_is_given((args, kwargs))
+        return forward(*args, **kwargs)
