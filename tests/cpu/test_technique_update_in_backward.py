@@ -194,7 +194,8 @@ def test_a_parameter_that_somebody_else_reads_after_its_gradient_is_updated_at_t
 
     plain, run = weights(technique=False)[0], weights(technique=True)
     torch.testing.assert_close(run[0], plain, rtol=0, atol=0)
-    assert run[1] == {"off the module": 12, "by data": 12 + 9}.get(how, run[1]) or begin == 0
+    # Where it is seen in the first steps, or a function of the program's own runs, no parameter is updated before all gradients are there.
+    assert run[1] == (24 if begin == 0 or how == "off the module" else 12 + 9)
 
 
 @pytest.mark.parametrize("is_written", ["in place", "by data", "by numpy"])

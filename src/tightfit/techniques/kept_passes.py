@@ -116,31 +116,45 @@ class KeptPass:
         for deferred in self.waiting.values():
             deferred.is_used(f"that cannot be made again: {why}")
 
-    def use(self, update: Told, mine: Collection[torch.Tensor], why: str) -> dict[torch.Tensor, None]:
+    def use(
+        self, update: Told, mine: Collection[torch.Tensor], why: str, *, through_host: bool
+    ) -> dict[torch.Tensor, None]:
         """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
 
         The gradients of others are left where the script finds them, and so are those of parameters whose memory somebody else holds as well.
-        Returns the parameters that were updated.
+        With `through_host` nothing is updated before all gradients have come: they wait in the host's memory, and return one by one. Returns the
+        parameters that were updated.
 
         Raises:
             ApplyError: a gradient is not that of the first run; its parameter is not updated.
         """
         waiting, updated = self.waiting, dict[torch.Tensor, None]()
+        on_host: dict[torch.Tensor, torch.Tensor] = {}
 
-        def used(parameter: torch.Tensor) -> None:
+        def update_and_free(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
             deferred = waiting[parameter]
-            gradient = self._compared(parameter, deferred)
-            self.check_same()
-            if parameter not in mine or is_held_elsewhere(parameter):
-                deferred.is_made(gradient)
-                return
             norm = _norm(gradient) if deferred.norm is None or deferred.changes else deferred.norm
             update(parameter)
             updated[parameter] = None
             deferred.is_used(why, norm)
             deferred.put(parameter)
 
+        def used(parameter: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            gradient = self._compared(parameter, deferred)
+            self.check_same()
+            if parameter in mine and through_host:
+                on_host[parameter] = gradient.cpu()
+                deferred.put(parameter)
+            elif parameter not in mine or is_held_elsewhere(parameter):
+                deferred.is_made(gradient)
+            else:
+                update_and_free(parameter, gradient)
+
         self._run_again(waiting, used, is_last=True)
+        for parameter in list(on_host):
+            gradient = parameter.grad = on_host.pop(parameter).to(parameter.device)
+            update_and_free(parameter, gradient)
         return updated
 
     def may_be_other(self) -> bool:

@@ -5,6 +5,7 @@ still in eight bits.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, final
 
@@ -25,7 +26,6 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
 _NUM_COPIES_IN_UPDATE = 4
-_MARK = "tightfit: seen"
 _KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides the optimizer's own
 
 
@@ -74,10 +74,10 @@ class PureBf16(AbstractTechnique):
             raise ApplyError(
                 "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
             )
-        if any(_is_accumulator_held(p) for p in lowered):
+        if _are_accumulators_held(lowered):
             raise ApplyError(
-                "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, a hook on such a node, or a graph that is not "
-                "run yet), which a cast replaces; leave pure_bf16 out of the plan"
+                "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
+                "replaces; leave pure_bf16 out of the plan"
             )
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
@@ -161,17 +161,12 @@ def _raise(
     _set_data(tensor, tensor.detach().float() if value is None else value)
 
 
-def _is_accumulator_held(parameter: torch.Tensor) -> bool:
-    """Whether anybody keeps the node that accumulates the gradient of a parameter: otherwise torch makes another one for each graph."""
-    if not parameter.requires_grad:
-        return False
-    _accumulator(parameter).metadata[_MARK] = True
-    return _accumulator(parameter).metadata.pop(_MARK, False)
-
-
-def _accumulator(parameter: torch.Tensor) -> Any:
+def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the program keeps a node that accumulates the gradient of one of the parameters, and not only a graph does."""
     with torch.enable_grad():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        # A view's graph leads to the node that is there, or to a new one.
+        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
+    return any(holder is not nodes for holder in gc.get_referrers(*nodes))
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -81,6 +81,7 @@ class Updates:
         self._kept: list[KeptPass] = []
         self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
         self._num_checked = 0
+        self._reads_later = False
         self._num_read = 0
         self._why_kept = ""
         self.is_over = False
@@ -255,12 +256,11 @@ class Updates:
             return {}
         (kept,) = mine
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
-        if not self._can_update_in(kept):
-            self._make_all()
-            self._why_kept = "it needs parameters after their gradients"
-            return {}
+        through_host = not self._can_update_in(kept)
         try:
-            updated = kept.use(lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED)
+            updated = kept.use(
+                lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED, through_host=through_host
+            )
         except BaseException:
             self.session.refuse(
                 f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
@@ -274,14 +274,22 @@ class Updates:
         return updated
 
     def _can_update_in(self, kept: KeptPass) -> bool:
-        """Whether a pass makes the same gradients when parameters change as soon as theirs are there: tried out in the first steps, where
-        anything was written to since, and where a function of the program's own may read what it likes.
+        """Whether parameters may be updated within the second pass: not in the first steps, in which that is tried out, nor where anything was
+        written to since the first pass, or where a function of the program's own may do and read what it likes.
         """
+        if self._num_checked < self.session.check_steps:
+            self._num_checked += 1
+            self._reads_later = self._reads_later or not kept.try_out()
+            return False
         if not self.session.check_steps:
             return True
-        is_known = self._num_checked >= self.session.check_steps
-        self._num_checked += 1
-        return (is_known and not kept.runs_own_code() and not kept.may_be_other()) or kept.try_out()
+        is_uncertain = self._reads_later or kept.runs_own_code()
+        if is_uncertain:
+            self.session.statistics["backward passes with gradients in host memory"] += 1
+            note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
+            if note not in self.session.notes:
+                self.session.notes.append(note)
+        return not is_uncertain and not kept.may_be_other()
 
     def model_is_given(self, given: Any) -> None:
         """The model is called with these arguments."""
