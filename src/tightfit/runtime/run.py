@@ -35,7 +35,6 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
             own = os.environ.get(ALLOC_CONF)
             os.environ[ALLOC_CONF] = ",".join(part for part in (own, choice.settings["alloc_conf"]) if part)
     from tightfit.runtime.attach import Attachment
-    from tightfit.techniques.updates import check_finished
 
     said: set[str] = set()
 
@@ -53,7 +52,6 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
     try:
         run_script(script)
         _raise_what_was_swallowed()
-        check_finished()
         _check(attachment, say)
     except TightfitError:
         raise

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.first_order import Refuse, first_order
+from tightfit.torch_hooks.backward import keeps_graph
 
 GradientsIn: TypeAlias = Literal["forward", "backward"]
 
@@ -126,8 +127,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
         (gradient,) = grad_outputs
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = ctx.gradients
+            # Where the graph is kept, each pass computes them anew, so that all give the same bits.
+            gradients = None if keeps_graph() else ctx.gradients
             if gradients is None:
+                ctx.gradients = None
                 gradients = _through_vocabulary(ctx, hidden, weight, bias, target, log_sums, gradient)
             else:
                 ctx.gradients = None

@@ -16,9 +16,9 @@ from tightfit.techniques.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.optimizer_tape import OptimizerTape, Stretch, changes
 from tightfit.techniques.state_codecs import MIN_NUMBERS, NUMBERS_PER_PIECE
 from tightfit.techniques.updates_tape import (
+    BACKWARD_SLOT,
     either,
     gradients_used_up,
-    may_update_in_one_pass,
     moments_of_updates,
     obstacle,
     seconds_of_second_pass,
@@ -52,16 +52,15 @@ def coded_options(
 
     Each is there with the optimizer's implementation that runs, tensor by tensor, and with the fused one.
     """
-    clips, one_pass = bool(run.looks_at_gradients), may_update_in_one_pass(run)
-    again = 0.0 if one_pass else seconds_of_second_pass(run)
+    clips, again = bool(run.looks_at_gradients), seconds_of_second_pass(run)
     found = []
     for is_fused in (False, True) if run.family != "other" and run.implementation != "fused" else (False,):
         given = {**(settings or {}), **({"kernel": "fused"} if is_fused else {})}
         seconds = _seconds(run, coding, is_fused=is_fused)
         found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
         if not obstacle(run):
-            changed = _changes_in_backward(run, coding, is_fused=is_fused, one_pass=one_pass)
-            given = {**given, "in_backward": True, "clips": clips, "one_pass": one_pass}
+            changed = _changes_in_backward(run, coding, is_fused=is_fused)
+            given = {**given, "in_backward": True, "clips": clips}
             found.append(_option(technique, given, changed, seconds + again))
     return found
 
@@ -74,7 +73,7 @@ def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, 
         changes=tuple(change for change in changed if change.end > change.begin and change.num_bytes),
         seconds=seconds,
         exact=False,
-        slots=frozenset({"optimizer"}),
+        slots=frozenset({"optimizer", BACKWARD_SLOT} if settings.get("in_backward") else {"optimizer"}),
     )
 
 
@@ -87,13 +86,13 @@ def _changes_of_step(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> t
     return tuple(found)
 
 
-def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool, one_pass: bool) -> tuple[Change, ...]:
+def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     while_updated = list(states_come_early(run, _fraction_left(run, coding)))
     for stretch in run.stretches:
         moments = moments_of_updates(run, run.gradients(stretch)).tolist()
         temporary = _temporary_bytes(run, coding, stretch, is_fused=is_fused).tolist()
         while_updated += changes((at, at + 1, num_bytes) for at, num_bytes in zip(moments, temporary, strict=True))
-    held = either(waiting_for_second_pass(run, in_one_pass=one_pass), tuple(while_updated))
+    held = either(waiting_for_second_pass(run), tuple(while_updated))
     return (*_smaller_states(run, coding), *gradients_used_up(run), *held)
 
 

@@ -130,4 +130,4 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str, settin
         session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
     if given.in_backward:
         updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
-        Updates(session, updates, in_one_pass=given.may_update_in_one_pass, updates_all=True).install()
+        Updates(session, updates, updates_all=True).install()

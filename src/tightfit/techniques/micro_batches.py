@@ -23,6 +23,7 @@ from tightfit.techniques.session import Session
 from tightfit.techniques.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.split_step import split_step
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+from tightfit.techniques.updates_tape import BACKWARD_SLOT
 
 NUMS_PARTS = (2, 4, 8)
 
@@ -64,7 +65,7 @@ class MicroBatches(AbstractTechnique):
                 changes=_changes(run, num_parts),
                 seconds=_seconds(run, num_parts),
                 exact=not draws,
-                slots=frozenset({"batch"}),
+                slots=frozenset({"batch", BACKWARD_SLOT}),
                 is_coarse=True,
                 leaves_share=1 / num_parts,
             )

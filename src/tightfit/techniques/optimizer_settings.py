@@ -12,13 +12,12 @@ _TRUTHS = {True: True, False: False, "True": True, "False": False}
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """`kernel` is the implementation of the optimizer; `in_backward` whether updates run in the backward pass, `clips` whether the script clips
-    gradients by their norm, `one_pass` whether the trace has shown that updates may run in the first backward pass.
+    gradients by their norm. Older plans also say `one_pass`, which nothing has a use for any more.
     """
 
     kernel: Literal["same", "fused"] = "same"
     in_backward: bool = False
     clips: bool = False
-    one_pass: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], **defaults: Any) -> "UpdateSettings":
@@ -30,15 +29,8 @@ class UpdateSettings:
         kernel = settings.get("kernel", "same")
         if kernel not in ("same", "fused"):
             raise ApplyError(f"kernel={kernel!r} is neither 'same' nor 'fused'")
-        truths = {
-            name: _truth(name, settings[name]) for name in ("in_backward", "clips", "one_pass") if name in settings
-        }
+        truths = {name: _truth(name, settings[name]) for name in ("in_backward", "clips") if name in settings}
         return cls(kernel=kernel, **{**defaults, **truths})
-
-    @property
-    def may_update_in_one_pass(self) -> bool:
-        """Whether updates may run in the first backward pass."""
-        return self.one_pass and not self.clips
 
 
 def _truth(name: str, value: Any) -> bool:

@@ -5,6 +5,7 @@ still in eight bits.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, final
 
@@ -72,6 +73,11 @@ class PureBf16(AbstractTechnique):
         if any(p.grad is not None and p.grad._is_view() for p in lowered):
             raise ApplyError(
                 "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
+            )
+        if _are_accumulators_held(lowered):
+            raise ApplyError(
+                "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
+                "replaces; leave pure_bf16 out of the plan"
             )
         updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
         _lower(session, lowered, updates)
@@ -153,6 +159,14 @@ def _raise(
     if plain is not None and version == tensor._version:
         value = plain
     _set_data(tensor, tensor.detach().float() if value is None else value)
+
+
+def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the program keeps a node that accumulates the gradient of one of the parameters, and not only a graph does."""
+    with torch.enable_grad():
+        # A view's graph leads to the node that is there, or to a new one.
+        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
+    return any(holder is not nodes for holder in gc.get_referrers(*nodes))
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

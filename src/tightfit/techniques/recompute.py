@@ -39,6 +39,7 @@ from tightfit.effects.state import (
 )
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.session import CHECK_STEPS, Verdict
+from tightfit.torch_hooks.backward import keeps_graph
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -283,6 +284,7 @@ class Call:
         self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
+        self._is_used_up = False
 
     @property
     def before(self) -> Snapshot:
@@ -301,9 +303,10 @@ class Call:
         def run(kwargs: dict[str, Any], *args: Any) -> Any:
             nonlocal num_runs
             num_runs += 1
-            if num_runs > 2 and self._owner.is_selective:
+            if self._is_used_up and self._owner.is_selective:
                 raise self._owner.refusal("is gone through backwards twice, and what is kept of it serves once")
             if num_runs > 1:
+                self._is_used_up = not keeps_graph()
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
                 with self._compared(), self._told_of_mismatches():

@@ -4,6 +4,7 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 per operator: those that do more than a few operations for each byte are kept.
 """
 
+import copy
 import dataclasses
 import functools
 from collections import Counter
@@ -25,6 +26,7 @@ from tightfit.techniques.blocks import blocks, recompute_option
 from tightfit.techniques.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.torch_hooks.backward import keeps_graph
 
 _PRODUCTS = frozenset({"matmul", "attention", "convolution"})
 
@@ -88,4 +90,27 @@ def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], Abstra
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    first, later = create_selective_checkpoint_contexts(policy)
+    return first, _Later(later, counts)
+
+
+class _Later:
+    """`mode`, torch's own around a second run, which uses up what was kept as it goes; where the graph is kept, all is put back for a third run."""
+
+    def __init__(self, mode: Any, counts: Counter[bool]) -> None:
+        self._mode = mode
+        self._counts = counts
+        self._before: dict[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._counts[True] = 0
+        self._before = {key: copy.copy(kept) for key, kept in self._mode.storage.items()} if keeps_graph() else None
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._mode.__exit__(*error)
+        finally:
+            if self._before is not None:
+                self._mode.storage.update(self._before)
+                self._before = None

@@ -22,6 +22,7 @@ from tightfit.techniques.first_order import Refuse, are_transforms_active
 from tightfit.techniques.loss_means import Watch
 from tightfit.techniques.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.value_checks import has_values, nothing_hidden
+from tightfit.torch_hooks.backward import of_a_part
 
 WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 """Modules that do their own work around the forward and the backward pass of the one inside."""
@@ -153,7 +154,7 @@ class SplitForward:
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
-            with torch.autocast(batch.device.type, enabled=False):
+            with torch.autocast(batch.device.type, enabled=False), of_a_part():
                 torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
             del loss

@@ -1,9 +1,9 @@
 """Each parameter is updated as soon as its gradient is there, and the gradient freed: they are never all alive at once.
 
 Lv et al., "Full parameter fine-tuning for large language models with limited resources" (LOMO, arXiv:2306.09782); the hook is torch's
-`register_post_accumulate_grad_hook`. Clipping by the norm of all gradients needs that norm before the first update: then the backward pass runs
-twice, as in that paper, the first time for the norm alone. So it does wherever the trace does not show that each backward pass is followed by the
-optimizer's step at once, and in the first steps of every run, which show it again.
+`register_post_accumulate_grad_hook`. Clipping by the norm of all gradients needs that norm before the first update, and a step that the script leaves
+out must not be made: so the backward pass runs twice, as in that paper with clipping, the first time for the norms alone, the second time in the
+optimizer's step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 from tightfit.techniques.updates import Updates
 from tightfit.techniques.updates_tape import (
+    BACKWARD_SLOT,
     gradients_used_up,
-    may_update_in_one_pass,
     obstacle,
     seconds_of_second_pass,
     states_come_early,
@@ -32,7 +32,7 @@ from tightfit.techniques.updates_tape import (
 
 @final
 class UpdateInBackward(AbstractTechnique):
-    """Trades kernel launches (all tensors are updated one by one), and with clipping a second backward pass, for the gradients."""
+    """Trades kernel launches (all tensors are updated one by one), and a second backward pass, for the gradients."""
 
     name = "update_in_backward"
     exact = True
@@ -44,23 +44,22 @@ class UpdateInBackward(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """With the implementation of the optimizer that runs, and with the fused one; in two passes where anything comes before the optimizer."""
+        """With the implementation of the optimizer that runs, and with the fused one."""
         run = OptimizerTape(tape, device)
         if not run.stretches or run.updates_in_backward or obstacle(run):
             return []
-        clips, one_pass = bool(run.looks_at_gradients), may_update_in_one_pass(run)
-        longer = waiting_for_second_pass(run, in_one_pass=one_pass)
+        clips, longer = bool(run.looks_at_gradients), waiting_for_second_pass(run)
         kernels = ["same", *(["fused"] if run.family != "other" and run.implementation != "fused" else [])]
-        again = 0.0 if one_pass else seconds_of_second_pass(run)
+        again = seconds_of_second_pass(run)
         return [
             Option(
                 technique=self.name,
                 where="optimizer",
-                settings={"kernel": kernel, "clips": clips, "one_pass": one_pass},
+                settings={"kernel": kernel, "clips": clips},
                 changes=(*_changes(run, kernel), *longer),
                 seconds=_update_seconds(run, kernel) - run.seconds + again,
                 exact=self.exact,
-                slots=frozenset({"optimizer"}),
+                slots=frozenset({"optimizer", BACKWARD_SLOT}),
             )
             for kernel in kernels
         ]
@@ -87,7 +86,7 @@ class UpdateInBackward(AbstractTechnique):
             if settings.kernel == "fused":
                 set_kernel(session, optimizer, "fused")
         updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
-        Updates(session, updates, in_one_pass=settings.may_update_in_one_pass).install()
+        Updates(session, updates).install()
 
 
 def _update_seconds(run: OptimizerTape, kernel: str) -> float:

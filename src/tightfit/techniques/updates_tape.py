@@ -12,7 +12,8 @@ from tightfit.techniques.optimizer_tape import OptimizerTape, changes, levels, r
 # What `torch.nn.utils.clip_grad_norm_` does, in both of its implementations.
 _NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "norm"})
 _SCALING = frozenset({"_foreach_mul_", "mul_"})
-_FEW_BYTES = 64  # a loss that is read, or added to a sum
+BACKWARD_SLOT = "gradients"
+"""What takes over the gradients of a backward pass, of which there can be one: micro-batches have made all of them before it."""
 
 
 def obstacle(run: OptimizerTape) -> str:
@@ -25,28 +26,6 @@ def obstacle(run: OptimizerTape) -> str:
     if looks and not (looks & _NORMS and looks <= _NORMS | _SCALING):
         return f"the script reads them before the optimizer steps ({', '.join(sorted(looks))})"
     return ""
-
-
-def may_update_in_one_pass(run: OptimizerTape) -> bool:
-    """Whether nothing on the tape comes between a backward pass and the optimizer that could read or change a gradient or a parameter.
-
-    A tape does not say which tensors an operator reads, so any that reads or writes more than a few numbers counts.
-    """
-    operators = run.tape.operators
-    for stretch in run.stretches:
-        backward = np.flatnonzero(operators.phase[: stretch.begin] == Phase.BACKWARD)
-        between = slice(int(backward[-1]) + 1 if len(backward) else stretch.begin, stretch.begin)
-        if (np.maximum(operators.bytes_read, operators.bytes_written)[between] > _FEW_BYTES).any():
-            return False
-    return not any(phase == Phase.FORWARD for phase in _phases_before_steps(run))
-
-
-def _phases_before_steps(run: OptimizerTape) -> list[int]:
-    """What comes last before each run of the optimizer, of forward and backward passes."""
-    phases = run.tape.operators.phase
-    passes = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
-    before = np.searchsorted(passes, [stretch.begin for stretch in run.stretches]) - 1
-    return phases[passes[before[before >= 0]]].tolist()
 
 
 def seconds_of_second_pass(run: OptimizerTape) -> float:
@@ -86,11 +65,9 @@ def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change
     return (*changes(early, fraction), *changes(late, fraction))
 
 
-def waiting_for_second_pass(run: OptimizerTape, *, in_one_pass: bool) -> tuple[Change, ...]:
-    """What the backward pass frees as it goes is still needed by the second one while the first one runs; `in_one_pass`, in the first step only."""
+def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
+    """What the backward pass frees as it goes is still needed by the second one while the first one runs."""
     passes = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
-    if in_one_pass:
-        passes = [each for each in passes if each[0] < run.stretches[0].begin_event]
     activation = run.tape.storages.category == Category.ACTIVATIONS
     found: list[Change] = []
     for begin, end in passes:

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from tightfit.faults import note
-from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, RUN_BACKWARD
+from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, RUN_BACKWARD
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 _AccumulateGrad: type = ACCUMULATE_GRAD.value()
@@ -37,8 +38,8 @@ class BackwardPass:
     """One call of the engine.
 
     `accumulates` is False for `torch.autograd.grad`, which returns gradients and adds them to nothing. `inputs` are the tensors or edges that
-    alone get gradients; empty where all leaves do. A pass is nested when it runs within another one, as in a recomputation, and shared when it
-    reaches parameters of another owner as well.
+    alone get gradients; empty where all leaves do. A pass is nested when it runs within another one, as in a recomputation, of a part when it
+    runs in `of_a_part`, and shared when it reaches parameters of another owner as well.
     """
 
     roots: Sequence[Any]
@@ -47,6 +48,7 @@ class BackwardPass:
     creates_graph: bool
     accumulates: bool
     is_nested: bool
+    is_of_part: bool
     is_shared: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -79,6 +81,25 @@ class BackwardPass:
         if keeps_graph is None or keeps_graph == self.keeps_graph:
             return self.args
         return (*self.args[:2], keeps_graph, *self.args[3:])
+
+
+# One for each `of_a_part` that is entered.
+_parts: list[None] = []
+
+
+@contextmanager
+def of_a_part() -> Iterator[None]:
+    """While this lasts, backward passes are those of parts of one that the program will run: their gradients are not yet what it gets."""
+    _parts.append(None)
+    try:
+        yield
+    finally:
+        _parts.pop()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that this is called within keeps its graph, so that it may be gone through once more."""
+    return GRAPH_TASK_ID.value()() == -1 or bool(KEEPS_GRAPH.value()())
 
 
 def on_backward(owner: BackwardOwner) -> Leave:
@@ -127,7 +148,8 @@ def _around(
         keeps_graph=bool(args[2]),
         creates_graph=bool(args[3]),
         accumulates=bool(kwargs.get("accumulate_grad")),
-        is_nested=torch._C._current_graph_task_id() != -1,
+        is_nested=GRAPH_TASK_ID.value()() != -1,
+        is_of_part=bool(_parts),
         is_shared=is_shared,
         args=args,
         kwargs=kwargs,

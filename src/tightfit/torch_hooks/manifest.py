@@ -126,6 +126,19 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
+KEEPS_GRAPH = Name(
+    module="torch._C._autograd",
+    name="_get_current_graph_task_keep_graph",
+    purpose="to tell whether a graph may be gone through once more",
+    versions=_TORCH,
+)
+NODE_HOOK = Name(
+    module="torch.autograd.function",
+    kind="_HookMixin",
+    name="_register_hook",
+    purpose="to tell which graphs have hooks on their nodes, before one is run twice or in parts",
+    versions=_TORCH,
+)
 TENSOR_HOOK = Name(
     module="torch",
     kind="Tensor",
@@ -134,13 +147,6 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
-NODE_HOOK = Name(
-    module="torch.autograd.function",
-    kind="_HookMixin",
-    name="_register_hook",
-    purpose="to tell whether code that is to run in parts hooks nodes of its graph",
-    versions=_TORCH,
-)
 SET_VERSIONS = Name(
     module="torch._C._autograd",
     name="_unsafe_set_version_counter",
@@ -150,7 +156,7 @@ SET_VERSIONS = Name(
 STORAGE_USES = Name(
     module="torch._C",
     name="_storage_Use_Count",
-    purpose="to tell a gradient that somebody else has a view of",
+    purpose="to tell memory that somebody else has a view of",
     versions=_TORCH,
 )
 
@@ -166,4 +172,4 @@ REPLACED = (
     RETAIN_GRAD,
     NODE_HOOK,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, SET_VERSIONS, STORAGE_USES)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, SET_VERSIONS, STORAGE_USES)

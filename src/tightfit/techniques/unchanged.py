@@ -1,0 +1,48 @@
+"""Whether tensors are what they were, also where they were written to past their versions (`.data`, numpy, another process)."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A type of as many bytes as an element has."""
+
+
+class Contents:
+    """What `tensors` have in them now: where, in which version, and a sum over their bits."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # What has no storage of its own is a matter of whoever made it.
+        self._tensors = [t for t in dict.fromkeys(tensors) if type(t) in _PLAIN and t.layout == torch.strided]
+        self._places = [_place(tensor) for tensor in self._tensors]
+        self._sums = _sums(self._tensors)
+
+    def have_changed(self) -> bool:
+        """Whether any of them was written to, or given other memory. Waits for the device."""
+        if [_place(tensor) for tensor in self._tensors] != self._places:
+            return True
+        now = _sums(self._tensors)
+        return any(not torch.equal(now[device], before) for device, before in self._sums.items())
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version, tensor.shape
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+                found.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+        return {device: torch.stack(sums) for device, sums in found.items()}
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return whole.view(INTEGERS[whole.element_size()]).sum(dtype=torch.int64)
