@@ -212,7 +212,7 @@ def _resolving(replay: _Replay) -> Callable[..., Any]:
     return run
 
 
-def _nothing(_: Any) -> None:
+def _nothing(_: Any) -> Any:
     """What is kept of a tensor that no backward pass will ask for."""
 
 
