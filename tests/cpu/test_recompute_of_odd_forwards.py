@@ -40,12 +40,17 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def trained(make: Make, *, is_planned: bool, before: Callable[[], None] = lambda: None, **named: Any) -> list[Any]:
+BY_BLOCK = [choice("checkpointing", f"Net.blocks.{n}") for n in range(3)]
+NESTED = [choice("nested_checkpointing", "Net.blocks", begin=0, end=3)]
+
+
+def trained(
+    make: Make, *, is_planned: bool, before: Callable[[], None] = lambda: None, choices: Any = BY_BLOCK, **named: Any
+) -> list[Any]:
     """The losses and gradients of four steps."""
     torch.manual_seed(0)
     model = Net(make, named).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    choices = [choice("checkpointing", f"Net.blocks.{n}") for n in range(3)]
     session = apply_choices(choices, model, [optimizer]) if is_planned else None
     seen: list[Any] = []
     for _ in range(4):
@@ -129,9 +134,23 @@ def by_dual_numbers(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("choices", [BY_BLOCK, NESTED], ids=["by block", "nested"])
 @pytest.mark.parametrize("act", [by_jvp, by_vmap, by_dual_numbers])
-def test_a_block_may_transform_code_inside(act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    check(lambda: Doing(act))
+def test_a_block_may_transform_code_inside(act: Callable[[Any, torch.Tensor], torch.Tensor], choices: Any) -> None:
+    check(lambda: Doing(act), choices=choices)
+
+
+@pytest.mark.parametrize("choices", [BY_BLOCK, NESTED], ids=["by block", "nested"])
+def test_every_run_finds_gradients_on_and_its_input_in_a_graph(choices: Any) -> None:
+    edges: list[Any] = []
+
+    def act(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(layer(x))
+        edges.append(torch.autograd.graph.get_gradient_edge(out))
+        return x + out * (0.5 if torch.is_grad_enabled() else 2.0)
+
+    check(lambda: Doing(act), choices=choices)
+    assert len(edges) == 24
 
 
 def test_a_transform_that_takes_no_hooks_is_refused_in_the_forward() -> None:
@@ -171,6 +190,7 @@ def test_a_block_reads_what_the_one_before_it_left_on_an_object_of_both() -> Non
         shared.value = torch.zeros(())
 
     check(lambda: Doing(act), before=before)
+    check(lambda: Doing(act), before=before, choices=NESTED)
 
 
 def test_a_state_that_a_block_goes_on_with_in_each_of_its_calls() -> None:

@@ -134,6 +134,26 @@ def test_a_model_without_float32_is_refused():
         )
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(
+    "read", [lambda x: x.detach().numpy().sum().item(), lambda x: x.detach().quantile(0.5)], ids=["numpy", "quantile"]
+)
+def test_an_operator_that_knows_no_bfloat16_is_refused_in_the_forward(read, is_part):
+    class Reading(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * read(x)
+
+    model = torch.nn.Sequential(Reading(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    PureBf16().apply(
+        Session(model=model, optimizers=[optimizer]), [choice("pure_bf16", "precision", rounding="stochastic")]
+    )
+    with pytest.raises(
+        ApplyError, match=r"^the model does not run in bfloat16 \(.*\); leave pure_bf16 out of the plan$"
+    ):
+        (model[0] if is_part else model)(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize(("batch_size", "rounding"), [(64, "compensated"), (8192, "stochastic")])
 def test_the_promised_saving_is_near_the_traced_one(batch_size, rounding):
     plain = traced(batch_size=batch_size)

@@ -4,9 +4,11 @@ See `tightfit.techniques.rounding` for both. Optimizer states stay in float32: a
 still in eight bits.
 """
 
+import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, final
 
 import numpy as np
@@ -26,6 +28,8 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # float32 tensors of the size of one parameter while it is updated: itself, its gradient, and the optimizer's two intermediate results.
 _NUM_COPIES_IN_UPDATE = 4
+# What errors of torch's and numpy's say where an operator does not know a type, or two do not go together.
+_ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
 _KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides the optimizer's own
 
 
@@ -87,11 +91,11 @@ class PureBf16(AbstractTechnique):
             session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
             session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
 
+        refuse = functools.partial(session.verdict.refuse, technique=self.name)
         for module in session.model.modules():
             # Scripts call parts of a model as well.
             if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
-                session.wrap_forward(module, _part_in_bfloat16)
-        refuse = functools.partial(session.verdict.refuse, technique=self.name)
+                session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse))
         session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
         for optimizer in session.optimizers:
             session.set(optimizer, "__deepcopy__", _refuse_copy)
@@ -107,19 +111,29 @@ def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 def _whole_in_bfloat16(
     refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    try:
+    with _told_of_types(refuse):
         return _in_bfloat16(forward, *args, **kwargs)
-    except RuntimeError as error:
-        if "BFloat16" not in str(error):
+
+
+@contextlib.contextmanager
+def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
+    """Has errors about types, which the model would not raise in float32, say what is the matter."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not _ABOUT_TYPES.search(str(error)):
             raise
         why = str(error).splitlines()[0]
         raise refuse(f"the model does not run in bfloat16 ({why}); leave pure_bf16 out of the plan") from error
 
 
-def _part_in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _part_in_bfloat16(
+    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """Casts only where float32 comes in: what comes in bfloat16 is of the model's own making."""
     if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
-        return _in_bfloat16(forward, *args, **kwargs)
+        with _told_of_types(refuse):
+            return _in_bfloat16(forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 

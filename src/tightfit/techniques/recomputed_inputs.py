@@ -1,8 +1,8 @@
 """Runs a segment of blocks so that each is computed again in its backward pass, from an input that is itself computed again.
 
 Each block is checkpointed, but where its input would be kept there is a handle. When the last block's second run asks its handle, all blocks before
-it run once more without gradients, from the input of the first, each with the random state of its first run; what they give is kept until their own
-second run takes it. A block whose input is not what the block before it returned begins again, and keeps its input.
+it run once more, saving nothing for a backward pass, from the input of the first, each with the random state of its first run; what they give is
+kept until their own second run takes it. A block whose input is not what the block before it returned begins again, and keeps its input.
 """
 
 import weakref
@@ -51,9 +51,10 @@ class _Replay:
             "enabled": torch.is_autocast_enabled(self._device_type),
         }
         assert self.call is not None, "the first run is over"
-        # The cache is off: what is cast here has no gradients, and would be found by what needs them.
+        # Gradients are on, as code may ask, and kernels are chosen by it. The cache is off: what is cast here has a graph of which nothing was saved.
         with (
-            torch.no_grad(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
             torch.autocast(self._device_type, cache_enabled=False, **autocast),
             torch.random.fork_rng(self._devices, device_type=self._device_type if self._devices else "cuda"),
         ):
@@ -62,7 +63,8 @@ class _Replay:
             args, kwargs = _each(resolved, self.args, self.kwargs)
             with self.call.again():
                 result = self.forward(*args, **kwargs)
-        return result[0] if self.is_tuple else result
+        output = result[0] if self.is_tuple else result
+        return output.detach().requires_grad_(output.requires_grad)
 
     def begins(self, call: Call) -> None:
         """Takes in what the first run sees."""
@@ -208,6 +210,10 @@ def _resolving(replay: _Replay) -> Callable[..., Any]:
         return replay.forward(*args, **kwargs)
 
     return run
+
+
+def _nothing(_: Any) -> Any:
+    """What is kept of a tensor that no backward pass will ask for."""
 
 
 def _each(
