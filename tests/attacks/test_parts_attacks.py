@@ -88,6 +88,24 @@ def _node_hooked(x: torch.Tensor, how: str, hook: Callable[..., object]) -> torc
     return x
 
 
+def _accumulated(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(WIDTH)
+    total += value
+    return total
+
+
+def _written(value: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(WIDTH)
+    torch.Tensor.copy_(total, value)
+    return total
+
+
+def _written_to_view(value: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(2, WIDTH)
+    total[0] = value
+    return total[0]
+
+
 def _later(module: Inner, x: torch.Tensor) -> torch.Tensor:
     return x - module.rate * x.mean((0, 1), keepdim=True)
 
@@ -220,6 +238,10 @@ CASES: dict[str, Case] = {
     "hook on an activation": both(_hooked, REFUSED),
     "as many rows as there are in all": both(lambda m, x: x + torch.zeros(BATCH, 1, 1), REFUSED),
     "cut off from its input": Case(function=lambda m, x: x.detach() * m.small, tiled=REFUSED, parts=RIGHT),
+    "mean added to zeros in place": both(lambda m, x: x - _accumulated(x, x.mean((0, 1))), REFUSED),
+    "mean written to zeros": both(lambda m, x: x - torch.zeros(WIDTH).copy_(x.mean((0, 1))), REFUSED),
+    "mean written to zeros, which are used": both(lambda m, x: x - _written(x.mean((0, 1))), REFUSED),
+    "mean written to a view of zeros": both(lambda m, x: x - _written_to_view(x.mean((0, 1))), REFUSED),
     "hook on a node": both(lambda m, x: _node_hooked(x, "register_hook", lambda inputs, _: tuple(g / (1e-9 + g.norm()) for g in inputs if g is not None)), REFUSED),
     "hook before a node": both(lambda m, x: _node_hooked(x, "register_prehook", lambda outputs: tuple(g / (1e-9 + g.norm()) for g in outputs)), REFUSED),
     "counter": both(_counted, REFUSED),

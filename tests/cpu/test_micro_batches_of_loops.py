@@ -259,7 +259,9 @@ def test_what_parts_cannot_stand_for_is_refused_before_anything_is_trained(
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 output = super().training_step(batch, batch_idx)
                 return (
-                    {"loss": output["loss"] + vars(self).get("add", 0) * output["loss"]} if "add" in changes else output
+                    {"loss": output["loss"] + vars(self).get("add", 0) * output["loss"].square()}
+                    if "add" in changes
+                    else output
                 )
 
         made.append(Changed())

@@ -81,6 +81,12 @@ def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return found | {known[0]: value for known, value in zip(schema_of(func), args, strict=False)} | dict(kwargs)
 
 
+def _written(func: OpOverload, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    given = [arguments.get(name) for name, _, is_written in schema_of(func) if is_written]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
 def key_of(tensor: torch.Tensor) -> int:
     """The storage of a tensor, for as long as it lives."""
     return tensor.untyped_storage()._cdata
@@ -125,7 +131,8 @@ class Run(TorchDispatchMode):
         self._check(func, arguments, tensors)
         if func in READS:
             return self._read(func, tensors)
-        if _is_on_host(func, arguments, tensors):
+        is_on_host = _is_on_host(func, arguments, tensors)
+        if is_on_host:
             out = func(*args, **kwargs)
         else:
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
@@ -133,6 +140,8 @@ class Run(TorchDispatchMode):
             with self.fake:
                 out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not is_on_host:
+            outputs = self._with_written(func, arguments, outputs)
         known = {key_of(t) for t in tensors}
         for output in outputs:
             self._kept.append((output, output.untyped_storage()))
@@ -153,11 +162,20 @@ class Run(TorchDispatchMode):
             is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
             if not is_off:
                 raise self.fail(f"{func} draws random numbers{_at()}")
-        for name, _, is_written in schema_of(func):
-            if is_written:
-                for leaf in tree_leaves(arguments.get(name)):
-                    if isinstance(leaf, torch.Tensor) and key_of(leaf) not in self._born:
-                        raise self.fail(f"{func} writes to a tensor from outside{_at()}")
+        for leaf in _written(func, arguments):
+            if key_of(leaf) not in self._born:
+                raise self.fail(f"{func} writes to a tensor from outside{_at()}")
+
+    def _with_written(
+        self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The outputs of an operator, with what was on the host and is written to in place of the fake tensor that stood in for it."""
+        written = [leaf for leaf in _written(func, arguments) if not isinstance(leaf, FakeTensor)]
+        if not written:
+            return outputs
+        if len(written) != 1 or len(outputs) != 1:
+            raise self.fail(f"{func} writes to several tensors{_at()}")
+        return written
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor]) -> Any:
         self.check_read(func, tensors)
@@ -329,13 +347,7 @@ class Flow(Run):
             raise self.fail(f"{error}{_at()}") from None
 
     def follow(self, call: Call, known: set[int]) -> None:
-        written = {
-            key_of(leaf)
-            for name, _, is_written in schema_of(call.func)
-            if is_written
-            for leaf in tree_leaves(call.get(name))
-            if isinstance(leaf, torch.Tensor)
-        }
+        written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
         for viewed in (o for o in call.outputs if key_of(o) in known - written):

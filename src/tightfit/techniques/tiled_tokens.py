@@ -29,7 +29,9 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, chec
 from tightfit.techniques.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.tile_proofs import TileProofs
 from tightfit.techniques.tiled_tokens_options import tiled_tokens_options
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 
+_graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
 # What is known to look at more than one token, to say so before anything runs.
 _MIXES = (
     torch.nn.modules.conv._ConvNd,
@@ -144,7 +146,12 @@ class _Tiles:
     def _refuse_tiles_that_raise(
         self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Refuses where a tile raises what the whole does not; what the whole raises too is the program's own."""
+        """Refuses where a tile raises what the whole does not; what the whole raises too is the program's own.
+
+        A recomputation raises to end early, and its tiles have run before.
+        """
+        if _graph_task() != -1:
+            return
         if is_ours(error) or isinstance(error, TightfitError | MemoryError | RecursionError | torch.OutOfMemoryError):
             return
         try:
