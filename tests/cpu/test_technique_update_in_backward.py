@@ -225,7 +225,7 @@ def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anyth
     before: list[torch.Tensor] = []
     for _ in range(3):
         step(writes=False)
-    with pytest.raises(ApplyError, match="written to|other gradients|ended with an error"):
+    with pytest.raises(ApplyError, match=r"written to|other gradients|ended with an error"):
         step(writes=True)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
