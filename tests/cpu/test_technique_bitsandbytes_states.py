@@ -19,7 +19,7 @@ from tightfit.techniques.state_codecs import BlockCodec
 
 OURS = {"bits": 8}
 THEIRS = {"bits": 8, "library": "bitsandbytes"}
-IN_BACKWARD = {"in_backward": True, "clips": False, "one_pass": True}
+IN_BACKWARD = {"in_backward": True, "clips": False}
 IS_REAL = importlib.util.find_spec("bitsandbytes") is not None
 
 # What bitsandbytes/_ops.py defines, computed in the plainest way.

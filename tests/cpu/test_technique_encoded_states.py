@@ -21,7 +21,7 @@ from tightfit.techniques.update_in_backward import UpdateInBackward
 LOW_BIT = "tightfit.techniques.low_bit_states:LowBitStates"
 FACTORED = "tightfit.techniques.factored_states:FactoredStates"
 CODINGS = [(LowBitStates, {"bits": 8}), (LowBitStates, {"bits": 4}), (FactoredStates, {})]
-IN_BACKWARD = {"in_backward": True, "clips": False, "one_pass": True}
+IN_BACKWARD = {"in_backward": True, "clips": False}
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
@@ -222,7 +222,7 @@ def test_a_large_state_is_coded_in_pieces_as_it_is_whole(monkeypatch):
             assert torch.equal(codec.decode(name, pieces, value.shape, torch.bfloat16), restored)
 
 
-USED_UP = "in_backward:True+clips:False+one_pass:True"
+USED_UP = "in_backward:True+clips:False"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ USED_UP = "in_backward:True+clips:False+one_pass:True"
         (FACTORED, USED_UP, 0.0),
         (LOW_BIT, "bits:4+kernel:fused", 0.0),
         (LOW_BIT, f"bits:4+kernel:fused+{USED_UP}", 0.0),
-        (LOW_BIT, "bits:8+in_backward:True+clips:True+one_pass:False", 1.0),
+        (LOW_BIT, "bits:8+in_backward:True+clips:True", 1.0),
     ],
 )
 def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):

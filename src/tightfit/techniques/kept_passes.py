@@ -318,8 +318,8 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
 def _is_own(node: Any) -> bool:
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
-    function: type = vars(type(node))["_forward_cls"]
-    return not function.__module__.startswith(("torch.", "tightfit."))
+    kind: Any = type(node)
+    return not kind._forward_cls.__module__.startswith(("torch.", "tightfit."))
 
 
 def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

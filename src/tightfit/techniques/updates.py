@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.first_order import are_transforms_active
 from tightfit.techniques.forwards import OnlyHere
 from tightfit.techniques.kept_passes import REMEDY, KeptPass, told_of_gradients
 from tightfit.techniques.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
@@ -364,6 +365,11 @@ class _Inputs(OnlyHere):
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         updates = self._updates()
-        if updates is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (
+            updates is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not are_transforms_active()
+        ):
             updates.model_is_given((args, kwargs))
         return forward(*args, **kwargs)

@@ -47,6 +47,7 @@ ON_OBJECTS: dict[str, str] = {
     "_buffers": "a module's buffers by name",
     "_cdata": "a number for a storage",
     "_compiled_call_impl": "whether a module was compiled in place",
+    "_forward_cls": "where an autograd function in Python comes from",
     "_is_view": "whether a tensor is a view",
     "_modules": "a module's children by name",
     "_optimizer_step_post_hooks": "the order of an optimizer's hooks",

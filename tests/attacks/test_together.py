@@ -1,0 +1,63 @@
+"""Techniques together on one program: each pair that a plan may have is trained right or refused, and clean programs are trained right."""
+
+import pytest
+import torch
+from tests.attacks.harness import Outcome, run
+from tests.attacks.places import VARIANTS, Variant
+from tests.attacks.registry import attacks
+
+UPDATES = "update in backward"
+TOGETHER = {
+    "micro-batches and updates": ("micro-batches", UPDATES),
+    "selective checkpointing and updates": ("selective checkpointing", UPDATES),
+    "chunked loss and updates": ("chunked loss, gradients in forward", UPDATES),
+    "checkpointing and updates": ("checkpointing", UPDATES),
+    "checkpointing, chunked loss and clipped updates": (
+        "checkpointing",
+        "chunked loss, gradients in backward",
+        "update in backward, clips",
+    ),
+}
+CLEAN = ("plain_loop", "adamw_with_scheduler", "attention_by_hand", "frozen_stem")
+# A recomputation that differs in the middle of the second backward pass, accumulation over parts of batches, and what changes between.
+OTHERS = (
+    "seldom_on_class",
+    "seldom_on_named_class",
+    "seldom_on_enum",
+    "seldom_in_module",
+    "swallowed_accumulation",
+    "no_sync_like",
+    "moments_reset_between",
+    "frozen_between",
+    "data_of_head_later",
+    "data_of_head_and_warm_up",
+    "parameters_share_storage",
+)
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def together(monkeypatch):
+    """Has combinations among the variants of this test, and of no other."""
+    for name, parts in TOGETHER.items():
+        finds = [VARIANTS[part].find for part in parts]
+
+        def find(model, optimizers, finds=finds):
+            return [choice for each in finds for choice in each(model, optimizers)]
+
+        variant = Variant(name=name, technique="", find=find, is_bitwise=False, is_lossy=False)
+        monkeypatch.setitem(VARIANTS, name, variant)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("program", CLEAN)
+def test_a_clean_program_is_trained_right(program: str, name: str) -> None:
+    verdict = run(attacks()[program], name)
+    assert (verdict.outcome, verdict.reason) == (Outcome.RIGHT, "")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("program", OTHERS)
+def test_an_attack_is_trained_right_or_refused(program: str, name: str) -> None:
+    verdict = run(attacks()[program], name)
+    assert verdict.outcome in (Outcome.RIGHT, Outcome.REFUSED, Outcome.NO_PLACE), verdict.reason
