@@ -16,6 +16,7 @@ READ: dict[str, str] = {
     "torch._subclasses.fake_tensor.FakeTensor": "tensors without values",
     "torch._subclasses.fake_tensor.FakeTensorMode": "tensors without values",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException": "operators without a rule for shapes",
+    "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled": "to run no graph twice that gives what it saved as it was",
     "torch.autograd.forward_ad._current_level": "to refuse what forward-mode derivatives would see",
     "torch.cuda.memory._get_memory_metadata": "to leave as it was what is stamped on events of the allocator",
     "torch.cuda.memory._record_memory_history": "torch's own recorder of its allocator",
