@@ -201,11 +201,9 @@ class Updates:
         if backward.is_shared:
             # Each would free the graph that the other is to run again.
             return "a backward pass also reaches parameters that another plan updates"
-        if self._why_kept:
-            return self._why_kept
-        if is_any_node_hooked():
-            return "a node of a graph has a hook"
-        reasons = itertools.chain(map(_reason_of_parameter, reached), map(_reason_of, backward.nodes()))
+        reasons = itertools.chain(
+            (self._why_kept, _reason_of_mode()), map(_reason_of_parameter, reached), map(_reason_of, backward.nodes())
+        )
         return next(filter(None, reasons), "")
 
     def _num_held(self) -> int:
@@ -308,6 +306,12 @@ class Updates:
             self._num_read += 1
         if self._num_read >= _MAX_READ_IN_A_ROW:
             self._why_kept = "gradients are read or added to before the optimizer steps"
+
+
+def _reason_of_mode() -> str:
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+        return "what a graph has saved may be written to"
+    return "a node of a graph has a hook" if is_any_node_hooked() else ""
 
 
 def _reason_of(node: Any) -> str:
