@@ -9,9 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
 from tests.attacks import table
-from tests.attacks.harness import Outcome, run
+from tests.attacks.harness import Outcome
 from tests.attacks.places import VARIANTS
 from tests.attacks.registry import attacks
 
@@ -29,7 +28,6 @@ BAD = (Outcome.WRONG, Outcome.CRASHED)
 
 def main(arguments: list[str]) -> int:
     """One line for each pair that has a place; 1 if one is wrong or crashed."""
-    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="tests.attacks.report", description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--bad", action="store_true", help="only those that are wrong or crashed")
@@ -37,26 +35,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--techniques", help="only those whose names contain one of these, by commas")
     parser.add_argument("--write", action="store_true", help="write known_wrong.py and docs/exactness.md")
     given = parser.parse_args(arguments)
+    begin = time.monotonic()
+    names = [n for n, a in attacks().items() if (not given.names or n in given.names) and given.kind in (None, a.kind)]
+    parts = given.techniques.split(",") if given.techniques else [""]
+    verdicts = table.verdicts_of(names, [v for v in VARIANTS if any(part in v for part in parts)])
     counts: Counter[str] = Counter()
     wrong: dict[tuple[str, str], str] = {}
-    begin = time.monotonic()
-    for name, attack in attacks().items():
-        if (given.names and name not in given.names) or (given.kind and attack.kind != given.kind):
-            continue
-        for variant in VARIANTS:
-            if given.techniques and not any(part in variant for part in given.techniques.split(",")):
-                continue
-            verdict = run(attack, variant)
-            counts[verdict.outcome] += 1
-            if verdict.outcome in BAD:
-                wrong[name, variant] = f"{verdict.outcome}: {verdict.reason}"
-            if verdict.outcome is not Outcome.NO_PLACE and (verdict.outcome in BAD or not given.bad):
-                print(f"{name:32} {variant:36} {verdict.outcome:8} {verdict.reason}", flush=True)
+    for name, variant, verdict in ((n, v, verdict) for n, found in verdicts.items() for v, verdict in found.items()):
+        counts[verdict.outcome] += 1
+        if verdict.outcome in BAD:
+            wrong[name, variant] = f"{verdict.outcome}: {verdict.reason}"
+        if verdict.outcome is not Outcome.NO_PLACE and (verdict.outcome in BAD or not given.bad):
+            print(f"{name:32} {variant:36} {verdict.outcome:8} {verdict.reason}", flush=True)
     print(dict(counts), f"{time.monotonic() - begin:.1f} s", file=sys.stderr)
     if given.write:
         rows = [f"    {pair!r}: {_short(told)!r},\n" for pair, told in wrong.items()]
         KNOWN.write_text(f"{HEAD}{''.join(rows)}}}\n")
-        table.main()
+        table.write(verdicts)
     return int(bool(wrong))
 
 

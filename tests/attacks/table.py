@@ -1,9 +1,12 @@
 """The verdicts as tables in docs/exactness.md: python -m tests.attacks.table writes what lies between the page's markers."""
 
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ from tests.attacks.harness import Outcome, Verdict, run
 from tests.attacks.places import VARIANTS
 from tests.attacks.registry import KINDS, Attack, attacks
 
+Verdicts = Mapping[str, Mapping[str, Verdict]]
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 BEGIN, END = "<!-- attacks: begin -->", "<!-- attacks: end -->"
 CODES = {
@@ -42,9 +46,9 @@ MARKS = {
 }
 
 
-def tables() -> str:
-    """All tables, one for each kind of attack; runs every pair."""
-    return "\n".join(_lines())
+def tables(verdicts: Verdicts) -> str:
+    """All tables, one for each kind of attack."""
+    return "\n".join(_lines(verdicts))
 
 
 def without_reasons(text: str) -> str:
@@ -66,14 +70,26 @@ def summary(num_programs: int, counts: Counter[Outcome]) -> str:
     )
 
 
+def verdicts_of(names: Sequence[str], variants: Sequence[str] = tuple(VARIANTS)) -> Verdicts:
+    """The verdicts on attacks with each technique, by name, found by as many processes as there are processors."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        found = pool.map(_verdicts_of_one, names, itertools.repeat(variants), chunksize=4)
+        return dict(zip(names, found, strict=True))
+
+
+def _verdicts_of_one(name: str, variants: Sequence[str]) -> dict[str, Verdict]:
+    torch.set_num_threads(1)
+    return {variant: run(attacks()[name], variant) for variant in variants}
+
+
 def on_page() -> str:
     """The tables as the page has them."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
 
 
-def _lines() -> Iterator[str]:
+def _lines(verdicts: Verdicts) -> Iterator[str]:
     known = attacks()
-    verdicts = {name: {variant: run(attack, variant) for variant in VARIANTS} for name, attack in known.items()}
     counts = Counter(verdict.outcome for of_attack in verdicts.values() for verdict in of_attack.values())
     yield summary(len(known), counts)
     yield ""
@@ -87,7 +103,7 @@ def _lines() -> Iterator[str]:
                 yield row(attack, verdicts[name])
 
 
-def row(attack: Attack, verdicts: dict[str, Verdict]) -> str:
+def row(attack: Attack, verdicts: Mapping[str, Verdict]) -> str:
     """The row of an attack, with its verdicts by technique."""
     reasons = [verdict.reason for verdict in verdicts.values() if verdict.outcome is Outcome.REFUSED]
     said = reasons[0].replace("|", "\\|") if reasons else ""
@@ -95,14 +111,12 @@ def row(attack: Attack, verdicts: dict[str, Verdict]) -> str:
     return f"| {attack.what} | {marks} | {said} |"
 
 
-def main() -> int:
+def write(verdicts: Verdicts) -> None:
     """Writes the tables into the page."""
-    torch.set_num_threads(1)
     head, _, rest = PAGE.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}")
-    return 0
+    PAGE.write_text(f"{head}{BEGIN}\n\n{tables(verdicts)}\n\n{END}{tail}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write(verdicts_of(list(attacks())))
