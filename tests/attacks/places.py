@@ -132,3 +132,5 @@ def _variants() -> list[Variant]:
 VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _variants()}
 # For programs that count hits, draw lines or use operators that another precision lacks.
 EXACT = tuple(name for name, variant in VARIANTS.items() if not variant.is_lossy)
+# For programs in half precision, where sums in another order are as far off as half precision is.
+BITWISE = tuple(name for name, variant in VARIANTS.items() if variant.is_bitwise)

@@ -5,6 +5,7 @@ instead runs as the closure of that step, which torch calls after all hooks of t
 parameters that were updated, because their gradients are not there, and these are back before the script's next hook.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,6 +38,24 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
         raise ApplyError(
             f"{kind.__name__}(differentiable=True) cannot be stepped apart; leave {technique} out of the plan"
         )
+    if _overlap(p for group in optimizer.param_groups for p in group["params"]):
+        raise ApplyError(
+            f"two parameters of the {kind.__name__} share memory, and cannot be updated apart; leave {technique} out of the plan"
+        )
+
+
+def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether two of them have a byte in common, as views of one buffer may; views that lie side by side do not."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for parameter in parameters:
+        if parameter.layout == torch.strided and parameter.numel():
+            size = parameter.element_size()
+            last = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = int(parameter.storage_offset()) * size
+            in_storage = ranges.setdefault(parameter.untyped_storage()._cdata, [])
+            in_storage.append((begin, begin + (int(last) + 1) * size))
+    ordered = map(sorted, ranges.values())
+    return any(one[1] > other[0] for of_one in ordered for one, other in itertools.pairwise(of_one))
 
 
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:

@@ -31,14 +31,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
     version = -1 if tensor.is_inference() else tensor._version
-    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version, tensor.shape
+    # A nested tensor has several shapes, and no sum over its bits: its version must do.
+    shape = torch.Size() if tensor.is_nested else tensor.shape
+    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version, shape
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
     found: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad(), torch.inference_mode(mode=False):
         for tensor in tensors:
-            if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+            if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta" and not tensor.is_nested:
                 found.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
         return {device: torch.stack(sums) for device, sums in found.items()}
 
