@@ -4,7 +4,6 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,9 +50,10 @@ def tables(verdicts: Verdicts) -> str:
     return "\n".join(_lines(verdicts))
 
 
-def without_reasons(text: str) -> str:
-    """Rows without what refusals say, which may differ in a number from machine to machine."""
-    return re.sub(r"\| [^|]*\|$", "|", text, flags=re.MULTILINE)
+def marks_on_page() -> dict[str, dict[str, str]]:
+    """What the page says of each program, by the line that tells what it does, with each technique."""
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in on_page().splitlines() if line.startswith("| ")]
+    return {cells[0].removeprefix("| "): dict(zip(VARIANTS, cells[1:], strict=False)) for cells in rows}
 
 
 def counts_of_rows(text: str) -> Counter[Outcome]:
