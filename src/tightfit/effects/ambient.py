@@ -62,6 +62,22 @@ def saved_apart() -> AbstractContextManager[Any, None]:
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
 
 
+@contextmanager
+def _entered_apart(mode: Any) -> Iterator[None]:
+    """Enters a copy of a mode: it remembers what was there before it, and may still be entered elsewhere."""
+    if not isinstance(mode, DeviceContext):
+        with copy.copy(mode):
+            yield
+        return
+    # torch enters the program's own within this one, and it would put this one back when the program leaves it.
+    before = mode.prev_mode
+    try:
+        with DeviceContext(mode.device):
+            yield
+    finally:
+        mode.prev_mode = before
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ambient:
     """The settings at one time; `modes` are the function modes that were entered, such as a `torch.device` used as a context."""
@@ -82,8 +98,7 @@ class Ambient:
             with ExitStack() as modes:
                 self._put(now)
                 for mode in self._left(now):
-                    # A copy: the context remembers the device before it, and may still be entered elsewhere.
-                    modes.enter_context(copy.copy(mode))
+                    modes.enter_context(_entered_apart(mode))
                 yield
         finally:
             now._put(Ambient.now())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from tests.attacks.models import BATCH, TOKENS, WIDTH, Block, Net, tokens, train
+from tests.attacks.places import WITHOUT_TILES
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -261,7 +262,7 @@ def lengths_as_argument(t: Trial) -> None:
     train(t, Model([Attending(None), Attending(None)]), batch=lambda step: (*tokens(step), torch.arange(2, 2 + BATCH)))
 
 
-@attack("clean", "an encoder layer of torch's in every block, without dropout")
+@attack("clean", "an encoder layer of torch's in every block, without dropout", only=WITHOUT_TILES)
 def encoder_layers(t: Trial) -> None:
     blocks = [nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
     train(t, Net(blocks))
