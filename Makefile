@@ -35,7 +35,7 @@ sizes:
 	$(BIN)/python tools/check_sizes.py src tests benchmarks tools
 
 units:
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

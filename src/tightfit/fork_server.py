@@ -7,6 +7,7 @@ the server fails, the child is an ordinary one (`tightfit.children`).
     python -m tightfit.fork_server SOCKET PARENT MODULE,MODULE,...
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -22,7 +23,6 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -109,8 +109,13 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
-        # Where the thread or the interpreter ends as well.
-        self.end = weakref.finalize(self, _end, self.process, self.connection, self.asked_by)
+
+    def end(self) -> None:
+        """Ends the process; in a process that was forked from the one that asked for it, only lets go of it."""
+        self.connection.close()
+        if self.asked_by == os.getpid():
+            self.process.kill()
+            self.process.wait()
 
     def serves(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> bool:
         """Whether a child of this one begins as one with that environment would."""
@@ -140,15 +145,14 @@ class _Server:
         return int(said) if said else None
 
 
-def _end(process: "subprocess.Popen[bytes]", connection: socket.socket, asked_by: int) -> None:
-    """Ends a server; in a process that was forked from the one that asked for it, only lets go of it."""
-    connection.close()
-    if asked_by == os.getpid():
-        process.kill()
-        process.wait()
+# By the thread that asked, with whose end Linux ends them.
+_servers: list[tuple[int, _Server]] = []
 
 
-_of_thread = threading.local()
+@atexit.register
+def _end_all() -> None:
+    while _servers:
+        _servers.pop()[1].end()
 
 
 @contextlib.contextmanager
@@ -189,15 +193,18 @@ def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
 
 
 def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server:
-    servers: list[_Server] = _of_thread.__dict__.setdefault("servers", [])
-    for known in servers[:]:
-        if known.serves(environment, preloaded):
+    thread = threading.get_native_id()
+    for owner, known in _servers[:]:
+        if owner == thread and known.serves(environment, preloaded):
             return known
-        if known.preloaded == preloaded and not known.is_busy:
-            servers.remove(known)
+        is_of_no_use = owner == thread and known.preloaded == preloaded and not known.is_busy
+        if is_of_no_use or known.asked_by != os.getpid() or known.process.poll() is not None:
+            # Another thread may have been faster.
+            with contextlib.suppress(ValueError):
+                _servers.remove((owner, known))
             known.end()
     server = _Server(environment, preloaded)
-    servers.append(server)
+    _servers.append((thread, server))
     return server
 
 
