@@ -137,12 +137,15 @@ class _Server:
             socket.send_fds(self.connection, [json.dumps(order).encode()], [1, stderr])
             said = self.connection.recv(_MOST_BYTES)
         except OSError:
-            return None
+            said = b""
         except BaseException:
             # Whether there is a child by now is not known: it ends with the server.
             self.end()
             raise
-        return int(said) if said else None
+        if not said:
+            self.end()
+            return None
+        return int(said)
 
 
 # By the thread that asked, with whose end Linux ends them.
@@ -248,8 +251,9 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(order["folder"]))
-        # What the server may have looked up in its own environment.
+        # What the server may have looked up in its own environment, and what it has listed of folders that have got files since.
         tempfile.tempdir = None
+        importlib.invalidate_caches()
         # As `python -m` has it.
         if sys.path and sys.path[0] == folder:
             sys.path[0] = os.getcwd()

@@ -153,6 +153,24 @@ def test_where_no_server_can_be_had_the_child_is_an_ordinary_one(
     assert (process.returncode, answer["server"], said) == (0, os.getpid(), "on stderr\n")
 
 
+def test_a_child_imports_what_was_written_after_its_server_has_listed_the_folder(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with_import = CHILD.replace("    asked = json", "    import imported_later_by_a_child\n    asked = json")
+    (tmp_path / "another_child_of_the_test.py").write_text(with_import)
+    server = asked(environment)[1]["server"]
+    (tmp_path / "imported_later_by_a_child.py").touch()
+    # As on a file system whose times are coarse: the folder looks as it did when it was listed.
+    at = (tmp_path / "a_child_of_the_test.py").stat().st_mtime_ns
+    os.utime(tmp_path, ns=(at, at))
+    request = Path("request.json")
+    with forked_child(
+        "another_child_of_the_test", request, environment=environment, reads_errors=True, preloaded=("wave",)
+    ) as process:
+        assert process.communicate()[1] == b"on stderr\n"
+    assert json.loads(Path("request.json.answer").read_text())["server"] == server
+
+
 def test_a_server_ends_with_the_thread_that_asked(environment: dict[str, str]) -> None:
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(asked(environment)[1]))
