@@ -14,16 +14,9 @@ from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 WIDTH, LENGTH, BATCH, CLASSES, STEPS = 4, 6, 4, 5, 4
 RIGHT, REFUSED = "right", "refused"
-
-
-@pytest.fixture(autouse=True)
-def in_double_precision():
-    """So that what is missing is told from rounding."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Inner(nn.Module):

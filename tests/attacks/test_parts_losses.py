@@ -12,16 +12,9 @@ from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 
+pytestmark = pytest.mark.usefixtures("in_double_precision")
 WIDTH, LENGTH, BATCH, CLASSES, STEPS = 4, 3, 6, 5, 3
 Loss = Callable[["Net", torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def in_double_precision():
-    """So that what is missing is told from rounding."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Net(nn.Module):
@@ -33,6 +26,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.3))
         self.register_buffer("weights", torch.linspace(0.5, 1.5, CLASSES))
         self.function = function
+        self.at = 0
 
     def forward(self, values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         return self.function(self, self.head(torch.tanh(self.stem(values))), classes)
@@ -169,6 +163,27 @@ def test_what_is_not_is_refused_before_anything_is_trained(name: str) -> None:
     with pytest.raises(ApplyError) as told:
         _train(REFUSED[name], _parts(2), lambda step: BATCH)
     assert "\n" not in str(told.value)
+
+
+LATER: dict[str, Loss] = {
+    "squared": lambda net, s, y: entropy(s, y) if net.at < 2 else entropy(s, y) ** 2,
+    "another number": lambda net, s, y: entropy(s, y) if net.at < 2 else s.var(),
+    "labels that are ignored": lambda net, s, y: entropy(s, y, ignore_index=-100 if net.at < 2 else 0) + s.mean(),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_loss_that_is_no_mean_only_later_is_refused_then(name: str) -> None:
+    torch.manual_seed(0)
+    model = Net(LATER[name])
+    values, classes = torch.randn(BATCH, LENGTH, WIDTH), torch.randint(1, CLASSES, (BATCH, LENGTH))
+    classes[0] = 0
+    with apply_choices(_parts(2), model, [torch.optim.SGD(model.parameters(), lr=0.1)]):
+        for model.at in range(2):
+            model(values, classes).backward()
+        model.at = 2
+        with pytest.raises(ApplyError):
+            model(values, classes)
 
 
 def test_means_over_labels_are_added_up_where_every_part_has_its_share_and_refused_where_not() -> None:
