@@ -171,6 +171,70 @@ def test_a_step_ends_with_the_optimizer_that_steps_least_often(tmp_path: Path) -
     assert recording.written.num_steps == 3
 
 
+def optimizers_of(num: int) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9) for _ in range(num)]
+
+
+def turn(optimizer: torch.optim.Optimizer) -> None:
+    torch.stack([parameter.sum() for parameter in optimizer.param_groups[0]["params"]]).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_of_a_run_before_that_still_lives_has_no_say(tmp_path: Path) -> None:
+    (left_over,) = optimizers_of(1)
+    turn(left_over)
+    with tightfit.record(tmp_path / "x.pickle") as recording:
+        train(4)
+    assert recording.written is not None
+    assert recording.written.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("turns", "num_steps"),
+    [
+        ("01 01 01", 3),
+        ("001", 1),  # cut short in its first turn
+        ("001 001 00", 3),  # the last turn is the start of one that goes on
+        ("000 1111", 7),  # one stage after the other
+    ],
+)
+def test_the_slowest_optimizer_ends_the_steps_of_its_stage(tmp_path: Path, turns: str, num_steps: int) -> None:
+    optimizers = optimizers_of(2)
+    path = tmp_path / "x.pickle"
+
+    def run() -> None:
+        with tightfit.record(path):
+            for who in turns.replace(" ", ""):
+                turn(optimizers[int(who)])
+            if turns.endswith("00"):
+                raise RuntimeError("out of memory")
+
+    if turns.endswith("00"):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run()
+    else:
+        run()
+    assert sum(span.kind == "step" for span in read(path)[1].spans) == num_steps
+
+
+def test_an_optimizer_made_anew_for_the_same_parameters_and_one_inside_another_are_one(tmp_path: Path) -> None:
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+            self.inner.step()
+
+    parameters = list(torch.nn.Linear(4, 4).parameters())
+    with tightfit.record(tmp_path / "x.pickle") as recording:
+        for _ in range(3):
+            turn(Outer(torch.optim.SGD(parameters, lr=0.1)))
+    assert recording.written is not None
+    assert recording.written.num_steps == 3
+
+
 def test_stacks_are_those_of_the_user(tmp_path: Path) -> None:
     with tightfit.record(tmp_path / "with.pickle"):
         train(1)
@@ -324,7 +388,9 @@ def in_this_process(
 def test_it_ends_after_the_steps_that_were_asked_for(
     workload: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    left_over = optimizers_of(1)
     assert in_this_process(workload, monkeypatch, SCRIPT, "--steps", "2", after=("1000",)) == 0
+    assert left_over
     said = capsys.readouterr()
     assert said.out == "turn 0\nturn 1\n"
     assert " events in 2 steps on host" in said.err

@@ -1,6 +1,7 @@
 """Follows what a program does while it is recorded: modules, phases and steps, through torch's own global hooks and those of `torch_hooks`.
 
-Hooks return nothing and change nothing, so the run's results are its own. A step ends when an optimizer has stepped; where there are several, when the one that steps least often has.
+Hooks return nothing and change nothing, so the run's results are its own. Each step of an optimizer is noted with the optimizer's number; which of
+them end a step of the program is decided when the run is over (`snapshots.notes`). Who must know earlier has `num_steps`.
 """
 
 import gc
@@ -23,7 +24,7 @@ from tightfit.techniques.lazy_tensor import LazyTensor
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.replaced import Leave
 
-# An optimizer that never steps must not keep the others' steps from ending.
+# An optimizer that never steps must not keep the others' steps from being counted.
 MAX_STEPS_OF_ONE_OPTIMIZER = 8
 
 HeldTensors = dict[str, Iterable[torch.Tensor]]
@@ -36,19 +37,24 @@ class RunHooks:
     def __init__(self, emit: Emit) -> None:
         self.before_turn: Callable[[], None] = lambda: None
         self.num_steps = 0
+        """The steps that are over, as far as can be told meanwhile."""
         self._emit = emit
         self._modules: list[str] = []
         self._paths: WeakTable[torch.nn.Module, str] = WeakTable()
         self._phases = [OTHER]
+        self._numbers: WeakTable[torch.Tensor, int] = WeakTable()
+        self._num_numbers = 0
         self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
+        self._made_before: WeakTable[Optimizer, None] = WeakTable()
         self._is_told_by_user = False
         self._handles: list[RemovableHandle] = []
         self._leave: Leave = _nothing
 
     def install(self) -> None:
         """Begins to follow."""
-        # An optimizer that the program has dropped and that waits for a collection would be waited for: steps end with the slowest.
-        gc.collect()
+        # Whether these are of the run that begins, or left over from one before, shows only when they step.
+        for optimizer in _optimizers():
+            self._made_before[optimizer] = None
         # One after the other, so that an interrupt on the way leaves none that `remove` does not know.
         self._handles.append(register_module_forward_pre_hook(self._enter_module))
         self._handles.append(register_module_forward_hook(self._leave_module, always_call=True))
@@ -109,17 +115,31 @@ class RunHooks:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._end()
         self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
-        if optimizer not in self._num_steps_of:
+        if OPTIMIZER not in self._phases:  # what steps within the step of a wrapper has no turn of its own
+            self._emit("step", f"{BY_OPTIMIZER} {self._number(optimizer)}", {})
+            self._count_step(optimizer)
+
+    def _number(self, optimizer: Optimizer) -> int:
+        """An optimizer that is made anew in each turn, for the same parameters, is one."""
+        first = _parameters(optimizer)[0]
+        if first not in self._numbers:
+            self._numbers[first] = self._num_numbers
+            self._num_numbers += 1
+        return self._numbers[first]
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """A step is over when the slowest optimizer has stepped; one that was made in this run and has not stepped yet is waited for."""
+        counts = self._num_steps_of
+        if optimizer not in counts:
             for known in _optimizers():
-                self._num_steps_of.setdefault(known, 0)
-            self._num_steps_of.setdefault(optimizer, 0)
-        self._num_steps_of[optimizer] += 1
-        stepping = [count for count in self._num_steps_of.values() if count]
-        if len(stepping) < len(self._num_steps_of) and max(stepping) < MAX_STEPS_OF_ONE_OPTIMIZER:
+                if known is optimizer or known not in self._made_before:
+                    counts.setdefault(known, 0)
+        counts[optimizer] += 1
+        stepping = [count for count in counts.values() if count]
+        if len(stepping) < len(counts) and max(stepping) < MAX_STEPS_OF_ONE_OPTIMIZER:
             return
-        if not self._is_told_by_user and self._num_steps_of[optimizer] == min(stepping) > self.num_steps:
+        if not self._is_told_by_user and counts[optimizer] == min(stepping) > self.num_steps:
             self.num_steps += 1
-            self._emit("step", BY_OPTIMIZER, {})
 
     def _begin(self, phase: str) -> None:
         if self._phases[-1] == OTHER:

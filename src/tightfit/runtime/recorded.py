@@ -14,7 +14,7 @@ NoteKind = Literal["module", "phase", "step", "held"]
 Held = tuple[tuple[str, tuple[int, ...]], ...]
 """Categories, each with the addresses of its storages on a card, or with the numbers of its storages on the host."""
 
-# Texts of notes of the kind `phase`, and of the kind `step`.
+# Texts of notes of the kind `phase`, and of the kind `step`: after `BY_OPTIMIZER` comes the number of the optimizer that stepped.
 FORWARD, BACKWARD, OPTIMIZER, ASIDE, OTHER = "forward", "backward", "optimizer", "aside", "other"
 BY_OPTIMIZER, BY_USER = "optimizer", "user"
 

@@ -30,7 +30,7 @@ def steps_of(notes: Sequence[PlacedNote], num_events: int, *, was_cut_short: boo
 
     The first begins with the first forward or backward pass. A pass after the last is a step of its own where the run was cut short.
     """
-    ends = next((found for who in (BY_USER, BY_OPTIMIZER) if (found := _step_ends(notes, who))), _backward_ends(notes))
+    ends = _ends_by_user(notes) or _ends_by_optimizers(notes) or _backward_ends(notes)
     begins = [n.event for n in notes if n.note.kind == "phase" and n.note.text not in (OTHER, OPTIMIZER)]
     if was_cut_short and num_events and begins and begins[-1] >= (ends[-1] if ends else 0):
         ends = [*ends, num_events]
@@ -45,8 +45,28 @@ def steps_of(notes: Sequence[PlacedNote], num_events: int, *, was_cut_short: boo
     return tuple(spans)
 
 
-def _step_ends(notes: Sequence[PlacedNote], who: str) -> list[int]:
-    return [n.event for n in notes if n.note.kind == "step" and n.note.text == who]
+def _ends_by_user(notes: Sequence[PlacedNote]) -> list[int]:
+    return [n.event for n in notes if n.note.kind == "step" and n.note.text == BY_USER]
+
+
+def _ends_by_optimizers(notes: Sequence[PlacedNote]) -> list[int]:
+    """Where the optimizer that steps least often has stepped. Optimizers that step one after the other are stages, each with its own slowest."""
+    steps_of_each: dict[str, list[int]] = {}  # the positions of the notes
+    for position, placed in enumerate(notes):
+        if placed.note.kind == "step" and placed.note.text.startswith(BY_OPTIMIZER):
+            steps_of_each.setdefault(placed.note.text, []).append(position)
+    # What has stepped once may be slow rather than late: nothing tells when it began.
+    begins = {who: steps[0] if len(steps) > 1 else 0 for who, steps in steps_of_each.items()}
+    stages: list[list[list[int]]] = []
+    reach = -1
+    for who in sorted(steps_of_each, key=begins.__getitem__):
+        if begins[who] > reach:
+            stages.append([])
+        stages[-1].append(steps_of_each[who])
+        reach = max(reach, steps_of_each[who][-1])
+    # Of two that step equally often, the later one ends the step.
+    slowest = [min(stage, key=lambda steps: (len(steps), -steps[-1])) for stage in stages]
+    return [notes[position].event for steps in slowest for position in steps]
 
 
 def _backward_ends(notes: Sequence[PlacedNote]) -> list[int]:
