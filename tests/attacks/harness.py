@@ -76,7 +76,8 @@ def run(attack: Attack, variant_name: str) -> Verdict:
         _put_torch_back(torch_before)
 
 
-@functools.cache
+# One attack is tried with all techniques before the next: what plain runs leave is not kept longer, for other tests look at all tensors there are.
+@functools.lru_cache(maxsize=2)
 def _plain(attack: Attack, dtype: torch.dtype) -> Trial:
     plain = _run(attack, None, dtype)
     if plain.error is not None:
