@@ -1,17 +1,20 @@
 """The training scripts that tightfit has to estimate unmodified are valid programs.
 
-Each one is run as a user would run it, in a process and a directory of its own, on the CPU and with small arguments. It has to end by
+Each one is run as a user would run it, in a process (forked with torch imported) and a directory of its own, on the CPU and with small arguments. It has to end by
 itself, to print at least one loss, and all the losses it prints have to be finite.
 """
 
+import contextlib
+import dataclasses
+import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tightfit.fork_server import forked_child
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -49,18 +52,33 @@ SMALL_ARGUMENTS = {
 }
 
 
-def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run python on the CPU alone, with one thread (the models are tiny) and without the network."""
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env=os.environ | quiet,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_PER_SCRIPT,
-        check=False,
-    )
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """How a script ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(command: list[str], directory: Path) -> Finished:
+    """Run a script on the CPU alone, with one thread (the models are tiny) and without the network."""
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    request, output = directory / "request.json", directory / "output.txt"
+    request.write_text(json.dumps({"command": command, "stdout": str(output)}))
+    with (
+        contextlib.chdir(directory),
+        forked_child(
+            "tests.cpu.script_process",
+            request,
+            environment=os.environ | quiet,
+            reads_errors=True,
+            preloaded=("torch",),
+        ) as child,
+    ):
+        _, errors = child.communicate(timeout=SECONDS_PER_SCRIPT)
+        returncode = child.wait()
+    return Finished(returncode=returncode, stdout=output.read_text(), stderr=(errors or b"").decode())
 
 
 def test_every_script_has_small_arguments_here() -> None:

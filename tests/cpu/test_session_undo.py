@@ -197,7 +197,7 @@ def test_an_interrupt_at_any_line_of_apply_leaves_everything_as_it_was() -> None
     assert num_lines > 300
     before = _objects(model, optimizer)
     # At the end of it nothing but the way back to the caller is left: every line of that.
-    for stop in (*range(1, num_lines - 20, 7), *range(num_lines - 20, num_lines + 1)):
+    for stop in (*range(1, num_lines - 20, 17), *range(num_lines - 20, num_lines + 1)):
         with pytest.raises(Interrupt):
             lines_until(stop, model, optimizer)
         assert _objects(model, optimizer) == before, f"interrupted before line {stop}"
