@@ -17,7 +17,7 @@ import torch
 
 from tightfit.fit import estimate
 from tightfit.planner.plan import Choice
-from tightfit.techniques.chunked_loss import ChunkedLoss
+from tightfit.techniques.loss_head.chunked_loss import ChunkedLoss
 from tightfit.techniques.session import Session
 
 _CARD = "A100 80GB"

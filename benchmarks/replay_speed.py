@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tightfit.simulate.allocator import CachingAllocator
-from tightfit.simulate.blocks import Block
-from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.replay import replay
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pools import Block
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.recordings.read import read_recording
+from tightfit.recordings.replay import replay
 from tightfit.units import MIB, format_bytes
 
 NUM_EVENTS = 300_000

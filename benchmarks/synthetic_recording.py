@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tightfit.simulate.allocator import CachingAllocator
-from tightfit.simulate.blocks import Block
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pools import Block
+from tightfit.allocator.settings import AllocatorSettings
 
 NUM_LAYERS = 24
 NUM_SITES = 9

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.tuning_workloads import WORKLOADS, recording_of
-from tightfit.snapshots.read import Recording, read_recording
-from tightfit.snapshots.tune import Tuning, tune
+from tightfit.recordings.read import Recording, read_recording
+from tightfit.tuning.search_settings import Tuning, tune
 from tightfit.units import MIB
 
 DEFAULT_SECONDS = 30.0

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from tightfit.snapshots.read import Recording, read_recording
+from tightfit.recordings.read import Recording, read_recording
 from tightfit.units import KIB, MIB
 
 _HALF = 2

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.simulate.history import CATEGORIES, Blocks, History, HistorySpan
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Assumption
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 import tightfit
-from tightfit.reports.text import EstimateText
+from tightfit.reports.text.estimates import EstimateText
 
 WIDTH = 120
 THEME = TerminalTheme(

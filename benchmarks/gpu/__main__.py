@@ -77,8 +77,8 @@ class Benchmark:
 
     def _calibration(self) -> Calibration | None:
         if self.options.calibrate:
+            from tightfit.calibration.run import measure
             from tightfit.devices.calibration_file import to_toml
-            from tightfit.runtime.calibrate.run import measure
 
             content = measure(device=self.device, virtual=self.options.virtual, disk_folder=self.options.out)
             self.options.calibrate.write_text(to_toml(content), encoding="utf-8")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rows import Row
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import TightfitError
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import AllocatorSettings
 
 ROOT = Path(__file__).parents[2]
 CONTEXT_CAUSE = "context of the process"

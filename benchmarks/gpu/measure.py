@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.workload import train
-from tightfit.runtime.calibrate.nvml import Nvml, ProcessMemory
+from tightfit.calibration.nvml import Nvml, ProcessMemory
 
 NUM_STEPS = 3  # as many as are traced
 _MAX_TIMED_STEPS, _TIMED_SECONDS = 8, 3.0
@@ -127,10 +127,10 @@ def _seconds(steps: Iterator[Any]) -> float:
 
 def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording: Path | None) -> Measurement:
     """The same on the virtual GPU of a card, in a process that is used for nothing else."""
+    from tightfit.allocator.settings import AllocatorSettings
     from tightfit.capture.session import Session
     from tightfit.cost.steps import step_seconds
-    from tightfit.simulate.settings import AllocatorSettings
-    from tightfit.snapshots.write import write_tape
+    from tightfit.recordings.write import write_tape
 
     session = Session(device, NUM_STEPS, by_yield=True)
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.plans.workloads import Workload
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner.option import Option
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Tape
 
 NUM_STEPS = 2

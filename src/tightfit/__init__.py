@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from tightfit.errors import TightfitError
     from tightfit.fit import estimate, replay
     from tightfit.fit.plan import plan
+    from tightfit.recordings.record import record
+    from tightfit.recordings.replay import Replay
     from tightfit.reports.plans import Plan
     from tightfit.reports.results import Estimate
     from tightfit.runtime.apply import apply
-    from tightfit.snapshots.record import record
-    from tightfit.snapshots.replay import Replay
     from tightfit.tape import Tape
     from tightfit.techniques.session import Session
 
@@ -47,7 +47,7 @@ _HOMES = {
     "Device": ("tightfit.devices.device", "Device"),
     "Estimate": ("tightfit.reports.results", "Estimate"),
     "Plan": ("tightfit.reports.plans", "Plan"),
-    "Replay": ("tightfit.snapshots.replay", "Replay"),
+    "Replay": ("tightfit.recordings.replay", "Replay"),
     "Session": ("tightfit.techniques.session", "Session"),
     "Tape": ("tightfit.tape", "Tape"),
     "TightfitError": ("tightfit.errors", "TightfitError"),
@@ -55,7 +55,7 @@ _HOMES = {
     "estimate": ("tightfit.fit", "estimate"),
     "find_device": ("tightfit.devices.catalogue", "find"),
     "plan": ("tightfit.fit.plan", "plan"),
-    "record": ("tightfit.snapshots.record", "record"),
+    "record": ("tightfit.recordings.record", "record"),
     "replay": ("tightfit.fit", "replay"),
     "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),
 }

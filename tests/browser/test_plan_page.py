@@ -7,7 +7,7 @@ import pytest
 from tests.browser.driver import Browser, browser
 from tests.plans import a_plan
 
-from tightfit.reports.plan_page import plan_page
+from tightfit.reports.html.plan_page import plan_page
 
 
 @pytest.fixture(scope="module")

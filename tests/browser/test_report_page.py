@@ -9,7 +9,7 @@ from tests.browser.driver import Browser, browser
 from tests.histories import STACKS, nothing, training
 
 from tightfit.devices.catalogue import find
-from tightfit.reports.html import html_page
+from tightfit.reports.html.history_page import html_page
 from tightfit.reports.summary import fit_of_recording, summarize
 from tightfit.simulate.history import History
 

@@ -10,13 +10,13 @@ from tests.conformance.conftest import CARD, Tapes, compatible
 from tests.conformance.models import MODELS
 from tests.conformance.training import Habits, Outcome, choice_of, train
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.runtime.apply import apply_choices
-from tightfit.simulate.levels import replay_levels
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 from tightfit.techniques.catalogue import technique, techniques

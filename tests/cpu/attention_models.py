@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.planner.plan import Choice
-from tightfit.techniques.attention import Attention
+from tightfit.techniques.attention.attention_kernels import Attention
 from tightfit.techniques.session import Session
 
 Heads = Callable[["Layer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

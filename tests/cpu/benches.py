@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
-from tightfit.simulate.settings import AllocatorSettings
 
 CARD = "RTX 4090"
 

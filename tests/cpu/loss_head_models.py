@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.planner.plan import Choice
-from tightfit.techniques.chunked_loss import ChunkedLoss
+from tightfit.techniques.loss_head.chunked_loss import ChunkedLoss
 from tightfit.techniques.session import Session
 
 VOCABULARY = 307

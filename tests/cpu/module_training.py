@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
@@ -14,8 +15,7 @@ from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
-from tightfit.simulate.levels import replay_levels
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 

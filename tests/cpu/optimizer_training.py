@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.fit import capture
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
-from tightfit.simulate.blocks import MIN_BLOCK_BYTES
 from tightfit.tape import EventKind, Tape
 from tightfit.techniques.catalogue import _load
 from tightfit.techniques.session import Session

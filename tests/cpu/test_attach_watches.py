@@ -10,7 +10,7 @@ from tests.cpu.applied import Net, batch_of, choice, made, train
 from torch import nn
 
 from tightfit.runtime.attach import Attachment
-from tightfit.techniques.forwards import WrappedForward
+from tightfit.techniques.wrappers.forwards import WrappedForward
 from tightfit.torch_hooks.calls import on_outermost_call
 
 CALL, INIT = nn.Module.__call__, torch.optim.Optimizer.__init__

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tightfit.calibration.card import thread_counts
+from tightfit.calibration.simulated import figures_of
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.calibration_file import to_toml
 from tightfit.devices.catalogue import find
-from tightfit.runtime.calibrate.card import thread_counts
-from tightfit.runtime.calibrate.simulated import figures_of
 
 COUNT_ON_THE_VIRTUAL_GPU = """
 import json, sys
@@ -23,7 +23,7 @@ from tightfit.capture.session import Session
 session = Session("H200", sys.maxsize, by_yield=True)
 rows = []
 with session.gpu:
-    from tightfit.runtime.calibrate.works import works
+    from tightfit.calibration.microbenchmarks import works
     for work in works():
         run = work.make()
         run()
@@ -43,7 +43,7 @@ from pathlib import Path
 from tightfit.capture.session import Session
 session = Session("H200", sys.maxsize, by_yield=True)
 with session.gpu:
-    from tightfit.runtime.calibrate import card, child, simulated
+    from tightfit.calibration import card, child, simulated
     card.sizes_of_this_machine = lambda: simulated.SIZES
     instruments = card.CardInstruments(child._card)
     print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)))

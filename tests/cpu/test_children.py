@@ -168,7 +168,7 @@ def test_where_no_size_has_a_batch_the_line_says_so(
 @pytest.mark.skipif(sys.platform == "win32", reason="needs pipes that are inherited")
 def test_where_no_signal_tells_of_the_parents_end_a_closed_pipe_does() -> None:
     code = (
-        "from tightfit import children; import os\nchildren._IS_LINUX = False\nchildren.die_with_parent(os.getppid())\n"
+        "from tightfit.capture.processes import children; import os\nchildren._IS_LINUX = False\nchildren.die_with_parent(os.getppid())\n"
         "print('begun', flush=True)\nwhile True:\n    pass\n"
     )
     with subprocess.Popen(

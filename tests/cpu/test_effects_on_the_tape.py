@@ -7,7 +7,7 @@ import pytest
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import Effect, EffectKind, Tape
-from tightfit.verify import verify_tape
+from tightfit.tape.verify import verify_tape
 
 PROGRAM = """\
 import random

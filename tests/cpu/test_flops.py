@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from tightfit.capture.flops import computed_share, formula
+from tightfit.capture.dispatch.flops import computed_share, formula
 
 aten = torch.ops.aten
 KERNELS = ("flash", "efficient", "cudnn")

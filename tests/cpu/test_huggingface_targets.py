@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 
-from tightfit.capture import huggingface, huggingface_inputs, huggingface_tasks
-from tightfit.capture.huggingface import HuggingFaceTarget, is_huggingface_source, load_config, workload
+from tightfit.capture.huggingface import inputs as huggingface_inputs
+from tightfit.capture.huggingface import target as huggingface
+from tightfit.capture.huggingface import tasks as huggingface_tasks
+from tightfit.capture.huggingface.target import HuggingFaceTarget, is_huggingface_source, load_config, workload
 from tightfit.errors import MissingExtra, UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,12 @@ from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
 from tightfit.errors import InternalError
-from tightfit.faults import is_ours
+from tightfit.errors.faults import is_ours
+from tightfit.errors.programs import one_line
 from tightfit.fit import plan as fit_plan
 from tightfit.fit import planning, trials
-from tightfit.programs import one_line
-from tightfit.reports import plans, text
+from tightfit.reports import plans
+from tightfit.reports.text import estimates as text
 from tightfit.runtime import attach, record_host
 from tightfit.runtime.apply import apply_choices
 from tightfit.simulate import peak
@@ -50,8 +51,9 @@ def workload(broken=""):
         yield
 """
 FAULTS = """\
-from tightfit.capture import handlers, kernel_memory, recorder
-from tightfit.techniques import checkpointing
+from tightfit.capture.dispatch import handlers
+from tightfit.capture.observe import kernel_memory, recorder
+from tightfit.techniques.recomputation import checkpointing
 
 def broken(*args, **kwargs):
     raise KeyError("injected")
@@ -350,7 +352,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each of the users' faults is said to be: all of them in one process that traces."""
     made = tmp_path_factory.mktemp("users")
     (made / "all.py").write_text(
-        "import json, sys, torch\nfrom tightfit import faults\nfound = {}\n"
+        "import json, sys, torch\nfrom tightfit.errors import faults\nfound = {}\n"
         f"for line, _ in {USERS!r}:\n"
         "    model = torch.nn.Linear(8, 8).cuda()\n"
         "    try:\n        exec(compile(line, 'mine.py', 'exec'))\n"

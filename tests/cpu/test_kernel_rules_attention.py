@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightfit.capture.kernels import Card
-from tightfit.capture.kernels.attention import choose_backend
+from tightfit.capture.kernels.attention.sdpa_backends import choose_backend
 
 A100 = Card(compute_capability=(8, 0), num_multiprocessors=108)
 RTX4090 = Card(compute_capability=(8, 9), num_multiprocessors=128)

@@ -12,9 +12,9 @@ import json, os
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from tightfit.capture import native
+from tightfit.capture.patches import native
 from tightfit.capture.kernels import Card
-from tightfit.capture.kernels.flex import flex_attention
+from tightfit.capture.kernels.attention.flex import flex_attention
 from tightfit.capture.kernels.install import install
 
 native.pretend_cuda_is_built()

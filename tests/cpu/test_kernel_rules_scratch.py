@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tightfit.capture.kernels import Card, scratch_bytes, scratch_events
-from tightfit.capture.kernels.attention_scratch import cudnn_backward_workspace_bytes
+from tightfit.capture.kernels.attention.attention_scratch import cudnn_backward_workspace_bytes
+from tightfit.capture.kernels.indexing.sorting import radix_sort_bytes
 from tightfit.capture.kernels.reductions import reduction_buffers
 from tightfit.capture.kernels.rule import bind
 from tightfit.capture.kernels.scratch import SCRATCH
-from tightfit.capture.kernels.sorting import radix_sort_bytes
 
 aten = torch.ops.aten
 H100 = Card(compute_capability=(9, 0), num_multiprocessors=132)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture import libraries
+from tightfit.capture.patches import libraries
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 

@@ -13,7 +13,7 @@ from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
-from tightfit.techniques.micro_batches import MicroBatches
+from tightfit.techniques.micro_batches.micro_batches import MicroBatches
 
 pytest.importorskip("lightning")
 

@@ -30,7 +30,7 @@ def test_backward_runs_on_cuda_tensors_without_data_in_a_cpu_build():
     program = """
 import os
 import torch
-from tightfit.capture import native
+from tightfit.capture.patches import native
 native.pretend_cuda_is_built()
 native.pretend_cuda_is_built()
 torch.cuda._lazy_init = lambda: None

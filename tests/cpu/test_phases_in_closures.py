@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tightfit.capture.steps import MAX_STEPS_OF_ONE_OPTIMIZER
+from tightfit.capture.steps.detector import MAX_STEPS_OF_ONE_OPTIMIZER
 from tightfit.capture.targets import GeneratorFunction, Script
 from tightfit.capture.trace import trace
 from tightfit.cost.steps import step_operators

@@ -19,11 +19,11 @@ from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.fit import capture
+from tightfit.recordings.marks import KEY, Marks
+from tightfit.recordings.write import snapshot_of_tape, write_tape
 from tightfit.runtime import record_card
 from tightfit.runtime.record_host import HostRecorder
 from tightfit.simulate.history import CATEGORIES
-from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.write import snapshot_of_tape, write_tape
 from tightfit.tape import Tape
 
 WEIGHT_BYTES = 64 * 256 * 4

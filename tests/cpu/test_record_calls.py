@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tightfit
+from tightfit.recordings.marks import KEY, Marks
 from tightfit.runtime.record_card import CardRecorder
 from tightfit.runtime.recorder import new_recorder
-from tightfit.snapshots.marks import KEY, Marks
 
 
 class StandIn:

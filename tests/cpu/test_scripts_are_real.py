@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.fork_server import forked_child
+from tightfit.capture.processes.fork_server import forked_child
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"

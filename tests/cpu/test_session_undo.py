@@ -19,8 +19,8 @@ from torch import nn
 import tightfit
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.forwards import WrappedForward
 from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.forwards import WrappedForward
 
 ALL = (
     *CHOICES,

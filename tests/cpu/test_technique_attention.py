@@ -14,7 +14,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit import capture
 from tightfit.tape import Tape
-from tightfit.techniques.attention import Attention
+from tightfit.techniques.attention.attention_kernels import Attention
 from tightfit.techniques.session import Session
 
 MODELS = f"{__file__.rpartition('/')[0]}/attention_models.py"

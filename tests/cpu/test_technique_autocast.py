@@ -8,10 +8,10 @@ from tests.cpu.optimizer_training import DEVICE, Tied, choice, peak_bytes, trace
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.autocast import Autocast
+from tightfit.techniques.precision.autocast import Autocast
 from tightfit.techniques.session import Session
 
-NAME = "tightfit.techniques.autocast:Autocast"
+NAME = "tightfit.techniques.precision.autocast:Autocast"
 
 
 def test_it_trains_near_the_plain_run_and_leaves_float32_behind():

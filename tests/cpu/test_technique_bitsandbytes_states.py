@@ -11,11 +11,11 @@ from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques import bitsandbytes_codec
-from tightfit.techniques.bitsandbytes_codec import BitsandbytesCodec
-from tightfit.techniques.low_bit_states import LowBitStates
+from tightfit.techniques.optimizer import bitsandbytes_codec
+from tightfit.techniques.optimizer.bitsandbytes_codec import BitsandbytesCodec
+from tightfit.techniques.optimizer.low_bit_states import LowBitStates
+from tightfit.techniques.optimizer.state_codecs import BlockCodec
 from tightfit.techniques.session import Session
-from tightfit.techniques.state_codecs import BlockCodec
 
 OURS = {"bits": 8}
 THEIRS = {"bits": 8, "library": "bitsandbytes"}
@@ -134,7 +134,7 @@ def test_the_plan_names_it_and_promises_what_is_traced_with_fewer_kernels(more):
     theirs, ours = (options[tuple((settings | more).items())] for settings in (THEIRS, OURS))
     assert theirs.seconds < 0.5 * ours.seconds
     text = "+".join(f"{name}:{value}" for name, value in (THEIRS | more).items())
-    actual = traced(num_blocks=8, technique="tightfit.techniques.low_bit_states:LowBitStates", settings=text)
+    actual = traced(num_blocks=8, technique="tightfit.techniques.optimizer.low_bit_states:LowBitStates", settings=text)
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert peak_bytes(plain) - peak_bytes(plain, [theirs]) == pytest.approx(saved, rel=LowBitStates.tolerance)
     names = {actual.strings[n] for n in actual.operators.name.tolist()}

@@ -13,8 +13,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit import capture
 from tightfit.tape import Tape
-from tightfit.techniques.chunked_loss import ChunkedLoss
-from tightfit.techniques.deferred_logits import DeferredLogits
+from tightfit.techniques.loss_head.chunked_loss import ChunkedLoss
+from tightfit.techniques.loss_head.deferred_logits import DeferredLogits
 from tightfit.techniques.session import Session
 
 BOTH_PASSES = pytest.mark.parametrize("gradients_in", ["forward", "backward"])

@@ -4,14 +4,14 @@ import torch
 from tests.cpu import empty_cache_models as models
 from tests.cpu.module_training import DEVICE, choice, traced
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
 from tightfit.runtime.apply import apply_choices
-from tightfit.simulate.emptied import with_emptied_cache
-from tightfit.simulate.levels import replay_levels
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import EventKind, Tape
-from tightfit.techniques.empty_cache import EmptyCache
+from tightfit.techniques.lifetimes.empty_cache import EmptyCache
 
 
 def _reserved(tape: Tape) -> int:

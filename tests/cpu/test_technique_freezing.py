@@ -11,8 +11,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
-from tightfit.techniques.adapters import Adapters
-from tightfit.techniques.freezing import Freezing
+from tightfit.techniques.trained.adapters import Adapters
+from tightfit.techniques.trained.freezing import Freezing
 
 GIB = 1 << 30
 
@@ -76,9 +76,9 @@ def test_the_rows_name_what_each_would_hold(plain: Tape) -> None:
 
 
 def test_adapters_hold_what_was_promised(plain: Tape) -> None:
-    from tightfit.techniques import adapters
-    from tightfit.techniques.optimizer_tape import OptimizerTape
-    from tightfit.techniques.trained_parts import TrainedParts
+    from tightfit.analysis.optimizer import OptimizerTape
+    from tightfit.analysis.trained_parts import TrainedParts
+    from tightfit.techniques.trained import adapters
 
     parts = TrainedParts(OptimizerTape(plain, find(DEVICE)))
     promised = parts.peak_with(adapters._changes(parts, adapters._linears(parts), 64))

@@ -13,7 +13,7 @@ from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice
-from tightfit.techniques.kept_alive import KeptAlive
+from tightfit.techniques.lifetimes.kept_alive import KeptAlive
 from tightfit.techniques.session import Session
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, leve
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.micro_batches import MicroBatches
-from tightfit.techniques.selective_checkpointing import SelectiveCheckpointing
+from tightfit.techniques.micro_batches.micro_batches import MicroBatches
+from tightfit.techniques.recomputation.selective_checkpointing import SelectiveCheckpointing
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 BATCH = 5  # no number of parts divides it
@@ -157,7 +157,7 @@ def test_small_outputs_are_put_together_and_have_no_gradients_of_their_own() -> 
 
 
 def test_large_outputs_are_left_out_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.techniques.split_outputs.SMALL_OUTPUT_BYTES", 64)
+    monkeypatch.setattr("tightfit.techniques.micro_batches.split_outputs.SMALL_OUTPUT_BYTES", 64)
     model = models.Tokens()
     with _applied(model):
         logits, loss = model(*tokens_of(0, BATCH))

@@ -14,8 +14,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
-from tightfit.techniques.checkpointing import Checkpointing
-from tightfit.techniques.nested_checkpointing import NestedCheckpointing
+from tightfit.techniques.recomputation.checkpointing import Checkpointing
+from tightfit.techniques.recomputation.nested_checkpointing import NestedCheckpointing
 
 NAME = "nested_checkpointing"
 torch.set_num_threads(1)

@@ -8,10 +8,10 @@ from tests.cpu.optimizer_training import DEVICE, assert_same, choice, peak_bytes
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.optimizer_kernel import OptimizerKernel
+from tightfit.techniques.optimizer.optimizer_kernel import OptimizerKernel
 from tightfit.techniques.session import Session
 
-NAME = "tightfit.techniques.optimizer_kernel:OptimizerKernel"
+NAME = "tightfit.techniques.optimizer.optimizer_kernel:OptimizerKernel"
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adagrad"])

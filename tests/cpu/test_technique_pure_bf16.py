@@ -10,11 +10,11 @@ from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, choice, peak_
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.pure_bf16 import PureBf16
-from tightfit.techniques.rounding import round_stochastically
+from tightfit.techniques.precision.pure_bf16 import PureBf16
+from tightfit.techniques.precision.stochastic_rounding import round_stochastically
 from tightfit.techniques.session import Session
 
-NAME = "tightfit.techniques.pure_bf16:PureBf16"
+NAME = "tightfit.techniques.precision.pure_bf16:PureBf16"
 
 
 @given(st.floats(width=32, allow_nan=False))

@@ -14,7 +14,7 @@ from tightfit.devices.catalogue import find
 from tightfit.planner.option import merged
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.checkpointing import Checkpointing
+from tightfit.techniques.recomputation.checkpointing import Checkpointing
 from tightfit.techniques.session import Session
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
-from tightfit.techniques.sequential_checkpointing import SequentialCheckpointing
+from tightfit.techniques.recomputation.sequential_checkpointing import SequentialCheckpointing
 
 NAME = "sequential_checkpointing"
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
-from tightfit.techniques.halos import layers_along, paths, run_step
-from tightfit.techniques.tiled_convolutions import TiledConvolutions
+from tightfit.techniques.tiling.halos import layers_along, paths, run_step
+from tightfit.techniques.tiling.tiled_convolutions import TiledConvolutions
 
 NAME = "tiled_convolutions"
 ORDER = {"rtol": 1e-4, "atol": 1e-6}

@@ -18,9 +18,9 @@ from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
 from tightfit.tape import Tape
-from tightfit.techniques.checkpointing import Checkpointing
-from tightfit.techniques.tiled_tokens import TiledTokens
-from tightfit.techniques.token_proof import check_token_wise
+from tightfit.techniques.recomputation.checkpointing import Checkpointing
+from tightfit.techniques.tiling.tiled_tokens import TiledTokens
+from tightfit.techniques.tiling.token_wise_check import check_token_wise
 
 NAME = "tiled_tokens"
 # Sums over tokens are added up tile by tile.

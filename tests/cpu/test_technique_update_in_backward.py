@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.kept_passes import _bits_and_key
-from tightfit.techniques.lazy_tensor import LazyTensor
+from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
+from tightfit.techniques.lazy_tensors.retained_graphs import _bits_and_key
+from tightfit.techniques.optimizer.update_in_backward import UpdateInBackward
 from tightfit.techniques.session import Session
-from tightfit.techniques.update_in_backward import UpdateInBackward
 
-NAME = "tightfit.techniques.update_in_backward:UpdateInBackward"
+NAME = "tightfit.techniques.optimizer.update_in_backward:UpdateInBackward"
 PLAIN = {"kernel": "same", "clips": False}
 
 

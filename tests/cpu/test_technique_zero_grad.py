@@ -8,8 +8,8 @@ import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
 
 from tightfit.devices.catalogue import find
+from tightfit.techniques.lifetimes.zero_grad import ZeroGrad
 from tightfit.techniques.session import Session
-from tightfit.techniques.zero_grad import ZeroGrad
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -85,7 +85,7 @@ def test_the_promised_saving_is_the_traced_one():
     actual = traced(
         set_to_none=0,
         batch_size=4096,
-        technique="tightfit.techniques.zero_grad:ZeroGrad",
+        technique="tightfit.techniques.lifetimes.zero_grad:ZeroGrad",
         where="gradients",
     )
     saved = peak_bytes(plain) - peak_bytes(actual)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tightfit
+from tightfit.recordings.marks import KEY, Marks
 from tightfit.simulate.history import CATEGORIES
-from tightfit.snapshots.marks import KEY, Marks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,9 +3,9 @@
 import pickle
 from pathlib import Path
 
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
-from tightfit.simulate.allocator import CachingAllocator
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
 from tightfit.units import MIB
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tightfit.simulate.allocator import CachingAllocator, OutOfDeviceMemory
-from tightfit.simulate.blocks import rounded, segment_bytes
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from tightfit.allocator.pools import rounded, segment_bytes
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.units import KIB, MIB
 
 

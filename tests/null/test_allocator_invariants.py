@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from tightfit.simulate.allocator import CachingAllocator, OutOfDeviceMemory
-from tightfit.simulate.blocks import ADDRESS_BITS, SMALL_BYTES
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from tightfit.allocator.pools import ADDRESS_BITS, SMALL_BYTES
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.units import KIB, MIB
 
 CONFS = (

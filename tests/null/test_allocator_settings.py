@@ -2,8 +2,8 @@
 
 import pytest
 
+from tightfit.allocator.settings import KEYS, AllocatorSettings
 from tightfit.errors import UsageError
-from tightfit.simulate.settings import KEYS, AllocatorSettings
 from tightfit.units import MIB
 
 NONE = (0,) * 16

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from tightfit.cli.main import app
-from tightfit.reports.difference import DifferenceText
-from tightfit.reports.doctor import DiagnosisText
-from tightfit.snapshots.diagnose import diagnose
-from tightfit.snapshots.difference import difference
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.subjects import subject_of_recording
+from tightfit.diagnosis.diagnose import diagnose
+from tightfit.diagnosis.difference import difference
+from tightfit.diagnosis.run import subject_of_recording
+from tightfit.recordings.read import read_recording
+from tightfit.reports.text.difference import DifferenceText
+from tightfit.reports.text.doctor import DiagnosisText
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.txt"))

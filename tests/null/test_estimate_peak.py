@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Context
 from tightfit.errors import UsageError
 from tightfit.simulate.band import doubtful_bytes
-from tightfit.simulate.levels import Levels, replay_levels
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import Levels, replay_levels
 from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
 from tightfit.units import GIB, MIB
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from tightfit.fork_server import ForkedChild, forked_child
+from tightfit.capture.processes.fork_server import ForkedChild, forked_child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
 
 CHILD = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
-from tightfit.children import die_with_parent
+from tightfit.capture.processes.children import die_with_parent
 
 def main(path, parent):
     die_with_parent(int(parent))
@@ -147,7 +147,7 @@ def test_a_server_that_has_died_is_replaced(environment: dict[str, str]) -> None
 def test_where_no_server_can_be_had_the_child_is_an_ordinary_one(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tightfit.fork_server._Server.fork", lambda *_: None)
+    monkeypatch.setattr("tightfit.capture.processes.fork_server._Server.fork", lambda *_: None)
     process, answer, said = asked(environment)
     assert isinstance(process, subprocess.Popen)
     assert (process.returncode, answer["server"], said) == (0, os.getpid(), "on stderr\n")

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.null.history_runs import BACKWARD, CARD, FORWARD, LEAK, SCRATCH, Recorder, tape_of, training
 
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.diagnosis.history import history_of_recording, history_of_tape
 from tightfit.errors import UsageError
+from tightfit.recordings.frames import place_of
+from tightfit.recordings.marks import Marks
+from tightfit.recordings.read import read_recording
+from tightfit.recordings.replay import replay
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, History, HistorySpan, user_frame
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.frames import place_of
-from tightfit.snapshots.history import history_of_recording, history_of_tape
-from tightfit.snapshots.marks import Marks
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.replay import replay
 from tightfit.tape import Category, Source
 from tightfit.units import GIB, MIB
 

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.simulate.allocator import CachingAllocator
-from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.fragmentation import fragmentation_of
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.diagnosis.fragmentation import fragmentation_of
 from tightfit.units import GIB, KIB, MIB
 
 SIZES = st.sampled_from([700, 100 * KIB, MIB, 3 * MIB, 9 * MIB, 15 * MIB, 43 * MIB])

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.histories import MIB, STACKS, nothing, training
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
-from tightfit.reports.html import html_page
-from tightfit.reports.html_data import page_json
-from tightfit.reports.html_places import largest_blocks, places
-from tightfit.reports.html_timeline import Detail, category_levels, timeline
-from tightfit.reports.html_tree import peak_tree
+from tightfit.reports.blocks_by_site import largest_blocks, places
+from tightfit.reports.downsampled_timeline import Detail, category_levels, timeline
+from tightfit.reports.html.history_page import html_page
+from tightfit.reports.html.page_data import page_json
+from tightfit.reports.html.treemap import peak_tree
 from tightfit.reports.summary import fit_of_recording, settings_words, summarize
 from tightfit.simulate.history import CATEGORIES, History, HistorySpan
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Column
 
 ATTACK = "</script><script>alert(1)</script><!--\u2028&quot;"

@@ -9,7 +9,7 @@ from tests.null.history_runs import tape_of
 
 import tightfit
 from tightfit.integrations import jupyter
-from tightfit.reports.fragment import estimate_fragment
+from tightfit.reports.html.fragment import estimate_fragment
 
 
 class FakeShell:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.errors import RecordingError
+from tightfit.recordings.marks import Marks
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, HistorySpan
-from tightfit.snapshots.marks import Marks
 from tightfit.tape import Assumption
 
 numbers = st.integers(min_value=0, max_value=1 << 50)

@@ -13,8 +13,8 @@ from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
 from tightfit.planner.plan import ParetoPoint, Plan
-from tightfit.reports.plan_curve import curve_points, seconds_per_gib, ticks
-from tightfit.reports.plan_page import plan_page
+from tightfit.reports.html.plan_curve import curve_points, seconds_per_gib, ticks
+from tightfit.reports.html.plan_page import plan_page
 
 ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
 ALONE = {"meta", "img", "br", "hr", "link", "input"}

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 
 from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.recordings.classify import classify
+from tightfit.recordings.marks import KEY, Marks
+from tightfit.recordings.notes import PlacedNote, modules_of, steps_of
+from tightfit.recordings.runs import snapshot_of_card_run, snapshot_of_host_run
 from tightfit.runtime import recorded
 from tightfit.runtime.recorded import (
     ASIDE,
@@ -22,10 +26,6 @@ from tightfit.runtime.recorded import (
     Note,
 )
 from tightfit.simulate.history import CATEGORIES
-from tightfit.snapshots.classify import classify
-from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.notes import PlacedNote, modules_of, steps_of
-from tightfit.snapshots.runs import snapshot_of_card_run, snapshot_of_host_run
 
 CUBLAS_BYTES = int(np.asarray(DEFAULT_CUBLAS_BYTES).flat[0])
 

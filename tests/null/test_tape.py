@@ -19,7 +19,7 @@ from tightfit.tape import (
     Storages,
     Tape,
 )
-from tightfit.verify import verify_tape
+from tightfit.tape.verify import verify_tape
 
 
 def small_tape() -> Tape:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tightfit.reports.columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
 from tightfit.reports.results import Estimate
-from tightfit.reports.text import ComparisonText, EstimateText, bar, write_comparison, write_estimate
+from tightfit.reports.text.columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
+from tightfit.reports.text.estimates import ComparisonText, EstimateText, bar, write_comparison, write_estimate
 from tightfit.simulate.estimate import Band, Holder, Peak, PeakMoment, SpanPeak
 from tightfit.tape import Assumption
 from tightfit.units import GIB, MIB

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.cli.replay import replay as replay_command
 from tightfit.errors import UsageError
-from tightfit.simulate.settings import NUM_INTERVALS, AllocatorSettings
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.tune import tune
-from tightfit.snapshots.tuning_candidates import (
+from tightfit.recordings.read import read_recording
+from tightfit.tuning.candidates import (
     divisions_text,
     joined,
     keys_of,
@@ -26,9 +25,10 @@ from tightfit.snapshots.tuning_candidates import (
     split_thresholds_mib,
     thinned,
 )
-from tightfit.snapshots.tuning_placement import place_statically
-from tightfit.snapshots.tuning_program import Program
-from tightfit.snapshots.tuning_search import Search
+from tightfit.tuning.program import Program
+from tightfit.tuning.search_settings import tune
+from tightfit.tuning.static_placement import place_statically
+from tightfit.tuning.sweeps import Search
 from tightfit.units import KIB, MIB
 
 REAL = sorted((Path(__file__).parents[3] / "shared/data/snapshots").glob("*.pickle"))

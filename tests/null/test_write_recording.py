@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
+from tightfit.recordings.marks import KEY, Marks
+from tightfit.recordings.read import read_recording
+from tightfit.recordings.replay import replay
+from tightfit.recordings.trace import plain_settings
+from tightfit.recordings.write import snapshot_of_tape, write_snapshot, write_tape
 from tightfit.simulate.history import CATEGORIES
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import NUM_INTERVALS, AllocatorSettings
-from tightfit.snapshots.marks import KEY, Marks
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.replay import replay
-from tightfit.snapshots.trace import plain_settings
-from tightfit.snapshots.write import snapshot_of_tape, write_snapshot, write_tape
 from tightfit.tape import Category, EventKind, Events, Operators, Source, SpanKind, Spans, Storages, Tape
 from tightfit.units import GIB, MIB
 

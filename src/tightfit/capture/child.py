@@ -19,13 +19,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit import faults, programs
 from tightfit.capture import targets
-from tightfit.children import die_with_parent
-from tightfit.errors import CaptureError, TightfitError, apply_error
+from tightfit.capture.processes.children import die_with_parent
+from tightfit.errors import CaptureError, TightfitError, apply_error, faults, programs
 
 if TYPE_CHECKING:
-    from tightfit.capture.steps import StepWatch
+    from tightfit.capture.steps.detector import StepWatch
 
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 

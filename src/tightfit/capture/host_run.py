@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightfit import faults
-from tightfit.capture import eager, on_host, targets
+from tightfit.capture import targets
 from tightfit.capture.child import prepare, quiet, target_of
-from tightfit.children import die_with_parent
-from tightfit.errors import ApplyError, InternalError
-from tightfit.programs import one_line
+from tightfit.capture.patches import eager, on_host
+from tightfit.capture.processes.children import die_with_parent
+from tightfit.errors import ApplyError, InternalError, faults
+from tightfit.errors.programs import one_line
 
 _SEED = 0
 _MOST_OBJECTS = 10_000

@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
-from tightfit.capture import eager, loaders, native, targets, torch_api
-from tightfit.capture.accumulation import ACCUMULATION_HANDLERS
-from tightfit.capture.cuda_api import CudaApi
-from tightfit.capture.handlers import HANDLERS
-from tightfit.capture.kernel_memory import KernelMemory
+from tightfit.capture import targets
+from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
+from tightfit.capture.dispatch.handlers import HANDLERS
+from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
+from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.card import Card
-from tightfit.capture.layouts import LAYOUT_HANDLERS
-from tightfit.capture.recorder import LiveMemory, Recorder
-from tightfit.capture.steps import EndOfCapture, StepWatch
-from tightfit.capture.virtual import VirtualGpu
+from tightfit.capture.observe.kernel_memory import KernelMemory
+from tightfit.capture.observe.recorder import LiveMemory, Recorder
+from tightfit.capture.patches import eager, loaders, native, torch_api
+from tightfit.capture.patches.cuda_api import CudaApi
+from tightfit.capture.steps.detector import EndOfCapture, StepWatch
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError
 from tightfit.tape import Tape

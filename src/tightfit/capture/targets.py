@@ -39,7 +39,7 @@ class GeneratorFunction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceConfig:
-    """A model from its config, with `options` of `tightfit.capture.huggingface.HuggingFaceTarget`."""
+    """A model from its config, with `options` of `tightfit.capture.huggingface.target.HuggingFaceTarget`."""
 
     source: str
     options: Mapping[str, Any]
@@ -128,7 +128,7 @@ def generator_on(target: GeneratorFunction | HuggingFaceConfig, *, device: str) 
     """The generator of a target that yields once per step; a config's model is made on `device`."""
     if isinstance(target, GeneratorFunction):
         return generator_of(target)
-    from tightfit.capture.huggingface import HuggingFaceTarget, workload
+    from tightfit.capture.huggingface.target import HuggingFaceTarget, workload
 
     return workload(HuggingFaceTarget(source=target.source, **target.options), device=device)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture.processes.children import shared_folder
+from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target
-from tightfit.children import shared_folder
-from tightfit.fork_server import forked_child
 from tightfit.tape import Tape
 
 DEFAULT_NUM_STEPS = 3

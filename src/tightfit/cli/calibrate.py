@@ -39,8 +39,8 @@ def calibrate(
     json
         Print JSON instead of a table.
     """
+    from tightfit.calibration.run import measure
     from tightfit.devices.calibration_file import to_toml
-    from tightfit.runtime.calibrate.run import measure
 
     folder = (output.parent if output is not None else Path.cwd()) if disk is None else disk
     if output is not None and not output.resolve().parent.is_dir():

@@ -21,13 +21,13 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) ->
         Print one JSON object.
     """
     subjects = [subject_of(target, device=device) for target in (a, b)]
-    from tightfit.snapshots.difference import difference
+    from tightfit.diagnosis.difference import difference
 
     found = difference(*subjects)
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json()) + "\n")
     else:
-        from tightfit.reports.difference import write_difference
+        from tightfit.reports.text.difference import write_difference
 
         write_difference(found)
     return 0

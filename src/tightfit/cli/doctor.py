@@ -46,13 +46,13 @@ def doctor(
     subject = subject_of(
         target, device=device, arguments=arguments, parameters=parameter, steps=steps, alloc_conf=alloc_conf
     )
-    from tightfit.snapshots.diagnose import diagnose
+    from tightfit.diagnosis.diagnose import diagnose
 
     diagnosis = diagnose(subject, seconds=seconds)
     if json:
         sys.stdout.write(jsonlib.dumps(diagnosis.to_json()) + "\n")
     else:
-        from tightfit.reports.doctor import write_diagnosis
+        from tightfit.reports.text.doctor import write_diagnosis
 
         write_diagnosis(diagnosis)
     return 0

@@ -28,7 +28,7 @@ _SEVERAL = Parameter(consume_multiple=False)
 @Parameter(name="*", group=Group("Parameters of a Hugging Face config", sort_key=2))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.HuggingFaceTarget`.
+    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.target.HuggingFaceTarget`.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def estimate(
         Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
     """
     from tightfit import fit
-    from tightfit.snapshots.write import write_tape
+    from tightfit.recordings.write import write_tape
 
     started = time.monotonic()
     devices = device or (own_card(),)
@@ -170,7 +170,7 @@ def _saved_tape(path: str) -> "Tape":
 
 
 def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:
-    from tightfit.reports import text as text_report
+    from tightfit.reports.text import estimates as text_report
 
     if json:
         for estimate in estimates:

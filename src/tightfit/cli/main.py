@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
 from tightfit.errors import TightfitError, UsageError
-from tightfit.faults import internal_error
+from tightfit.errors.faults import internal_error
 
 _SIGPIPE = 13
 _INTERRUPTED = 130

@@ -142,7 +142,7 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
 
 def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
     from tightfit.fit.batch_size import batch_sizes
-    from tightfit.reports.batch_sizes import write_batch_sizes
+    from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
     if output is not None:

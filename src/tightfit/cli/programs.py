@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tightfit.errors import TightfitError
-from tightfit.faults import is_ours, noted, our_error
+from tightfit.errors.faults import is_ours, noted, our_error
 
 _INTERRUPTED = 130
 

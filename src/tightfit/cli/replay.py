@@ -13,8 +13,8 @@ from tightfit.cli.progress import ProgressLine
 from tightfit.units import format_bytes, parse
 
 if TYPE_CHECKING:
-    from tightfit.snapshots.read import Recording
-    from tightfit.snapshots.replay import Replay
+    from tightfit.recordings.read import Recording
+    from tightfit.recordings.replay import Replay
 
 _WIDTH = 120
 
@@ -40,10 +40,10 @@ def replay(
         json: print JSON instead of a table.
     """
     # Here and not above: numpy is not loaded for --help.
-    from tightfit.simulate.settings import AllocatorSettings
-    from tightfit.snapshots.read import read_recording
-    from tightfit.snapshots.replay import devices_of, together
-    from tightfit.snapshots.replay import replay as replay_device
+    from tightfit.allocator.settings import AllocatorSettings
+    from tightfit.recordings.read import read_recording
+    from tightfit.recordings.replay import devices_of, together
+    from tightfit.recordings.replay import replay as replay_device
 
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
@@ -61,7 +61,7 @@ def replay(
     total = together(each)
     tuning = None
     if tune:
-        from tightfit.snapshots.tune import tune as tune_recording
+        from tightfit.tuning.search_settings import tune as tune_recording
 
         tuning = tune_recording(
             found, alloc_conf=alloc_conf, capacity_bytes=capacity_bytes, is_windows=sys.platform == "win32"
@@ -74,7 +74,7 @@ def replay(
     else:
         _print(total, each, found, is_as_recorded=settings is None and capacity_bytes is None)
         if tuning is not None:
-            from tightfit.reports.tuning import TuningText
+            from tightfit.reports.text.tuning import TuningText
 
             _console().print(TuningText(tuning), soft_wrap=True)
     return 0 if (total.oom is None if tuning is None else tuning.recommended is not None) else 1

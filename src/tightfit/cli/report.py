@@ -93,16 +93,16 @@ def report(
 
 
 def _content(history: "History", summary: "Summary", form: str) -> str:
-    from tightfit.reports.html import html_page
+    from tightfit.reports.html.history_page import html_page
     from tightfit.reports.perfetto import perfetto_text
 
     return html_page(history, summary) if form == "html" else perfetto_text(history)
 
 
 def _merged(target: str, profile: Path) -> str:
+    from tightfit.diagnosis.history import device_of, history_of_recording
+    from tightfit.recordings.read import read_recording
     from tightfit.reports.perfetto import merged
-    from tightfit.snapshots.history import device_of, history_of_recording
-    from tightfit.snapshots.read import read_recording
 
     recording = read_recording(target)
     times = device_of(recording, None).time_us
@@ -125,7 +125,7 @@ def _is_plan(target: str) -> bool:
 
 def _plan_page(target: str) -> str:
     from tightfit.planner.plan import Plan
-    from tightfit.reports.plan_page import plan_page
+    from tightfit.reports.html.plan_page import plan_page
 
     return plan_page(Plan.load(target))
 
@@ -181,8 +181,8 @@ def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
 def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit import fit
     from tightfit.devices.catalogue import find
+    from tightfit.diagnosis.history import history_of_tape
     from tightfit.reports.summary import fit_of_estimate, summarize
-    from tightfit.snapshots.history import history_of_tape
 
     settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
     history = history_of_tape(tape, own, settings)
@@ -191,10 +191,10 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
 
 
 def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
+    from tightfit.allocator.settings import AllocatorSettings
+    from tightfit.diagnosis.history import device_of, history_of_recording
+    from tightfit.recordings.read import read_recording
     from tightfit.reports.summary import fit_of_recording, summarize
-    from tightfit.simulate.settings import AllocatorSettings
-    from tightfit.snapshots.history import device_of, history_of_recording
-    from tightfit.snapshots.read import read_recording
 
     recording = read_recording(target)
     shown = device_of(recording, None).device
@@ -212,7 +212,7 @@ def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: st
     from tightfit import fit
     from tightfit.cli.replay import replay
     from tightfit.devices.catalogue import find
-    from tightfit.reports import text
+    from tightfit.reports.text import estimates as text
 
     if tape is None:
         replay(Path(target), alloc_conf=alloc_conf)

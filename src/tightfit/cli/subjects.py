@@ -8,7 +8,7 @@ from tightfit.cli.devices import own_card
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tightfit.snapshots.subjects import Subject
+    from tightfit.diagnosis.run import Subject
 
 _RECORDINGS = (".pickle", ".pkl")
 _PICKLE = b"\x80"
@@ -53,8 +53,8 @@ def _is_pickle(target: str) -> bool:
 
 
 def _recorded(target: str, alloc_conf: str | None) -> "Subject":
-    from tightfit.snapshots.read import read_recording
-    from tightfit.snapshots.subjects import subject_of_recording
+    from tightfit.diagnosis.run import subject_of_recording
+    from tightfit.recordings.read import read_recording
 
     if alloc_conf is not None:
         raise UsageError(
@@ -74,7 +74,7 @@ def _traced(
 ) -> "Subject":
     from tightfit import fit
     from tightfit.devices.catalogue import find
-    from tightfit.snapshots.subjects import subject_of_tape
+    from tightfit.diagnosis.run import subject_of_tape
     from tightfit.tape import Tape
 
     settings = fit.allocator_settings(alloc_conf)

@@ -80,7 +80,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _write(found: list[Entry]) -> None:
-    from tightfit.reports.text import MAX_WIDTH, console
+    from tightfit.reports.text.estimates import MAX_WIDTH, console
 
     output = console()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -34,7 +34,7 @@ from tightfit.effects.operations import compare
 from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, restore
-from tightfit.faults import is_ours
+from tightfit.errors.faults import is_ours
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

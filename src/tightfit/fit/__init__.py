@@ -5,19 +5,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
-from tightfit.faults import answering, theirs
+from tightfit.errors.faults import answering, theirs
+from tightfit.recordings.read import read_recording
+from tightfit.recordings.replay import Replay, devices_of, together
+from tightfit.recordings.replay import replay as replay_recording
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import AllocatorSettings
-from tightfit.snapshots.read import read_recording
-from tightfit.snapshots.replay import Replay, devices_of, together
-from tightfit.snapshots.replay import replay as replay_recording
 from tightfit.tape import Assumption, Tape
 from tightfit.units import parse
 
@@ -132,7 +132,7 @@ def replay(
     memory: str | int | None = None,
     device: int | None = None,
 ) -> Replay:
-    """What the recording of torch's allocator in that file would have held; see `tightfit.snapshots.replay`.
+    """What the recording of torch's allocator in that file would have held; see `tightfit.recordings.replay`.
 
     `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
     bytes, by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.

@@ -5,17 +5,17 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
-from tightfit.faults import answering
+from tightfit.errors.faults import answering
 from tightfit.fit.planning import Found
 from tightfit.fit.trials import Trial
 from tightfit.planner.option import Change, Option
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Column
 from tightfit.techniques.catalogue import techniques
-from tightfit.techniques.optimizer_tape import OptimizerTape
-from tightfit.techniques.trained_parts import TrainedParts
 from tightfit.units import format_bytes
 
 _NUM_CARDS = 2

@@ -14,7 +14,7 @@ from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
-from tightfit.faults import answering, theirs
+from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.plan import allowed
 from tightfit.fit.planning import Found, Search

@@ -11,7 +11,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError, UsageError
-from tightfit.faults import answering, theirs
+from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.advice import advice
 from tightfit.fit.planning import Allowed, Found, Search, Variant, Without

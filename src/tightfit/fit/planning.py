@@ -13,16 +13,16 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import ApplyError, CaptureError
-from tightfit.faults import answering
+from tightfit.errors.faults import answering
 from tightfit.fit.trials import Bench, Trial
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.problem import Problem
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import least, solve
-from tightfit.simulate.levels import replay_levels
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 from tightfit.techniques.catalogue import techniques

@@ -8,16 +8,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
-from tightfit.simulate.emptied import with_emptied_cache
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import Effect, Tape
 
 # A trial is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.

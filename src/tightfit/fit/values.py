@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.processes.children import shared_folder
+from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import Preparation
-from tightfit.children import shared_folder
 from tightfit.errors import ApplyError, InternalError
-from tightfit.fork_server import forked_child
 from tightfit.planner.plan import Choice
 
 # Sums in another order: relative to the largest value of a tensor, by its type.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tightfit.reports.fragment import estimate_fragment
+from tightfit.reports.html.fragment import estimate_fragment
 
 _PAGE_HEIGHT = 900
 

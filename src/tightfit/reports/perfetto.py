@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tightfit.errors import RecordingError
-from tightfit.reports.html_timeline import Detail, category_levels, timeline
+from tightfit.reports.downsampled_timeline import Detail, category_levels, timeline
 from tightfit.reports.summary import summarize
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Column

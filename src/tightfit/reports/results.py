@@ -4,8 +4,8 @@ import dataclasses
 from typing import Self
 
 from tightfit.reports.advice import largest_holders, to_try
-from tightfit.reports.fragment import estimate_fragment
-from tightfit.reports.text import EstimateText, verdict_words
+from tightfit.reports.html.fragment import estimate_fragment
+from tightfit.reports.text.estimates import EstimateText, verdict_words
 from tightfit.simulate import estimate as simulated
 from tightfit.units import format_bytes
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.device import Device
-from tightfit.reports.html_places import line_and_function, module_name, places, stack_of
-from tightfit.reports.html_timeline import category_levels
+from tightfit.reports.blocks_by_site import line_and_function, module_name, places, stack_of
+from tightfit.reports.downsampled_timeline import category_levels
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, History
-from tightfit.simulate.settings import AllocatorSettings
 from tightfit.tape import Assumption, Column
 
 SCHEMA = 1

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
-from tightfit.faults import answering, note
+from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
 from tightfit.runtime.inputs import InputCheck, Inputs, Tell
 from tightfit.techniques.catalogue import technique, techniques
-from tightfit.techniques.forwards import copied_wrappers, take_off_copied
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique
+from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied
+from tightfit.torch_hooks.weak_references import WeakTable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from tightfit.deaths import WeakTable
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import (
@@ -35,6 +34,7 @@ from tightfit.runtime.loops import LoopWatch, is_of_loop
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.weak_references import WeakTable
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

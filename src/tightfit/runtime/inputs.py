@@ -13,8 +13,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import OnlyHere
 from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.forwards import OnlyHere
 
 Shapes = dict[str, list[int]]
 Tell = Callable[[str], None]

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tightfit.deaths import WeakTable
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.calls import on_training_step
 from tightfit.torch_hooks.manifest import LIGHTNING_STEP, PYTORCH_LIGHTNING_STEP, TRAINER_STEP, Name
 from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.weak_references import WeakTable
 
 # How the object whose step it is and its model are found from the one whose method is called.
 _Parts = Callable[[Any], tuple[Any, Any]]

@@ -18,11 +18,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tightfit.deaths import WeakTable
 from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
-from tightfit.techniques.lazy_tensor import LazyTensor
+from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.replaced import Leave
+from tightfit.torch_hooks.weak_references import WeakTable
 
 # An optimizer that never steps must not keep the others' steps from being counted.
 MAX_STEPS_OF_ONE_OPTIMIZER = 8

@@ -1,6 +1,6 @@
 """Records tensors on the host, where there is no card: a dispatch mode sees each operator's outputs, weak references see storages die.
 
-A death is noted with its time where it happens (`tightfit.deaths`) and worked off before the next birth or note, so that their order is the run's.
+A death is noted with its time where it happens (`tightfit.torch_hooks.weak_references`) and worked off before the next birth or note, so that their order is the run's.
 What a kernel allocates for itself is not seen. A tensor that no operator made, such as one over a numpy array, is taken to be born when an
 operator first reads it.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.deaths import Deaths
-from tightfit.faults import internal_error, note
+from tightfit.errors.faults import internal_error, note
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
 from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind, is_own_frame
+from tightfit.torch_hooks.weak_references import Deaths
 
 _DEAD = -1
 _TORCH = Path(torch.__file__).parent

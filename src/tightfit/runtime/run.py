@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.capture.targets import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
-from tightfit.faults import noted
+from tightfit.errors.faults import noted
 from tightfit.planner.explain import groups
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes, format_seconds

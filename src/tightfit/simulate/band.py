@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.simulate.allocator import OutOfDeviceMemory
-from tightfit.simulate.blocks import SMALL_SEGMENT_BYTES
+from tightfit.allocator.caching import OutOfDeviceMemory
+from tightfit.allocator.pools import SMALL_SEGMENT_BYTES
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.simulate.estimate import Band
-from tightfit.simulate.levels import Levels, replay_levels
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import Levels, replay_levels
 from tightfit.tape import Column, EventKind, Tape
 
 NUM_ORDERS = 4

@@ -1,7 +1,7 @@
 """What was held over a run, block by block: the one form that reports, `doctor` and `diff` read, whether it was predicted or recorded.
 
 A history is one device's: the bytes after every event, and for every block when it was born and when it died, how large it was, what it was
-for and who asked for it. An estimate's tape gives one (`tightfit.snapshots.history.history_of_tape`), a recording of torch's allocator gives
+for and who asked for it. An estimate's tape gives one (`tightfit.diagnosis.history.history_of_tape`), a recording of torch's allocator gives
 one too (`history_of_recording`), and nothing that reads it needs to know which.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import Assumption, Category, Column
 
 # What a block is for, by index; the last where a recording does not tell.

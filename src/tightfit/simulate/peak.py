@@ -6,13 +6,13 @@ goes on without it, as cuDNN does. The band comes from replays in which what is 
 
 import numpy as np
 
+from tightfit.allocator.settings import AllocatorSettings
 from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
-from tightfit.simulate.levels import Levels, levels_on
-from tightfit.simulate.settings import AllocatorSettings
+from tightfit.simulate.timeline_bytes import Levels, levels_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 

@@ -1,1 +1,1 @@
-"""One file, one technique: its options as numbers, and how it is put on a live model."""
+"""One folder per family, one file per technique: its options as numbers, and how it is put on a live model."""

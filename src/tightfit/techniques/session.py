@@ -17,8 +17,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.forwards import Around, OnlyHere, wrap_forward
-from tightfit.techniques.layers import Layer
+from tightfit.techniques.wrappers.forwards import Around, OnlyHere, wrap_forward
+from tightfit.techniques.wrappers.replaced_methods import Layer
 
 Undo = Callable[[], object]
 CHECK_STEPS = 2

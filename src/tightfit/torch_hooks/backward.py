@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tightfit.faults import note
+from tightfit.errors.faults import note
 from tightfit.torch_hooks.manifest import ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, RUN_BACKWARD
 from tightfit.torch_hooks.replaced import Leave, Replaced
 

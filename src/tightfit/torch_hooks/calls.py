@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tightfit.faults import note
+from tightfit.errors.faults import note
 from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, MODULE_CALL, OPTIMIZER_INIT, Name
 from tightfit.torch_hooks.replaced import Leave, Replaced
 

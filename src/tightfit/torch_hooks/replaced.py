@@ -93,7 +93,7 @@ class Replaced(Generic[Owner]):
     def _leave(self, holder: Any, number: int) -> Callable[[object], object]:
         """Takes the owner of this number away, and if it was the last one and ours stands there, puts back what stood there.
 
-        It runs no Python code, as it is called when an owner is collected: see `tightfit.deaths`. Whatever it is called with is ignored.
+        It runs no Python code, as it is called when an owner is collected: see `tightfit.torch_hooks.weak_references`. Whatever it is called with is ignored.
         """
         always = itertools.repeat
         left = map(self._references.pop, always(number), always(None))

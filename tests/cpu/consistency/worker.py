@@ -54,10 +54,10 @@ def real(run):
 
 
 def virtual():
-    from tightfit.capture import eager, native, torch_api
-    from tightfit.capture.handlers import HANDLERS
-    from tightfit.capture.recorder import Recorder
-    from tightfit.capture.virtual import VirtualGpu
+    from tightfit.capture.dispatch.handlers import HANDLERS
+    from tightfit.capture.dispatch.virtual import VirtualGpu
+    from tightfit.capture.observe.recorder import Recorder
+    from tightfit.capture.patches import eager, native, torch_api
     from tightfit.tape import EventKind
 
     class NoKernels:

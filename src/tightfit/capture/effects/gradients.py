@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tightfit.capture.attribution import is_users_or_other, user_line
 from tightfit.capture.effects.lines import line_of_function
-from tightfit.capture.replacing import replace
-from tightfit.faults import hands_over
+from tightfit.capture.observe.attribution import is_users_or_other, user_line
+from tightfit.capture.replace import replace
+from tightfit.errors.faults import hands_over
 from tightfit.tape import Effect, EffectKind
 
 _ZEROING = frozenset({"zero_", "detach_", "requires_grad_"})

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture.attribution import short
+from tightfit.capture.observe.attribution import short
 from tightfit.effects.reach import is_users_file
 
 _MOST_FUNCTIONS = 256

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.effects.gradients import GradientWatch
 from tightfit.capture.effects.regions import RegionWatch
-from tightfit.capture.virtual import VirtualGpu
 from tightfit.tape import Effect
 
 

@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels import (
-    attention_scratch,
-    convolution,
-    indexing,
-    losses,
-    matmul,
-    normalization,
-    recurrent,
-    reductions,
-    sorting,
-    spectral,
-)
+from tightfit.capture.kernels import convolution, losses, matmul, normalization, recurrent, reductions, spectral
+from tightfit.capture.kernels.attention import attention_scratch
 from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.indexing import indexing, sorting
 from tightfit.capture.kernels.rule import Outputs, Rule, Uncertain, bind
 
 SCRATCH: dict[OpOverload, Rule] = {

@@ -1,0 +1,1 @@
+"""The caching allocators of torch, replayed: pools, segments, expandable segments, settings, counters."""

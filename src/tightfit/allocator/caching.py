@@ -1,0 +1,366 @@
+"""A simulation of torch's CUDA caching allocator that is exact to the byte: which block, which segment, when the driver is asked.
+
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, a small and a large pool per stream, best fit with ties to the
+lowest address, splitting, merging, `max_split_size`, garbage collection, expandable segments, `record_stream`, and what is tried before an
+out-of-memory error. Requests are made live while a workload is traced, so the usual case is written out in `malloc` and `free`, and
+everything rare is a method of its own.
+"""
+
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+
+from tightfit.allocator.counters import Counters
+from tightfit.allocator.expandable import Mapper
+from tightfit.allocator.pools import (
+    ADDRESS_BITS,
+    LARGE_ROUNDING_BYTES,
+    MIN_BLOCK_BYTES,
+    SMALL_BYTES,
+    Block,
+    Pool,
+    rounded,
+    segment_bytes,
+)
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.units import GIB
+
+_FIRST_ADDRESS = 1 << 40
+_GAP_BYTES = GIB
+_UNKNOWN_TOTAL_BYTES = 1 << 40
+
+
+class OutOfDeviceMemory(Exception):
+    """No block could be had: what was asked for (rounded as the allocator does), and what was held. All in bytes."""
+
+    def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"{requested_bytes} bytes asked for, {allocated_bytes} allocated, {reserved_bytes} reserved, {free_bytes} left"
+        )
+        self.requested_bytes = requested_bytes
+        self.reserved_bytes = reserved_bytes
+        self.allocated_bytes = allocated_bytes
+        self.free_bytes = free_bytes
+
+
+class CachingAllocator(Counters):
+    """One device's allocator."""
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        *,
+        capacity_bytes: int | None = None,
+        total_bytes: int | None = None,
+        place_segment: Callable[[int, int], int] | None = None,
+    ) -> None:
+        """`capacity_bytes` is what the allocator may hold, as `set_per_process_memory_fraction` bounds it; `total_bytes` what the card has.
+
+        As in torch, the first is checked before pages of an expandable segment are rounded up, and may be exceeded by less than a page.
+
+        `place_segment(num_bytes, stream)` gives the address of a new segment (by default ever growing ones, far apart).
+        """
+        super().__init__()
+        self.settings = settings
+        self.capacity_bytes = _limit_bytes(settings, capacity_bytes, total_bytes)
+        self.total_bytes = total_bytes
+        self._small: dict[int, Pool] = {}
+        self._large: dict[int, Pool] = {}
+        self._waiting: dict[Block, None] = {}
+        self._next_address = _FIRST_ADDRESS
+        self._place = place_segment or self._place_next
+        self._max_split = settings.max_split_size_bytes or sys.maxsize
+        self._split_below = sys.maxsize if settings.expandable_segments else self._max_split
+        self._divisions = settings.roundup_power2_divisions
+        self._rounds_up = any(count > 1 for count in self._divisions)
+        self._collects = self.capacity_bytes is not None and settings.garbage_collection_threshold > 0
+        self._num_large_searches = 0
+        self._searches_plainly = not (self._collects or settings.max_split_size_bytes or settings.expandable_segments)
+        self.address_space_bytes = (total_bytes or capacity_bytes or _UNKNOWN_TOTAL_BYTES) * 9 // 8
+        self._mapper = Mapper(
+            large_page_bytes=settings.large_segment_size_bytes,
+            address_space_bytes=self.address_space_bytes,
+            place=self._place,
+            on_map=self._note_map,
+            on_unmap=partial(self._count_returned, "segment_unmap"),
+        )
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> Block:
+        """A block of at least `num_bytes` for use on `stream`.
+
+        Raises:
+            OutOfDeviceMemory: the limit is reached, and giving back what is cached did not help.
+        """
+        if self._rounds_up:
+            size = rounded(num_bytes, self._divisions)
+        else:
+            size = (num_bytes + 511) & -512 if num_bytes > MIN_BLOCK_BYTES else MIN_BLOCK_BYTES
+        pools = self._small if size <= SMALL_BYTES else self._large
+        pool = pools.get(stream)
+        if pool is None:
+            pool = self.pool_of(stream, is_small=pools is self._small)
+        keys = pool.keys
+        at = bisect_left(keys, size << ADDRESS_BITS) if self._searches_plainly else self._search(pool, size)
+        if at < len(keys):
+            block = pool.blocks.pop(keys.pop(at))
+            block.is_free = False
+        else:
+            block = self._grow(pool, size)
+        if block.size - size >= pool.min_rest_bytes and size < self._split_below:
+            self._split(block, size)
+        elif block.segment is None and (block.prev is not None or block.next is not None):
+            self._count_split(-block.size)
+        block.is_live = True
+        block.requested_bytes = num_bytes
+        self._count_malloc(block.size, num_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """The program is done with `block`; it is reusable at once unless another stream has used it."""
+        block.is_live = False
+        self.allocated_bytes -= block.size
+        self.num_live -= 1
+        if block.uses:
+            self.waiting_bytes += block.size
+            self._waiting[block] = None
+        else:
+            self._reclaim(block)
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """`block` is used on `stream` too, so once freed it waits for that stream."""
+        if stream != block.pool.stream:
+            if block.uses is None:
+                block.uses = set()
+            block.uses.add(stream)
+
+    def complete(self, block: Block) -> None:
+        """Other streams are done with a freed `block`; no effect on a block that waits for none."""
+        if block in self._waiting:
+            del self._waiting[block]
+            self.waiting_bytes -= block.size
+            block.uses = None
+            self._reclaim(block)
+
+    def synchronize(self) -> None:
+        """All streams have caught up: every block that was freed is reusable."""
+        for block in list(self._waiting):
+            self.complete(block)
+
+    def empty_cache(self) -> None:
+        """Gives every segment (or page) that is free as a whole back to the driver, but for those of private pools: negative streams."""
+        self.synchronize()
+        for pools in (self._large, self._small):
+            shared = sorted(stream for stream in pools if stream >= 0)
+            paged = [block for stream in shared for block in self._release_whole_segments(pools[stream])]
+            for block in paged:
+                self._mapper.release(block)
+
+    def give_back(self, block: Block) -> None:
+        """Gives a free block back to the driver, if it is a whole segment, or else the whole pages in it."""
+        if block.segment is not None:
+            self._mapper.release(block)
+        elif block.prev is None and block.next is None:
+            self._release_segment(block)
+
+    def adopt(self, block: Block, neighbour: Block | None) -> None:
+        """Takes in a block of a segment that exists already, right after its `neighbour` in the same segment: the start of a recording."""
+        block.splice(neighbour, None)
+        if block.segment is not None:
+            self._searches_plainly = False
+        if not block.is_mapped:
+            insort(block.pool.unmapped, block, key=attrgetter("address"))
+        elif block.is_live:
+            self.allocated_bytes += block.size
+            self.requested_bytes += block.requested_bytes
+            self.num_live += 1
+        elif block.uses:
+            self._waiting[block] = None
+            self.waiting_bytes += block.size
+            self.requested_bytes += block.requested_bytes
+        else:
+            block.pool.add(block)
+
+    def adopt_memory(self, num_bytes: int, *, is_segment: bool) -> None:
+        """The driver had given `num_bytes` before: as one segment, or as pages of an expandable one."""
+        self.reserved_bytes += num_bytes
+        self.num_segments += is_segment
+
+    def pool_of(self, stream: int, *, is_small: bool) -> Pool:
+        """The small or large pool of a stream."""
+        pools = self._small if is_small else self._large
+        if stream not in pools:
+            eager = is_small or self.settings.expandable_segments
+            pools[stream] = Pool(
+                stream=stream, is_small=is_small, min_rest_bytes=MIN_BLOCK_BYTES if eager else SMALL_BYTES + 1
+            )
+        return pools[stream]
+
+    def free_blocks(self) -> list[Block]:
+        """Every free block, of all streams: what the cache holds."""
+        pools = (*self._large.values(), *self._small.values())
+        return [block for pool in pools for block in pool.free_blocks()]
+
+    def _split(self, block: Block, size: int) -> None:
+        """Leaves `block` only its first `size` bytes; the rest is free."""
+        pool, after = block.pool, block.next
+        address, rest_bytes = block.address + size, block.size - size
+        if block.segment is None:
+            self._count_split(rest_bytes if after is None and block.prev is None else -size)
+        rest = Block(address, rest_bytes, pool, block.segment)
+        rest.prev, rest.next = block, after
+        if after is not None:
+            after.prev = rest
+        block.next = rest
+        block.size = size
+        rest.cached_at = self._num_large_searches
+        pool.add(rest)
+
+    def _reclaim(self, block: Block) -> None:
+        """Puts a block back into its pool, together with its free neighbours (free_block)."""
+        pool, size = block.pool, block.size
+        self.requested_bytes -= block.requested_bytes
+        before, after = block.prev, block.next
+        if before is not None and before.is_free:
+            pool.remove(before)
+            block.absorb(before)
+        if after is not None and after.is_free:
+            pool.remove(after)
+            block.absorb(after)
+        block.cached_at = self._num_large_searches
+        pool.add(block)
+        if block.segment is None:
+            is_whole = block.prev is None and block.next is None
+            self._count_split(size - block.size if is_whole else size)
+
+    def _search(self, pool: Pool, size: int) -> int:
+        """Where in the order of free blocks the one to use stands, past the end where there is none (get_free_block)."""
+        if self._collects and not pool.is_small:
+            self._num_large_searches += 1
+        keys, blocks = pool.keys, pool.blocks
+        at = bisect_left(keys, size << ADDRESS_BITS)
+        if self.settings.expandable_segments:
+            at = self._mapper.best_fit(pool, at)
+        else:
+            while at < len(keys) and blocks[keys[at]].segment is not None:
+                at += 1
+        if at < len(keys):
+            found = keys[at] >> ADDRESS_BITS
+            if size < self._max_split <= found:
+                return len(keys)
+            if size >= self._max_split and found >= size + self.settings.max_non_split_rounding_bytes:
+                return len(keys)
+        return at
+
+    def _grow(self, pool: Pool, size: int) -> Block:
+        """A block from the driver, for which cached ones are given back where that is what it takes."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._ask_driver(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._ask_driver(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            block = self._ask_driver(pool, size)
+        if block is None:
+            self.num_ooms += 1
+            limits = (bound for bound in (self.capacity_bytes, self.total_bytes) if bound is not None)
+            limit_bytes = min(limits, default=self.address_space_bytes)
+            raise OutOfDeviceMemory(
+                requested_bytes=size,
+                reserved_bytes=self.reserved_bytes,
+                allocated_bytes=self.allocated_bytes,
+                free_bytes=max(0, limit_bytes - self.reserved_bytes),
+            )
+        return block
+
+    def _ask_driver(self, pool: Pool, size: int) -> Block | None:
+        """A new segment, or more pages, for a block of `size` bytes; None where a limit forbids it (alloc_block)."""
+        num_bytes = segment_bytes(size, self.settings.large_segment_size_bytes)
+        if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
+            return None
+        if self.settings.expandable_segments:
+            return self._mapper.allocate(size, pool)
+        if self.total_bytes is not None and self.reserved_bytes + num_bytes > self.total_bytes:
+            return None
+        block = Block(self._place(num_bytes, pool.stream), num_bytes, pool, None)
+        self._count_given("segment_alloc", block.address, num_bytes)
+        return block
+
+    def _collect_garbage(self) -> None:
+        """Gives back whole segments that have not been used for longer than the average (garbage_collect_cached_blocks)."""
+        assert self.capacity_bytes is not None, "only a bounded allocator collects"
+        target_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.capacity_bytes)
+        now = self._num_large_searches
+        whole = [
+            block
+            for stream, pool in self._large.items()
+            for block in pool.free_blocks()
+            if stream >= 0 and block.prev is None and block.next is None
+        ]
+        num_whole, total_age = len(whole), sum(now - block.cached_at for block in whole)
+        freed_bytes = 0
+        while freed_bytes < target_bytes and num_whole:
+            threshold = total_age / num_whole
+            old = [block for block in whole if block.segment is None and now - block.cached_at >= threshold]
+            if not old:
+                break
+            for block in old:
+                whole.remove(block)
+                freed_bytes += block.size
+                total_age -= now - block.cached_at
+                num_whole -= 1
+                self._release_segment(block)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Gives back blocks that are too large to be split, just enough for a block of `size` bytes (release_available_cached_blocks)."""
+        if self.settings.max_split_size_bytes is None:
+            return False
+        wanted_bytes = max(size, self._max_split)
+        at = bisect_left(pool.keys, wanted_bytes << ADDRESS_BITS)
+        blocks = pool.free_blocks()
+        if at < len(blocks) and blocks[at].segment is None:
+            self._release_segment(blocks[at])
+            return True
+        released_bytes = 0
+        for block in reversed(blocks[:at]):
+            if released_bytes >= wanted_bytes or block.size < self._max_split:
+                break
+            if block.segment is None:
+                released_bytes += block.size
+                self._release_segment(block)
+        return released_bytes >= wanted_bytes
+
+    def _release_whole_segments(self, pool: Pool) -> list[Block]:
+        """Gives back the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
+        blocks = pool.free_blocks()
+        for block in blocks:
+            if block.segment is None and block.prev is None and block.next is None:
+                self._release_segment(block)
+        return [block for block in blocks if block.segment is not None]
+
+    def _release_segment(self, block: Block) -> None:
+        block.pool.remove(block)
+        self._count_returned("segment_free", block.address, block.size)
+
+    def _note_map(self, block: Block, num_bytes: int) -> bool:
+        if self.total_bytes is not None and self.reserved_bytes + num_bytes > self.total_bytes:
+            return False
+        self._count_given("segment_map", block.address, num_bytes)
+        return True
+
+    def _place_next(self, num_bytes: int, _stream: int) -> int:
+        address = self._next_address
+        self._next_address += -(-num_bytes // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES + _GAP_BYTES
+        return address
+
+
+def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None, total_bytes: int | None) -> int | None:
+    """What the allocator may hold; a fraction below 1 is one of the card's memory, or of the capacity where that is all that is known."""
+    whole_bytes = total_bytes or capacity_bytes
+    if settings.per_process_memory_fraction >= 1 or whole_bytes is None:
+        return capacity_bytes
+    fraction_bytes = int(settings.per_process_memory_fraction * whole_bytes)
+    return fraction_bytes if capacity_bytes is None else min(capacity_bytes, fraction_bytes)

@@ -1,0 +1,217 @@
+"""The modules of a run, as a tape shows them: when each ran forwards and backwards, and what it left waiting for its backward pass.
+
+No model is looked at. A module is a path; what lies inside it are the paths that continue it. A *visit* is one call of a module in a forward
+pass with gradients: a contiguous run of its operators, with the stretch of the backward pass that belongs to it. What was born in a visit and
+still lives when the backward pass begins waits for it; one of these storages may be the visit's own output, which lives on whatever is done to
+the inside of the module. Which storages are inputs and outputs a tape does not say: they are taken to be the last large ones that were born
+before the visit and in it.
+"""
+
+import dataclasses
+import itertools
+from functools import cached_property
+
+import numpy as np
+
+from tightfit.allocator.pools import MIN_BLOCK_BYTES
+from tightfit.tape import Column, EventKind, Phase, Source, Tape
+
+# Inputs and outputs are no mere statistics: batch and layer norm store means after their result.
+_SMALLEST_SHARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One call of the module at `path`. Forward operators are `begin` to before `end`, backward ones `back_begin` to before `back_end`.
+
+    `end_event` is the first event after the forward operators, `back_event` the first of the backward ones and `back_end_event` the first
+    after them. `waiting` are the storages that the visit leaves for the backward pass, but for its `output`. `input` is the storage that it works
+    on, -1 where that is none of the same forward pass; who runs the module again must keep it.
+    """
+
+    path: str
+    begin: int
+    end: int
+    back_begin: int
+    back_end: int
+    begin_event: int
+    end_event: int
+    back_event: int
+    back_end_event: int
+    waiting: Column
+    output: int
+    input: int = -1
+
+
+class Anatomy:
+    """The visits of a tape's modules."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        operators, events = tape.operators, tape.events
+        self._phase = operators.phase
+        modules = np.unique(operators.module)
+        texts = [tape.strings[m] for m in modules.tolist()]
+        order = sorted(range(len(texts)), key=lambda i: texts[i].split("."))
+        self._names = [texts[i] for i in order]
+        self._parts = [name.split(".") for name in self._names]
+        rank_of = np.zeros(len(tape.strings), dtype=np.int64)
+        rank_of[modules[order]] = np.arange(len(order))
+        self._rank = rank_of[operators.module]
+        self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        died = np.full(len(tape.storages), len(events), dtype=np.int64)
+        frees = events.kind == EventKind.FREE
+        died[events.storage[frees]] = np.flatnonzero(frees)
+        self.died = died
+        self._is_tensor = tape.storages.source == Source.TENSOR
+        self._rounds()
+
+    def _rounds(self) -> None:
+        """A round is a forward pass with the backward pass that follows it; `_round` numbers the operators' rounds."""
+        backward = self._phase == Phase.BACKWARD
+        relevant = backward | (self._phase == Phase.FORWARD)
+        kinds = backward[relevant]
+        begins = np.zeros(len(kinds), dtype=np.int64)
+        begins[1:] = kinds[:-1] & ~kinds[1:]
+        numbers = np.full(len(self._phase), -1, dtype=np.int64)
+        numbers[relevant] = np.cumsum(begins)
+        self._round = numbers
+        self.num_rounds = int(begins.sum()) + 1 if len(kinds) else 0
+        self._first_backward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
+        at = np.flatnonzero(backward)
+        np.minimum.at(self._first_backward, numbers[at], at)
+        self._first_forward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
+        at = np.flatnonzero(relevant & ~backward)
+        np.minimum.at(self._first_forward, numbers[at], at)
+
+    @cached_property
+    def waits(self) -> Column:
+        """Which storages were born in a forward pass and are alive when the backward pass of their round begins."""
+        born_of = self.tape.storages.operator
+        known = (born_of >= 0) & self._is_tensor
+        waits = np.zeros(len(born_of), dtype=bool)
+        operators = born_of[known]
+        forward = self._phase[operators] == Phase.FORWARD
+        rounds = np.where(forward, self._round[operators], 0)
+        first = self._first_backward[rounds]
+        has_backward = first < len(self._phase)
+        waits[known] = forward & has_backward & (self.died[known] > self.event_of(first))
+        return waits
+
+    def event_of(self, operator: Column | int) -> Column:
+        """The first event that an operator, by its index, causes; for the number of operators, the number of events that precede the end."""
+        return np.searchsorted(self.tape.events.operator, np.asarray(operator) + 1, side="left")
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """All modules that have operators or that contain some that do, outermost first."""
+        found: dict[str, None] = {}
+        for parts in self._parts:
+            for length in range(1, len(parts) + 1):
+                found.setdefault(".".join(parts[:length]))
+        return [path for path in found if path]
+
+    def _inside(self, path: str) -> tuple[int, int]:
+        """The ranks of the modules at and inside `path`, as a range; an empty one for a module that ran nothing."""
+        parts = path.split(".")
+        low = next((i for i, known in enumerate(self._parts) if known[: len(parts)] == parts), len(self._parts))
+        high = low
+        while high < len(self._parts) and self._parts[high][: len(parts)] == parts:
+            high += 1
+        return low, high
+
+    def modules_inside(self, path: str) -> list[str]:
+        """The paths at and inside `path` that have operators of their own."""
+        low, high = self._inside(path)
+        return self._names[low:high]
+
+    def visits(self, path: str) -> tuple[Visit, ...]:
+        """The calls of the module at `path` that have a backward pass, in order."""
+        low, high = self._inside(path)
+        inside = (self._rank >= low) & (self._rank < high)
+        forward = np.flatnonzero(inside & (self._phase == Phase.FORWARD))
+        if not len(forward):
+            return ()
+        backward = np.flatnonzero(inside & (self._phase == Phase.BACKWARD))
+        breaks = np.flatnonzero((np.diff(forward) > 1) | (np.diff(self._round[forward]) != 0))
+        begins, ends = forward[np.r_[0, breaks + 1]], forward[np.r_[breaks, len(forward) - 1]] + 1
+        found = []
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            back = backward[self._round[backward] == self._round[begin]]
+            if len(back):
+                found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
+        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda visit: self._round[visit.begin])]
+        ran = [[v for v in group if len(group) == 1 or self._is_run_backwards(v)] for group in rounds]
+        return tuple(visit for group in ran for visit in self._one_after_the_other(group, backward))
+
+    def _is_run_backwards(self, visit: Visit) -> bool:
+        """A call before the backward pass of another one that left nothing for it was made without gradients."""
+        return len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
+
+    def _one_after_the_other(self, visits: list[Visit], backward: Column) -> list[Visit]:
+        """The visits of one round, each with its own stretch of `backward`, which goes from the last one to the first: a stretch ends where the
+        last of what waits for it is gone. Where these ends are in another order the visits share all of it."""
+        if len(visits) < 2:
+            return visits
+        end, ends = visits[0].back_end, []
+        for visit in reversed(visits[1:]):
+            gone = self.died[visit.waiting]
+            gone = gone[(gone >= visit.back_event) & (gone < visit.back_end_event)]
+            ends.append(int(self.tape.events.operator[gone.max()]) if len(gone) else end)
+        if max(ends) >= end:
+            return visits
+        begins = [visits[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
+        if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
+            return visits
+        return [
+            dataclasses.replace(
+                visit, back_begin=b, back_end=e, back_event=int(self.event_of(b)), back_end_event=int(self.event_of(e))
+            )
+            for visit, b, e in zip(visits, reversed(begins), reversed([*ends, end]), strict=True)
+        ]
+
+    def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
+        """The visit of these operators, forward and backward, in the name of `path`."""
+        born = self.tape.storages.operator
+        inside = (born >= begin) & (born < end)
+        waiting = np.flatnonzero(inside & self.waits)
+        before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
+        at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
+        output = self.output_of(begin, end)
+        return Visit(
+            path=path,
+            begin=begin,
+            end=end,
+            back_begin=back_begin,
+            back_end=back_end,
+            begin_event=int(self.event_of(begin)),
+            end_event=int(self.event_of(end)),
+            back_event=int(self.event_of(back_begin)),
+            back_end_event=int(self.event_of(back_end)),
+            waiting=waiting[waiting != output],
+            output=output,
+            input=self._last_large(at_begin),
+        )
+
+    def output_of(self, begin: int, end: int) -> int:
+        """The storage that the operators from `begin` to before `end` give to the next one; -1 if they leave nothing."""
+        born = self.tape.storages.operator
+        inside = (born >= begin) & (born < end) & self._is_tensor
+        return self._last_large(np.flatnonzero(inside & (self.died >= self.event_of(end))))
+
+    def _last_large(self, storages: Column) -> int:
+        """The first large storage of the last operator that has one: a pooling stores its indices, which are larger, after its result."""
+        sizes = self.block_bytes[storages]
+        large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
+        if not len(large):
+            return -1
+        born = self.tape.storages.operator[large]
+        return int(large[born == born.max()][0])
+
+    def bytes_of(self, storages: Column) -> int:
+        """The bytes of these storages, as an allocator rounds them."""
+        return int(self.block_bytes[storages].sum())
+
+    def operator_names(self, begin: int, end: int) -> tuple[str, ...]:
+        """The names of the operators from `begin` to before `end`."""
+        return tuple(self.tape.strings[n] for n in self.tape.operators.name[begin:end].tolist())

@@ -1,0 +1,101 @@
+"""Which modules of a run are trained, with what: their gradients, and their share of the optimizer's states; and the blocks that repeat.
+
+A gradient is born in the backward pass of the module whose weight it is for. States are not told apart by module: each module has the share of
+them that it has of the gradients.
+"""
+
+import dataclasses
+import itertools
+from functools import cached_property
+
+import numpy as np
+
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.planner.option import Change
+from tightfit.tape import Category, Column, Phase, Tape
+
+LEAST_BLOCKS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Modules in a list, `path.0` to `path.(number - 1)`, each run once in a forward pass, and the modules that work before the first of them."""
+
+    path: str
+    number: int
+    before: tuple[str, ...]
+
+
+class TrainedParts:
+    """The trained parts of a run."""
+
+    def __init__(self, run: OptimizerTape) -> None:
+        self.run = run
+        self.tape: Tape = run.tape
+        self.anatomy = Anatomy(run.tape)
+
+    @cached_property
+    def gradients(self) -> Column:
+        """The gradients, as indices of storages."""
+        made = (self.tape.storages.category == Category.GRADIENTS) & (self.tape.storages.operator >= 0)
+        return np.flatnonzero(made)
+
+    def modules_of(self, storages: Column) -> list[str]:
+        """The module in whose operators each storage was born."""
+        operators = self.tape.storages.operator[storages]
+        return [self.tape.strings[m] for m in self.tape.operators.module[operators].tolist()]
+
+    @cached_property
+    def levels(self) -> Column:
+        """The bytes that are alive after each event."""
+        run = self.run
+        difference = np.zeros(len(self.tape.events) + 1, dtype=np.int64)
+        np.add.at(difference, run.born, run.block_bytes)
+        np.subtract.at(difference, run.died, run.block_bytes)
+        return difference.cumsum()[:-1]
+
+    def peak_with(self, changed: tuple[Change, ...]) -> int:
+        """The peak of what is alive, with changes on it."""
+        difference = np.zeros(len(self.levels) + 1, dtype=np.int64)
+        for change in changed:
+            difference[change.begin] += change.num_bytes
+            difference[change.end] -= change.num_bytes
+        return int((self.levels + difference.cumsum()[:-1]).max(initial=0))
+
+    def untrained(self, frozen: Column) -> tuple[Change, ...]:
+        """What goes with the gradients that `frozen` marks: they, their share of the states, and of what the optimizer holds as it steps."""
+        run, gone = self.run, self.gradients[frozen]
+        total = int(run.block_bytes[self.gradients].sum())
+        share = int(run.block_bytes[gone].sum()) / total if total else 0.0
+        state = np.flatnonzero(self.tape.storages.category == Category.OPTIMIZER_STATE)
+        found = changes(levels(run.born[gone], run.died[gone], run.block_bytes[gone]), -1.0)
+        found += changes(levels(run.born[state], run.died[state], run.block_bytes[state]), -share)
+        for stretch in run.stretches:
+            found += changes(run.held(stretch), -share)
+        return found
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """The longest list of blocks that the run goes through one after another; None without one."""
+        counts: dict[str, int] = {}
+        for path in self.anatomy.paths:
+            parent, _, last = path.rpartition(".")
+            if parent and last.isdigit():
+                counts[parent] = max(counts.get(parent, 0), int(last) + 1)
+        long = [path for path, number in counts.items() if number >= LEAST_BLOCKS]
+        best: Blocks | None = None
+        for path in sorted(long, key=lambda p: (-counts[p], p.count("."))):
+            visits = [self.anatomy.visits(f"{path}.{i}") for i in range(counts[path])]
+            in_order = all(visits) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(visits))
+            if in_order and not any(part.isdigit() for part in path.split(".")):
+                best = Blocks(path=path, number=counts[path], before=self._before(visits[0][0].begin))
+                break
+        return best
+
+    def _before(self, operator: int) -> tuple[str, ...]:
+        """The modules that have operators of their own before `operator` in a forward pass; what contains the list may be among them."""
+        operators = self.tape.operators
+        at = np.flatnonzero(operators.phase[:operator] == Phase.FORWARD)
+        names = dict.fromkeys(self.tape.strings[m] for m in operators.module[at].tolist())
+        return tuple(name for name in names if name)

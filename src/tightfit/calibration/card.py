@@ -1,0 +1,80 @@
+"""The instruments of a machine that has a card: CUDA events, the host's clock, and the driver."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.calibration.instruments import Expected, Sizes
+from tightfit.calibration.nvml import Nvml, ProcessMemory
+from tightfit.devices.device import Device
+from tightfit.errors import UsageError
+from tightfit.units import GIB, MIB
+
+_MAX_THREADS = 64
+
+
+def sizes_of_this_machine() -> Sizes:
+    """Large enough to be bound by what is measured, and all of it within two minutes on a card of 2018 or later."""
+    return Sizes(
+        num_samples=15,
+        max_calls=50,
+        slab_bytes=GIB // 2,
+        num_host_parameters=1 << 25,
+        num_threads=thread_counts(len(os.sched_getaffinity(0))),
+        disk_bytes=GIB,
+        disk_block_bytes=8 * MIB,
+    )
+
+
+def thread_counts(num_cores: int) -> tuple[int, ...]:
+    """Powers of two up to the number of cores, and that number itself; at most 64."""
+    most = min(num_cores, _MAX_THREADS)
+    powers = {1 << power for power in range(most.bit_length())}
+    return tuple(sorted({*powers, most}))
+
+
+class CardInstruments:
+    """Reads the clock and the driver of this machine. Make it before the process touches the card.
+
+    Raises:
+        UsageError: there is no card that torch can use.
+    """
+
+    is_virtual = False
+
+    def __init__(self, find_card: Callable[[str], Device]) -> None:
+        nvml = Nvml.open()
+        self._memory = None if nvml is None else ProcessMemory(nvml, os.getpid())
+        if not torch.cuda.is_available():
+            reason = "torch finds none" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+            raise UsageError(
+                f"there is no NVIDIA card to measure: {reason}; --virtual runs the same measurements on a simulated card"
+            )
+        self.driver = "" if nvml is None else nvml.driver_version()
+        self.card = find_card(torch.cuda.get_device_name(0))
+        self.sizes = sizes_of_this_machine()
+
+    def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event, expected: Expected) -> float:
+        """Seconds on the card from one event to another; waits for the second."""
+        del expected
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def seconds_of(self, run: Callable[[], Any], expected: Expected) -> float:
+        """Seconds on the host that `run` takes."""
+        del expected
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    def process_bytes(self) -> int:
+        """What this process holds on the card by NVML; where NVML does not know, what is not free, with that of other processes."""
+        uuid = str(torch.cuda.get_device_properties(0).uuid)
+        num_bytes = None if self._memory is None else self._memory.num_bytes(uuid)
+        if num_bytes is None:
+            free_bytes, total_bytes = torch.cuda.mem_get_info()
+            num_bytes = total_bytes - free_bytes
+        return num_bytes

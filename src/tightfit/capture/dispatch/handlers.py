@@ -1,0 +1,264 @@
+"""Operators that torch's fake tensors cannot run as a card would: what crosses between host and device, and what depends on data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.known_values import Unknown, limit
+from tightfit.capture.dispatch.operators import facts
+from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
+from tightfit.errors import CaptureError
+from tightfit.tape import Category
+
+aten = torch.ops.aten
+
+
+def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    to_device = device is None or torch.device(device).type == "cuda"
+    if isinstance(source, FakeTensor) and source.device.type == "cuda":
+        return gpu.run(func, args, kwargs) if to_device else _to_host(gpu, source, kwargs.get("dtype") or source.dtype)
+    gpu.note_operator(func, facts(func), args, {}, (), None)
+    if source.layout not in (torch.strided, torch.sparse_coo):
+        return _refuse_compressed(gpu, func, args, kwargs)
+    if source.layout != torch.strided:
+        return sparse.virtual_of(gpu, source, lambda part: _to_card(gpu, part, part.dtype, None))
+    return _to_card(gpu, source, kwargs.get("dtype") or source.dtype, kwargs.get("memory_format"))
+
+
+def _to_card(
+    gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None
+) -> torch.Tensor:
+    category = Category.TEMPORARIES if gpu.attribution.modules else Category.INPUTS
+    out = gpu.new(source.size(), _stride_of_copy(source, memory_format), dtype, category)
+    if not isinstance(source, FakeTensor) and not gpu.host.is_blank(source):
+        gpu.shadows.adopt(out, source)
+    return out
+
+
+def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _synchronize(gpu)
+    if source.layout != torch.strided:
+        return sparse.host_of(source).to(dtype)
+    try:
+        return gpu.shadows.values(source).to(dtype, copy=True)
+    except Unknown:
+        host = gpu.reads.fill(gpu.host.new_blank(source.size(), dtype))
+        return host.fill_(1) if gpu.truths.holds(source) else host
+
+
+def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
+    if memory_format in (None, torch.preserve_format) and torch._prims_common.is_non_overlapping_and_dense_or_false(
+        source
+    ):
+        return source.stride()
+    shape = torch.empty(source.size(), dtype=source.dtype, device="meta")
+    if memory_format is not None and memory_format in (torch.channels_last, torch.channels_last_3d):
+        shape = shape.contiguous(memory_format=memory_format)
+    return shape.stride()
+
+
+def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if isinstance(target, FakeTensor) and isinstance(source, FakeTensor):
+        return gpu.run(func, args, kwargs)
+    if isinstance(target, FakeTensor):
+        gpu.note_operator(func, facts(func), args, {}, (target,), None)
+        if gpu.shadows.known(target) and not gpu.host.is_blank(source):
+            gpu.shadows.values(target).copy_(source)
+        else:
+            gpu.shadows.forget(target.untyped_storage()._cdata)
+        return target
+    _synchronize(gpu)
+    try:
+        target.copy_(gpu.shadows.values(source))
+    except Unknown:
+        gpu.reads.fill(target)
+    return target
+
+
+def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    _synchronize(gpu)
+    try:
+        return gpu.shadows.values(args[0]).item()
+    except Unknown:
+        if gpu.truths.holds(args[0]):
+            return True
+        return gpu.reads.scalar(args[0].dtype)
+
+
+def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    _synchronize(gpu)
+    try:
+        return bool(gpu.shadows.run(func, args, kwargs))
+    except Unknown:
+        return bool(gpu.reads.scalar(torch.bool))
+
+
+def _synchronize(gpu: VirtualGpu) -> None:
+    if gpu.has_side_streams:
+        gpu.recorder.synchronize()
+
+
+def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator whose output size depends on values: the true size where they are known, else the largest possible."""
+    _synchronize(gpu)
+    try:
+        values = gpu.shadows.run(func, args, kwargs)
+    except Unknown:
+        gpu.recorder.assume(
+            gpu.attribution.where(),
+            f"{facts(func).name}: the size of the result depends on data; taken as large as it can be",
+        )
+        values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
+    results = values if isinstance(values, tuple) else (values,)
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    out = []
+    for value in results:
+        tensor = gpu.new(value.size(), value.stride(), value.dtype)
+        if value.device.type == "cpu":
+            gpu.shadows.adopt(tensor, value)
+        out.append(tensor)
+    return tuple(out) if isinstance(values, tuple) else out[0]
+
+
+def _all_places(source: torch.Tensor) -> torch.Tensor:
+    """`nonzero` where nothing is zero. Its values are known then too, so that a loop over the experts that are hit meets each of them."""
+    if source.numel() * source.dim() * torch.int64.itemsize <= limit(torch.int64):
+        return torch.ones(source.shape).nonzero()
+    # CUDA's nonzero writes the columns one after the other.
+    return torch.empty(source.dim(), source.numel(), dtype=torch.int64, device="meta").t()
+
+
+def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    numel = source.numel()
+
+    def meta(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    if func is aten.masked_select.default:
+        return meta(torch.broadcast_shapes(source.shape, args[1].shape).numel(), dtype=source.dtype)
+    if func is aten.bincount.default:
+        return meta(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+    if func is aten.repeat_interleave.Tensor:
+        return meta(kwargs.get("output_size") or numel)
+    if func is aten.unique_dim.default:
+        rows = source.shape[args[1]]
+        return (meta(*source.shape, dtype=source.dtype), meta(rows), meta(rows))
+    return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
+
+
+def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Masks among the indices become positions first, as the CUDA kernels do it."""
+    indices = args[1]
+    if isinstance(args[0], FakeTensor):
+        # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
+        indices = [
+            _to_card(gpu, i, i.dtype, None)
+            if i is not None and not isinstance(i, FakeTensor) and i.dtype not in (torch.bool, torch.uint8)
+            else i
+            for i in indices
+        ]
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return gpu.run(func, (args[0], indices, *args[2:]), kwargs)
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+        elif isinstance(index, FakeTensor):
+            found = _shaped_by_data(gpu, aten.nonzero.default, (index,), {})
+            positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
+        else:
+            found = index.nonzero().unbind(1)
+            positions.extend(_to_card(gpu, p, p.dtype, None) if isinstance(args[0], FakeTensor) else p for p in found)
+    return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
+
+
+def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The sizes of the steps are counted from lengths on the host, and stay there."""
+    padded, lengths, batch_first = args
+    narrow = torch.empty(*padded.shape[:2], 1)
+    packed, batch_sizes = func(narrow, lengths, batch_first)
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    size = (packed.size(0), *padded.shape[2:])
+    return gpu.new(size, torch.empty(size, device="meta").stride(), padded.dtype), batch_sizes
+
+
+def _never(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """cuDNN takes a CTC loss only with int32 targets on the host (LossCTC.cpp, `_use_cudnn_ctc_loss`); torch's own kernel the others."""
+    return False
+
+
+def _ctc_loss(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The loss of each row and the forward variables, two for each label of the longest target and one more (LossCTC.cu)."""
+    log_probs, longest = args[0], max(args[3])
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    steps, batch = log_probs.shape[:2]
+    width = 2 * longest + 1
+    variables = gpu.new((batch, steps, width), (steps * width, width, 1), log_probs.dtype)
+    return gpu.new((batch,), (1,), log_probs.dtype), variables
+
+
+def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The gradient of the log-probabilities, beside backward variables that are as many as the forward ones (LossCTC.cu)."""
+    log_probs, log_alpha = args[1], args[6]
+    gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    log_beta = gpu.new(log_alpha.size(), log_alpha.stride(), log_alpha.dtype)
+    gradient = gpu.new(log_probs.size(), log_probs.stride(), log_probs.dtype)
+    del log_beta
+    return gradient
+
+
+def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    raise CaptureError(
+        f"{gpu.attribution.where()}: compressed sparse tensors (CSR, CSC, BSR, BSC) have no virtual kind in torch {torch.__version__}; use COO for the estimate"
+    )
+
+
+def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """GradScaler's check for infinities: the run is taken as one that finds none."""
+    known = facts(func)
+    gpu.note_operator(func, known, args, kwargs, (), None)
+    gpu.recorder.assume(gpu.attribution.where(), "gradients are taken as finite: GradScaler skips no step")
+
+
+_CTC_LIBRARIES = [
+    getattr(getattr(aten, name), overload)
+    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+    if hasattr(aten, name)
+    for overload in ("default", "Tensor")
+]
+
+HANDLERS: dict[OpOverload, Handler] = {
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: _equal,
+    aten._pack_padded_sequence.default: _pack_padded,
+    **dict.fromkeys(_CTC_LIBRARIES, _never),
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._sparse_compressed_tensor_unsafe.default: _refuse_compressed,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    **dict.fromkeys(
+        (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default), _index
+    ),
+    **dict.fromkeys(
+        (
+            aten.nonzero.default,
+            aten.masked_select.default,
+            aten.bincount.default,
+            aten.repeat_interleave.Tensor,
+            aten._unique2.default,
+            aten.unique_consecutive.default,
+            aten.unique_dim.default,
+        ),
+        _shaped_by_data,
+    ),
+}

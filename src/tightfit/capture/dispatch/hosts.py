@@ -1,0 +1,191 @@
+"""Host tensors stay real, but weights made on the host are never filled.
+
+`torch.empty` of a megabyte or more only reserves addresses: pages that nobody writes cost nothing. Such a storage is *blank* until real
+data is written to it. Initialisers of a blank storage are skipped, casts and copies of one give another blank one, and so an 8B model that
+a script builds on the host before `.to("cuda")` takes no host memory. Data loading, tokenising and shape arithmetic see real tensors.
+"""
+
+import functools
+import mmap
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from tightfit.capture.observe.recorder import Recorder
+from tightfit.errors import faults
+
+aten = torch.ops.aten
+
+_Reference = weakref.ref[torch.UntypedStorage]
+
+MIN_BLANK_BYTES = 1 << 20
+MIN_MAPPED_BYTES = 1 << 28
+
+# Python 3.11 has no name for it (sys/mman.h of Linux and of macOS).
+_MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}.get(sys.platform, 0)
+
+_FACTORIES = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_RANDOM_FACTORIES = {aten.randn.default, aten.rand.default, aten.normal.float_float}
+_LARGE_RANDOM_BYTES = 1 << 26
+_FILLS = {
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "normal_": ("default",),
+        "uniform_": ("default",),
+        "random_": ("default", "from", "to"),
+        "bernoulli_": ("float",),
+        "exponential_": ("default",),
+        "zero_": ("default",),
+        "fill_": ("Scalar", "Tensor"),
+        "erfinv_": ("default",),
+        "clamp_": ("default",),
+        "mul_": ("Scalar", "Tensor"),
+        "add_": ("Scalar", "Tensor"),
+        "sub_": ("Scalar", "Tensor"),
+        "div_": ("Scalar", "Tensor"),
+    }.items()
+    for overload in overloads
+}
+_COPIES = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Scalar,
+}
+
+
+class HostMemory:
+    """Runs operators on host tensors, except where their data cannot matter."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._blank: dict[int, _Reference] = {}
+        self._held: dict[int, _Reference] = {}
+        self._pinned: dict[int, _Reference] = {}
+
+    def is_blank(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing has been written to the storage of `tensor`."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._blank
+
+    @faults.hands_over
+    def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of `operator` on host tensors."""
+        if kwargs.get("pin_memory"):
+            return self._pin(self.run(operator, args, {**kwargs, "pin_memory": False}))
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and self._blank and self.is_blank(first):
+            if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
+                return first
+            if operator in _COPIES and not any(
+                isinstance(a, torch.Tensor) and a.shape not in ((), first.shape) for a in args[1:]
+            ):
+                return self._blank_copy(first, kwargs)
+            if operator._schema.is_mutable:
+                self._blank.pop(first.untyped_storage()._cdata)
+        elif operator in _RANDOM_FACTORIES and _factory_bytes(operator, args, kwargs) >= _LARGE_RANDOM_BYTES:
+            operator, args = aten.empty.memory_format, args[-1:]
+            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+        result = _mapped(operator, args, kwargs) if operator in _FACTORIES or operator in _ZEROS else None
+        if result is None:
+            result = operator(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.numel() * result.element_size() >= MIN_BLANK_BYTES:
+            self.hold(result)
+            if operator in _FACTORIES:
+                self._set_blank(result)
+        return result
+
+    def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`Tensor.pin_memory`."""
+        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """`Tensor.is_pinned`."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._pinned
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            self._pinned[address] = weakref.ref(storage, _taking(self._pinned, address))
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Counts the storage of a host tensor until it goes."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._held or storage.device.type != "cpu":
+            return
+        num_bytes = storage.nbytes()
+        self._recorder.hold_host(num_bytes)
+
+        def gone(_reference: object) -> None:
+            self._held.pop(address, None)
+            self._recorder.hold_host(-num_bytes)
+
+        self._held[address] = weakref.ref(storage, gone)
+
+    def new_blank(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An unwritten host tensor; blank if it is large."""
+        tensor = self.run(aten.zeros.default, (list(size),), {"dtype": dtype})
+        if tensor.numel() * tensor.element_size() >= MIN_BLANK_BYTES:
+            self.hold(tensor)
+            self._set_blank(tensor)
+        return tensor
+
+    def _set_blank(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._blank[address] = weakref.ref(storage, _taking(self._blank, address))
+
+    def _blank_copy(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        how = {
+            "dtype": kwargs.get("dtype") or source.dtype,
+            "memory_format": kwargs.get("memory_format") or torch.preserve_format,
+        }
+        copy = self.run(aten.empty_like.default, (source,), how)
+        self.hold(copy)
+        self._set_blank(copy)
+        return copy
+
+
+def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference], object]:
+    """A callback that takes a dead reference out of `table`. It runs no Python code, in which an interrupt could be lost."""
+    return functools.partial(table.pop, address)
+
+
+def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A large host tensor of zeros that reserves addresses and nothing else; a system refuses to reserve memory that it does not have."""
+    first = args[0]
+    if isinstance(first, torch.Tensor):
+        if first.layout != torch.strided or first.numel() * first.element_size() < MIN_BLANK_BYTES:
+            return None
+        args = (torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta"), *args[1:])
+    shape = operator(*args, **{**kwargs, "device": "meta", "pin_memory": False})
+    num_bytes = shape.untyped_storage().nbytes()
+    if num_bytes < MIN_MAPPED_BYTES or shape.layout != torch.strided:
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
+    return whole.view(shape.dtype).as_strided(shape.size(), shape.stride())
+
+
+def _factory_bytes(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    size = args[2] if operator is aten.normal.float_float else args[0]
+    return torch.Size(size).numel() * dtype.itemsize

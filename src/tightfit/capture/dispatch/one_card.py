@@ -1,0 +1,54 @@
+"""There is one card. A program that asks for a second one, or for a second process, is told so in one line."""
+
+import os
+from typing import Any
+
+import torch
+
+from tightfit.capture.observe.attribution import user_line
+from tightfit.capture.replace import replace
+from tightfit.errors import CaptureError
+from tightfit.errors.faults import hands_over
+
+
+@hands_over
+def check(device: Any) -> None:
+    """Lets `cuda` and `cuda:0` pass, in whatever form a program may name them.
+
+    Raises:
+        CaptureError: it is another card.
+    """
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        index = device.index if device.type == "cuda" else None
+    else:
+        index = device if isinstance(device, int) else None
+    if index is not None and index > 0:
+        raise CaptureError(
+            f"{user_line()} asks for cuda:{index}, but one card is simulated, cuda:0; estimate what one of the cards does"
+        )
+
+
+def install() -> None:
+    """Answers what splits a batch among cards, and what joins a group of processes."""
+    setattr(torch._C, "_scatter", lambda tensor, *_args: (tensor.to("cuda"),))  # noqa: B010 - a CPU build has no such name
+    if not torch.distributed.is_available():
+        return
+    begin = torch.distributed.init_process_group
+
+    def init_process_group(
+        backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, **kwargs: Any
+    ) -> None:
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            raise CaptureError(
+                f"{user_line()} joins {size} processes, but one card is simulated; run the script as one process (WORLD_SIZE=1)"
+            )
+        if kwargs.get("store") is None and init_method is None:
+            kwargs |= {"store": torch.distributed.HashStore(), "rank": 0}
+            world_size = 1
+        begin("gloo", init_method, timeout, world_size, **kwargs)
+
+    replace(torch.distributed, init_process_group=init_process_group)
+    replace(torch.distributed.distributed_c10d, init_process_group=init_process_group)

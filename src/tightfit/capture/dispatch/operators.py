@@ -1,0 +1,82 @@
+"""What is worth knowing of an operator once, before it is dispatched a thousand times."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from tightfit.capture.dispatch.flops import formula
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorFacts:
+    """`is_view`: gives other names to the same storage and runs no kernel. `resizes`: may give an argument another storage size.
+
+    `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
+    """
+
+    name: str
+    is_view: bool
+    is_mutable: bool
+    resizes: bool
+    creates: bool
+    is_composite: bool
+    flops: Callable[..., int] | None
+
+
+@functools.cache
+def facts(operator: OpOverload) -> OperatorFacts:
+    """The facts of `operator`, from its schema."""
+    schema = operator._schema
+    returns = [r.alias_info for r in schema.returns]
+    is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    return OperatorFacts(
+        name=operator.name().replace("::", "."),
+        is_view=is_view or operator in _RENAMES,
+        is_mutable=schema.is_mutable,
+        resizes=schema.is_mutable
+        and (
+            schema.name.startswith("aten::resize")
+            or schema.name == "aten::set_"
+            or any(a.is_out for a in schema.arguments)
+        ),
+        creates=any(alias is None for alias in returns),
+        is_composite=operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
+        flops=formula(operator),
+    )
+
+
+_RENAMES = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.lift_fresh.default,
+}
+
+
+def tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operator, which nest one list deep."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+def written(operator: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that `operator` writes to."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = (
+                kwargs.get(argument.name)
+                if argument.name in kwargs
+                else args[position]
+                if position < len(args)
+                else None
+            )
+            yield from tensors((value,))

@@ -1,0 +1,286 @@
+"""The virtual GPU: a dispatch mode under which `cuda` tensors have shapes, strides and lifetimes, and no data.
+
+Only what touches a `cuda` tensor or asks for one is virtual; everything on the host runs for real. An operator's outputs come from torch's
+own fake tensors, on the device type `cuda` itself, so that C++ composites, autograd and autocast take the paths they take on a card. Every
+new storage is told to the recorder, and again when Python and autograd have let go of it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tightfit.capture.dispatch import fallback, one_card, sparse
+from tightfit.capture.dispatch.hosts import HostMemory
+from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
+from tightfit.capture.dispatch.operators import OperatorFacts, facts, tensors, written
+from tightfit.capture.dispatch.reads import Reads
+from tightfit.capture.dispatch.unknown_conditions import Truths
+from tightfit.capture.observe.attribution import Attribution
+from tightfit.capture.observe.kernel_memory import KernelMemory
+from tightfit.capture.observe.recorder import Recorder
+from tightfit.errors import CaptureError, faults
+from tightfit.tape import Category
+
+aten = torch.ops.aten
+
+CUDA = torch.device("cuda", 0)
+
+_DEVICE_OF = torch.ops.prim.device.default
+_OPERATORS_BETWEEN_PROGRESS = 1024
+
+Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def _names_the_card(args: Sequence[Any]) -> bool:
+    """Whether a device among the positional arguments is the card: `aten.to.device` has it there."""
+    return any(isinstance(a, torch.device) and a.type == "cuda" for a in args)
+
+
+class StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which storage of the tape it is about."""
+
+    __slots__ = ("address", "index")
+
+    address: int
+    index: int
+
+
+class VirtualGpu(TorchDispatchMode):
+    """The mode. `handlers` replace single operators, `kernels` says what a kernel allocates for itself.
+
+    `composites` are the functions that torch's own composites are replaced by on a card. They are registered with torch, but inference
+    mode hands composites to a dispatch mode whole.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        handlers: Mapping[OpOverload, Handler],
+        kernels: KernelMemory,
+        composites: Mapping[OpOverload, Callable[..., Any]],
+    ) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.attribution = Attribution(recorder)
+        self.reads = Reads(self.attribution.where, recorder.assume)
+        self.shadows = Shadows()
+        self.host = HostMemory(recorder)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.references: dict[int, StorageReference] = {}
+        self.truths = Truths()
+        self.has_side_streams = False
+        self.progress: Callable[[str, int], None] | None = None
+        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # told what each operator writes to
+        self._handlers = handlers
+        self._kernels = kernels
+        self._composites = composites
+        self._names: dict[OpOverload, int] = {}
+        self._dtypes: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_OF:
+            return args[0].fake_device
+        try:
+            return self._dispatch(func, types, args, kwargs or {})
+        except Exception as error:
+            faults.note(error, "the capture")
+            raise
+
+    def _dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if device is not None:
+            one_card.check(device)
+        if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
+            if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
+                return self._take_apart(func, args, kwargs)
+            return self.host.run(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
+            return self._take_apart(func, args, kwargs)
+        handler = self._handlers.get(func)
+        return handler(self, func, args, kwargs) if handler else self.run(func, args, kwargs)
+
+    @faults.hands_over
+    def _take_apart(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        replaced = self._composites.get(func)
+        with self:
+            return replaced(*args, **kwargs) if replaced else func.decompose(*args, **kwargs)
+
+    def run(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        adjust: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they count."""
+        known = facts(func)
+        if "generator" in kwargs:
+            kwargs = {**kwargs, "generator": None}
+        lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
+        try:
+            out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
+        except fallback.UNSUPPORTED:
+            out = fallback.run(self, func, args, kwargs)
+        if known.is_view:
+            return out
+        if adjust is not None:
+            out = adjust(out)
+        try:
+            self._record(func, known, args, kwargs, out)
+        except CaptureError:
+            raise
+        except Exception as error:
+            # Nothing of the program's runs here.
+            raise faults.internal_error(error, f"the capture of {known.name}") from error
+        return out
+
+    def _record(
+        self, func: OpOverload, known: OperatorFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
+        outputs = (
+            [out] if isinstance(out, torch.Tensor) else list(tensors(out)) if isinstance(out, list | tuple) else []
+        )
+        self.note_operator(func, known, args, kwargs, outputs, out)
+        if known.creates:
+            for tensor in outputs:
+                self.born(tensor)
+        if known.resizes:
+            for tensor in written(func, args, kwargs):
+                self._resized(tensor)
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
+            self.truths.follow(func, args, out)
+        self._kernels.add(func, args, kwargs, out)
+        self._follow_values(func, known, args, kwargs, outputs)
+
+    def note_operator(
+        self,
+        func: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[torch.Tensor],
+        out: Any,
+    ) -> None:
+        """Adds a row to the tape's operators."""
+        bytes_read = bytes_written = 0
+        dtype = None
+        for tensor in tensors(args):
+            bytes_read += sparse.num_bytes(tensor)
+            if dtype is None and tensor.is_floating_point():
+                dtype = tensor.dtype
+        for tensor in outputs or written(func, args, kwargs):
+            bytes_written += sparse.num_bytes(tensor)
+            dtype = dtype or tensor.dtype
+        flops = known.flops(*args, **kwargs, out_val=out) if known.flops else 0
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = self.recorder.intern(known.name)
+        module, line = self.attribution.locate()
+        recorder = self.recorder
+        recorder.operator(name, module, line, self._dtype(dtype), flops, bytes_read, bytes_written)
+        if self.on_write is not None and known.is_mutable:
+            self.on_write(written(func, args, kwargs))
+        if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
+            self.progress(recorder.spans[-1][0], recorder.num_operators)
+
+    def _dtype(self, dtype: torch.dtype | None) -> int:
+        if dtype is None:
+            return 0
+        index = self._dtypes.get(dtype)
+        if index is None:
+            index = self._dtypes[dtype] = self.recorder.intern(str(dtype).removeprefix("torch."))
+        return index
+
+    def born(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
+        """Tells the recorder of the storage of `tensor`, if it is a new one on the device."""
+        if tensor.layout != torch.strided:
+            for part in sparse.parts(tensor):
+                self.born(part, category)
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.references or tensor.device.type != "cuda":
+            return
+        num_bytes = storage.nbytes()
+        if num_bytes:
+            reference = StorageReference(storage, self._died)
+            reference.address, reference.index = address, self.recorder.allocate(num_bytes, category)
+            self.references[address] = reference
+
+    def _died(self, reference: StorageReference) -> None:
+        del self.references[reference.address]
+        self.shadows.forget(reference.address)
+        self.truths.forget(reference.address)
+        self.recorder.free(reference.index)
+
+    def _resized(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        reference = self.references.get(storage._cdata)
+        if reference is None:
+            self.born(tensor)
+        elif self.recorder.storages["num_bytes"][reference.index] < storage.nbytes():
+            self._died(reference)
+            self.born(tensor)
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The tape's index of the storage that `tensor` lies in, if it is on the device."""
+        if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+            return None
+        reference = self.references.get(tensor.untyped_storage()._cdata)
+        return reference.index if reference else None
+
+    def lift(self, host: torch.Tensor) -> FakeTensor:
+        """A fake host tensor of the same shape: FakeTensorMode would remember the real one and pin its identity."""
+        kwargs = {"dtype": host.dtype, "device": host.device}
+        return self._empty(host.size(), host.stride(), kwargs)
+
+    def new(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, category: Category = Category.TEMPORARIES
+    ) -> FakeTensor:
+        """A new tensor on the device; it belongs to the operator that was noted last."""
+        out = self.empty(size, stride, dtype)
+        self.born(out, category)
+        return out
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+        """A tensor on the device that the recorder is not told of yet."""
+        return self._empty(size, stride, {"dtype": dtype, "device": CUDA})
+
+    def _empty(self, size: Sequence[int], stride: Sequence[int], kwargs: Mapping[str, Any]) -> FakeTensor:
+        out = self.fake.dispatch(aten.empty_strided.default, (), (size, stride), kwargs)
+        assert isinstance(out, FakeTensor)
+        return out
+
+    def _follow_values(
+        self,
+        func: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        first = next(tensors(args), None)
+        targets = list(written(func, args, kwargs)) if known.is_mutable else []
+        small = all(t.numel() * t.element_size() <= limit(t.dtype) and t.layout == torch.strided for t in outputs)
+        if small and (first is None or not isinstance(first, FakeTensor) or self.shadows.known(first)):
+            try:
+                values = self.shadows.run(func, args, kwargs)
+            except Unknown:
+                pass
+            else:
+                if not targets:
+                    for tensor, value in zip(
+                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
+                    ):
+                        self.shadows.adopt(tensor, value)
+                return
+        for tensor in targets:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                self.shadows.forget(tensor.untyped_storage()._cdata)

@@ -1,0 +1,1 @@
+"""Hugging Face configs as workloads: the model, its inputs and its task."""

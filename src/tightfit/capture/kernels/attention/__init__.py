@@ -1,0 +1,1 @@
+"""Attention: which kernel a card runs, and the memory that it takes."""

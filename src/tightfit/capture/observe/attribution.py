@@ -1,0 +1,136 @@
+"""Who asks: the module that runs, and the line of the user's own code that it runs for.
+
+Modules are followed by wrapping `Module.__call__`. In a backward pass there is no module and, on autograd's own thread, no user frame
+either; there the place of the forward operator that made the node is taken, found by the node's sequence number, which autograd assigns
+just before the forward operator is dispatched.
+"""
+
+import os
+import site
+import sys
+import sysconfig
+import weakref
+from types import CodeType, FrameType
+
+import torch
+
+from tightfit.capture.observe.recorder import Recorder
+from tightfit.tape import Phase
+
+_LIBRARY_FOLDERS = tuple(
+    {
+        os.path.realpath(folder) + os.sep
+        for folder in (
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib"),
+            os.path.dirname(torch.__file__),
+            os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+        )
+    }
+)
+
+
+class Attribution:
+    """Answers `locate()` with the indices of the module path and of the user's line for what is dispatched now."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.modules: list[torch.nn.Module] = []
+        self._paths: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._forward_places: dict[int, tuple[int, int]] = {}
+        self._is_user_code: dict[CodeType, bool] = {}
+        self._lines: dict[tuple[CodeType, int], int] = {}
+
+    def locate(self) -> tuple[int, int]:
+        """The place of the operator that is being dispatched: (module, line), as indices of strings."""
+        in_backward = self.recorder.phase == Phase.BACKWARD
+        if in_backward and not self.modules:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                return self._forward_places.get(node._sequence_nr(), (0, 0))
+        place = (self.path_of(self.modules[-1]) if self.modules else 0, self.line())
+        if in_backward:
+            line = place[1] or self._forward_places.get(_sequence_number_of_running_node(), (0, 0))[1]
+            place = (place[0], line)
+            self._forward_places[torch.autograd._get_sequence_nr() - 1] = place
+        elif torch.is_grad_enabled():
+            self._forward_places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        return place
+
+    def forget_graph(self) -> None:
+        """The graph has been run backwards: its sequence numbers mean nothing any more."""
+        self._forward_places.clear()
+
+    def line(self) -> int:
+        """The innermost line of the user's own code, as an index of strings; 0 where there is none on this thread."""
+        frame: FrameType | None = sys._getframe(1)
+        known = self._is_user_code
+        while frame is not None:
+            code = frame.f_code
+            is_user_code = known.get(code)
+            if is_user_code is None:
+                is_user_code = known[code] = _is_user_file(code.co_filename)
+            if is_user_code:
+                key = (code, frame.f_lineno)
+                index = self._lines.get(key)
+                if index is None:
+                    index = self._lines[key] = self.recorder.intern(f"{short(code.co_filename)}:{frame.f_lineno}")
+                return index
+            frame = frame.f_back
+        return 0
+
+    def where(self) -> str:
+        """The user's line as text, for an assumption."""
+        index = self.line() or self.locate()[1]
+        return self.recorder.texts[index] or "(a library)"
+
+    def path_of(self, module: torch.nn.Module) -> int:
+        """The path of `module`, one of those that run now, as an index of strings."""
+        index = self._paths.get(module)
+        if index is None:
+            root = self.modules[0]
+            prefix = type(root).__name__
+            for name, child in root.named_modules():
+                self._paths.setdefault(child, self.recorder.intern(f"{prefix}.{name}" if name else prefix))
+            # What a forward makes for itself (a loss function, often) is a part of the module that runs it.
+            around = reversed(self.modules[: self.modules.index(module)])
+            index = next((self._paths[m] for m in (module, *around) if m in self._paths), 0)
+        return index
+
+
+def user_line() -> str:
+    """The innermost line of the user's own code on this thread, as text."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a library"
+
+
+def _sequence_number_of_running_node() -> int:
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+def _is_user_file(filename: str) -> bool:
+    return not filename.startswith("<") and not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
+
+
+_OF_TORCH = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
+)
+
+
+def is_users_or_other(filename: str) -> bool:
+    """Whether code in `filename` is neither torch's nor ours: the user's own, or another library's."""
+    return not os.path.realpath(filename).startswith(_OF_TORCH)
+
+
+def short(filename: str) -> str:
+    """A file as it is shown: relative to the folder that the program was called in, where it lies below it."""
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative

@@ -1,0 +1,170 @@
+"""Collects a tape while a workload runs: appends to plain lists, and turns them into columns once at the end.
+
+Also the live view that `torch.cuda.memory_allocated` and its like are answered from: it replays the events so far through the simulated
+allocator when somebody asks, and costs nothing when nobody does.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.replay import TapeReplay
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.tape import (
+    Assumption,
+    Category,
+    EventKind,
+    Events,
+    Operators,
+    Phase,
+    Source,
+    SpanKind,
+    Spans,
+    Storages,
+    Tape,
+)
+
+
+class Recorder:
+    """What has been seen so far. The hot methods are `operator`, `allocate` and `free`."""
+
+    def __init__(self) -> None:
+        self.strings: dict[str, int] = {"": 0}
+        self.texts = [""]  # the same by index: every read of device data asks for one
+        self.operators: dict[str, list[int | float]] = {
+            name: []
+            for name in ("name", "module", "line", "dtype", "phase", "stream", "flops", "bytes_read", "bytes_written")
+        }
+        self.storages: dict[str, list[int]] = {
+            name: [] for name in ("num_bytes", "low_bytes", "high_bytes", "category", "source", "operator", "stream")
+        }
+        self.events: dict[str, list[int]] = {name: [] for name in ("kind", "storage", "operator", "value")}
+        self.spans: list[tuple[str, SpanKind, int]] = []  # name, kind, first event
+        self.assumptions: dict[tuple[str, str], None] = {}
+        self.num_operators = 0
+        self.phase = Phase.OTHER
+        self.stream = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
+        self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
+        self._operator_columns = tuple(self.operators.values())
+        self._storage_columns = tuple(self.storages.values())
+        self._event_columns = tuple(self.events.values())
+
+    def intern(self, text: str) -> int:
+        """The index of `text` among the strings."""
+        index = self.strings.get(text)
+        if index is None:
+            index = self.strings[text] = len(self.texts)
+            self.texts.append(text)
+        return index
+
+    def operator(
+        self, name: int, module: int, line: int, dtype: int, flops: float, bytes_read: int, bytes_written: int
+    ) -> None:
+        """One kernel call, on the current stream and in the current phase."""
+        row = (name, module, line, dtype, self.phase, self.stream, flops, bytes_read, bytes_written)
+        for column, value in zip(self._operator_columns, row, strict=True):
+            column.append(value)
+        self.num_operators += 1
+
+    def allocate(
+        self,
+        num_bytes: int,
+        category: int = Category.TEMPORARIES,
+        source: int = Source.TENSOR,
+        size_range: tuple[int, int] | None = None,
+    ) -> int:
+        """A storage that the last operator asked for; returns its index. `size_range`: where the size is not known for certain."""
+        low_bytes, high_bytes = size_range or (num_bytes, num_bytes)
+        index = len(self._storage_columns[0])
+        row = (num_bytes, low_bytes, high_bytes, category, source, self.num_operators - 1, self.stream)
+        for column, value in zip(self._storage_columns, row, strict=True):
+            column.append(value)
+        self._event(EventKind.ALLOCATE, index)
+        return index
+
+    def free(self, storage: int) -> None:
+        """The last reference to a storage has gone."""
+        self._event(EventKind.FREE, storage)
+
+    def use(self, storage: int, stream: int) -> None:
+        """`Tensor.record_stream`."""
+        self._event(EventKind.USE, storage, stream)
+
+    def synchronize(self) -> None:
+        """The host waited for the device."""
+        self._event(EventKind.SYNCHRONIZE, -1)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        self._event(EventKind.EMPTY_CACHE, -1)
+
+    def _event(self, kind: int, storage: int, value: int = 0) -> None:
+        kinds, storages, operators, values = self._event_columns
+        kinds.append(kind)
+        storages.append(storage)
+        operators.append(self.num_operators)
+        values.append(value)
+
+    def span(self, name: str, kind: SpanKind) -> None:
+        """What follows belongs to the span `name`, until the next one begins."""
+        self.spans.append((name, kind, len(self._event_columns[0])))
+
+    def mark(self, storages: Iterable[int], category: Category) -> None:
+        """It has turned out what these storages are for."""
+        categories = self.storages["category"]
+        for index in storages:
+            categories[index] = category
+
+    def assume(self, where: str, what: str) -> None:
+        """Something could not be known; said once per place."""
+        self.assumptions.setdefault((where, what))
+
+    def hold_host(self, num_bytes: int) -> None:
+        """Tensors on the host have grown, or shrunk, by `num_bytes`."""
+        self.host_bytes += num_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+
+    def tape(self, *, target: str, versions: Mapping[str, str], traced_for: str) -> Tape:
+        """Everything seen so far."""
+        num_events = len(self._event_columns[0])
+        ends = [*(begin for _, _, begin in self.spans[1:]), num_events]
+        spans = [
+            (self.intern(name), kind, begin, end)
+            for (name, kind, begin), end in zip(self.spans, ends, strict=True)
+            if end > begin
+        ]
+        columns = zip(*spans, strict=True) if spans else ((), (), (), ())
+        return Tape(
+            target=target,
+            versions=versions,
+            traced_for=traced_for,
+            strings=tuple(self.texts),
+            operators=Operators.from_columns(self.operators),
+            storages=Storages.from_columns(self.storages),
+            events=Events.from_columns(self.events),
+            spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
+            assumptions=tuple(Assumption(where=where, what=what) for where, what in self.assumptions),
+            host_peak_bytes=self.host_peak_bytes,
+            loop=next(iter(self.loops)) if len(self.loops) == 1 else "",
+        )
+
+
+class LiveMemory:
+    """The simulated allocator, brought up to date whenever it is asked."""
+
+    def __init__(self, recorder: Recorder, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._recorder = recorder
+        self._replay = TapeReplay(CachingAllocator(AllocatorSettings()))
+        self._position = 0
+
+    def allocator(self) -> CachingAllocator:
+        """The allocator as it is now."""
+        kinds, storages, _, values = self._recorder._event_columns
+        num_bytes, streams = self._recorder.storages["num_bytes"], self._recorder.storages["stream"]
+        while self._position < len(kinds):
+            at = self._position
+            self._position += 1
+            self._replay.feed(kinds[at], storages[at], num_bytes, streams, values[at])
+        return self._replay.allocator

@@ -1,0 +1,247 @@
+"""What a program may ask of `torch.cuda` and `torch.accelerator`, answered for the card that is being imitated.
+
+Figures about memory come from the simulated allocator as it stands, so a script that logs `max_memory_allocated` logs the prediction.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tightfit.capture.dispatch import one_card
+from tightfit.capture.observe import streams
+from tightfit.capture.observe.recorder import LiveMemory, Recorder
+from tightfit.devices.device import Device
+
+CUDA_VERSION = "12.8"
+CUDNN_VERSION = 91002
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceProperties:
+    """`torch.cuda.get_device_properties`."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int
+    L2_cache_size: int
+    shared_memory_per_multiprocessor: int
+    regs_per_multiprocessor: int
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    gcnArchName: str = ""  # noqa: N815 - torch's name
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+
+
+_NO_STATISTICS: dict[str, Any] = {
+    f"{figure}.{pool}.{kind}": 0
+    for figure in (
+        *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes"),
+        *("inactive_split_bytes", "requested_bytes"),
+    )
+    for pool in ("all", "large_pool", "small_pool")
+    for kind in ("current", "peak", "allocated", "freed")
+} | {
+    f"{figure}.{kind}": 0
+    for figure in ("oversize_allocations", "oversize_segments")
+    for kind in ("current", "peak", "allocated", "freed")
+}
+"""Every figure of `torch.cuda.memory_stats`; a script may ask for one that is not simulated."""
+
+
+class CudaApi:
+    """The answers, as methods; `install` puts them in the place of torch's."""
+
+    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device) -> None:
+        self.recorder = recorder
+        self.live = live
+        self.device = device
+        self.properties = DeviceProperties(
+            name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
+            major=device.compute_capability[0],
+            minor=device.compute_capability[1],
+            total_memory=device.capacity_bytes,
+            multi_processor_count=device.num_multiprocessors,
+            max_threads_per_multi_processor=device.max_threads_per_multiprocessor,
+            L2_cache_size=device.l2_bytes,
+            shared_memory_per_multiprocessor=device.shared_memory_bytes,
+            regs_per_multiprocessor=device.register_file_bytes // 4,
+        )
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        """`torch.cuda.memory_stats`."""
+        return _NO_STATISTICS | self.live.allocator().memory_stats()
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """`torch.cuda.reset_peak_memory_stats`."""
+        self.live.allocator().reset_peaks()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """`torch.cuda.mem_get_info`: free and total bytes of the card."""
+        used = self.live.allocator().reserved_bytes + self.device.context_bytes
+        return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """`torch.cuda.get_device_capability`."""
+        return self.device.compute_capability
+
+    def get_device_name(self, device: Any = None) -> str:
+        """`torch.cuda.get_device_name`."""
+        return self.get_device_properties(device).name
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """`torch.cuda.get_device_properties`."""
+        one_card.check(device)
+        return self.properties
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """`torch.cuda.is_bf16_supported`."""
+        return including_emulation or self.device.compute_capability >= (8, 0)
+
+    def _answers(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "_lazy_init": lambda: None,
+            "_lazy_call": lambda function, **_: None,
+            "init": lambda: None,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": one_card.check,
+            "get_device_name": self.get_device_name,
+            "get_device_capability": self.get_device_capability,
+            "get_device_properties": self.get_device_properties,
+            "cudart": _Runtime,
+            "get_arch_list": lambda: [f"sm_{self.properties.major}{self.properties.minor}"],
+            "can_device_access_peer": lambda device, peer: False,
+            "is_bf16_supported": self.is_bf16_supported,
+            "is_tf32_supported": lambda: self.device.compute_capability >= (8, 0),
+            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "ipc_collect": lambda: None,
+            "current_stream": streams.current_stream,
+            "default_stream": streams.default_stream,
+            "set_stream": streams.set_stream,
+            "stream": streams.StreamScope,
+            "utilization": lambda device=None: 100,
+            "is_current_stream_capturing": lambda: False,
+            "_sleep": lambda cycles: None,
+            "device": _NoScope,
+            "device_of": _NoScope,
+            "Stream": streams.VirtualStream,
+            "ExternalStream": streams.VirtualStream,
+            "Event": streams.VirtualEvent,
+            "_DeviceGuard": _NoScope,
+            "_get_device": lambda device: torch.device("cuda", 0),
+            "_exchange_device": lambda device: 0,
+            "_maybe_exchange_device": lambda device: 0,
+        }
+
+    def _memory_answers(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_max_memory_allocated": self.reset_peak_memory_stats,
+            "reset_max_memory_cached": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "mem_get_info": self.mem_get_info,
+            "empty_cache": self.recorder.empty_cache,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
+            "memory_snapshot": lambda *_args, **_kwargs: [],
+            "_record_memory_history": lambda *_args, **_kwargs: None,
+            "_dump_snapshot": lambda *_args, **_kwargs: None,
+            "_set_allocator_settings": lambda settings: None,
+            "get_allocator_backend": lambda: "native",
+        }
+
+    @staticmethod
+    def _random_answers() -> dict[str, Callable[..., Any]]:
+        return {
+            "manual_seed": lambda seed: None,
+            "manual_seed_all": lambda seed: None,
+            "seed": lambda: None,
+            "seed_all": lambda: None,
+            "initial_seed": lambda: 0,
+            "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+            "set_rng_state": lambda state, device="cuda": None,
+            "set_rng_state_all": lambda states: None,
+        }
+
+    def _accelerator_answers(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device_index": lambda: 0,
+            "current_device_idx": lambda: 0,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "set_device_index": lambda device: None,
+            "set_device_idx": lambda device: None,
+            "current_stream": streams.current_stream,
+            "set_stream": streams.set_stream,
+            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "empty_cache": self.recorder.empty_cache,
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.current"],
+            "max_memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.peak"],
+            "memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.current"],
+            "max_memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.peak"],
+            "get_memory_info": self.mem_get_info,
+            "device_index": _NoScope,
+        }
+
+    def install(self) -> None:
+        """Answers in torch's place from now on; a process that has done this is not used for anything else."""
+        streams.VirtualStream.recorder = self.recorder
+        _replace((torch.cuda,), self._answers())
+        _replace((torch.cuda, torch.cuda.memory), self._memory_answers())
+        _replace((torch.cuda, torch.cuda.random), self._random_answers())
+        _replace((torch.accelerator, torch.accelerator.memory), self._accelerator_answers())
+        _replace(
+            (torch.cuda.nvtx,),
+            {"range_push": lambda message: 0, "range_pop": lambda: 0, "mark": lambda message: None, "range": _no_range},
+        )
+        _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
+        _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
+        torch.version.cuda = torch.version.cuda or CUDA_VERSION
+        torch.backends.cudnn.version = lambda: CUDNN_VERSION
+        torch.backends.cudnn.is_available = lambda: True
+        torch.backends.cuda.is_built = lambda: True
+
+
+class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]
+    """`with torch.cuda.device(...)`: there is one device."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+        one_card.check(device)
+        self.idx = 0
+        self.prev_idx = 0
+
+
+class _Runtime:
+    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_args: 0
+
+
+@contextlib.contextmanager
+def _no_range(message: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _replace(modules: tuple[Any, ...], answers: dict[str, Callable[..., Any]]) -> None:
+    for module in modules:
+        for name, answer in answers.items():
+            if hasattr(module, name):
+                setattr(module, name, answer)

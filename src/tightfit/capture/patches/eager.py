@@ -1,0 +1,102 @@
+"""Keeps torch's compiler out of the traced process until somebody really uses it.
+
+Optimizers and fake tensors import `torch._dynamo` only to ask one setting and to switch it off, and loading it takes as long as loading
+torch. Until an attribute or a submodule other than its settings is wanted, a stand-in answers; then the real package takes its place.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.errors.faults import for_torch
+
+_NAME = "torch._dynamo"
+# Those that others import for a name of their own, and that import nothing of the package themselves.
+_LIGHT_SUBMODULES = ("config", "_trace_wrapped_higher_order_op")
+
+
+class _StandIn(types.ModuleType):
+    """`torch._dynamo` while nobody compiles anything."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self.__path__ = []
+
+    @staticmethod
+    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **_kwargs: Any) -> Any:
+        """Nothing is compiled, so there is nothing to keep from it."""
+        return fn if fn is not None else lambda function: function
+
+    @staticmethod
+    def assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A mark for the compiler."""
+        return fn
+
+    @staticmethod
+    def allow_in_graph(fn: Any) -> Any:
+        """A mark for the compiler."""
+        return fn
+
+    @staticmethod
+    def mark_static_address(tensor: torch.Tensor, guard: bool = True) -> None:
+        """A mark for the compiler."""
+
+    @staticmethod
+    def graph_break(msg: str = "") -> None:
+        """There is no graph."""
+
+    @staticmethod
+    def is_compiling() -> bool:
+        """Never."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise for_torch(AttributeError(name))
+        return getattr(_load_real(), name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the light submodules where they are; the import of any other loads the real package first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(_NAME + ".") or not isinstance(sys.modules.get(_NAME), _StandIn):
+            return None
+        submodule = fullname.removeprefix(_NAME + ".")
+        if submodule in _LIGHT_SUBMODULES:
+            return importlib.util.spec_from_file_location(
+                fullname, Path(torch.__file__).parent / "_dynamo" / f"{submodule}.py"
+            )
+        _load_real()
+        return importlib.util.find_spec(fullname)
+
+
+_finder = _Finder()
+
+
+def keep_compiler_out() -> None:
+    """Puts the stand-in in place, unless the compiler has been loaded already."""
+    if _NAME in sys.modules:
+        return
+    sys.meta_path.insert(0, _finder)
+    sys.modules[_NAME] = stand_in = _StandIn()
+    setattr(torch, "_dynamo", stand_in)  # noqa: B010 - its type is not the real one
+
+
+def _load_real() -> types.ModuleType:
+    if isinstance(sys.modules.get(_NAME), _StandIn):
+        sys.meta_path.remove(_finder)
+        del sys.modules[_NAME]
+        delattr(torch, "_dynamo")
+        importlib.import_module(_NAME)
+    return sys.modules[_NAME]

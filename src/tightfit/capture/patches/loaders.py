@@ -1,0 +1,38 @@
+"""Data loaders that have no batch, which a loop that waits for its first one would read for ever."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from tightfit.capture.observe.attribution import user_line
+from tightfit.capture.replace import replace
+from tightfit.errors import CaptureError
+
+# A program may read an empty loader in earnest, such as one of a small validation set; it does not do so many times between two steps.
+_MAX_READINGS_BETWEEN_STEPS = 100
+
+
+def install(num_steps: Callable[[], int]) -> None:
+    """Has a loop end that reads a loader without batches again and again; `num_steps` says how many steps are over."""
+    begin = DataLoader.__iter__
+    readings: Counter[tuple[int, int]] = Counter()
+
+    def begun(loader: Any) -> Any:
+        # Only of torch's own kind of sampler is it known that asking for its length changes nothing.
+        if type(loader.batch_sampler) is BatchSampler and not len(loader.batch_sampler):
+            key = id(loader), num_steps()
+            readings[key] += 1
+            if readings[key] > _MAX_READINGS_BETWEEN_STEPS:
+                raise CaptureError(_no_batch(loader))
+        return begin(loader)
+
+    replace(DataLoader, __iter__=begun)
+
+
+def _no_batch(loader: Any) -> str:
+    has = f"{user_line()} reads a DataLoader that has no batch, again and again"
+    if loader.drop_last and loader.batch_size is not None:
+        return f"{has}: its batches are of {loader.batch_size}, there are {len(loader.sampler)} examples, and drop_last is set; give it smaller batches"
+    return has

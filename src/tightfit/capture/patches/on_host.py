@@ -1,0 +1,72 @@
+"""Has code that is written for a card run on the host instead, for the rest of a process that is used for nothing else.
+
+Whatever is asked for on "cuda" is made on "cpu"; `torch.cuda.is_available()` says no, as it does on a machine without a card.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.capture.replace import replace
+from tightfit.errors.faults import hands_over
+
+_FACTORIES = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like", "load"),
+)
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_WAITS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+
+
+def install() -> None:
+    """Begins; nothing takes it back."""
+    for name in _FACTORIES:
+        replace(torch, **{name: _host(getattr(torch, name))})
+    for name in ("to", *_NEW):
+        replace(torch.Tensor, **{name: _host(getattr(torch.Tensor, name))})
+    replace(torch.nn.Module, to=_host(torch.nn.Module.to), cuda=_itself(torch.nn.Module.cuda))
+    replace(torch.Tensor, cuda=_itself(torch.Tensor.cuda), pin_memory=_itself(torch.Tensor.pin_memory))
+    replace(torch, set_default_device=_host(torch.set_default_device))
+    replace(torch.autocast, __init__=_host(torch.autocast.__init__))
+    for name in _WAITS:
+        replace(torch.cuda, **{name: _nothing(getattr(torch.cuda, name))})
+
+
+def _host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with the host for every device that is a card."""
+
+    @functools.wraps(function, updated=())
+    @hands_over
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: False if name == "pin_memory" else _own(value) for name, value in kwargs.items()}
+        return function(*map(_own, args), **kwargs)
+
+    return on_host
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    is_card = isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    return "cpu" if is_card else value
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `function`: what it is called on. torch's compiler wants each of its functions to be another one."""
+
+    @functools.wraps(function, updated=())
+    def itself(value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    return itself
+
+
+def _nothing(function: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(function, updated=())
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return nothing

@@ -1,0 +1,290 @@
+"""The places outside `torch.cuda` where torch looks at the kind of a tensor, and a virtual one must pass for a real one.
+
+The chief of them is identity: `module.to("cuda")` on a card changes each parameter in place, so an optimizer made before the move, and
+weights that are tied, go on holding the same objects. Here the contents of the object are exchanged for those of a virtual tensor.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._device import _device_constructors
+from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
+
+from tightfit.capture.dispatch import one_card, shapes
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.kernels.attention import flex
+from tightfit.capture.observe.streams import VirtualStream
+from tightfit.capture.patches import graphs, legacy, libraries, saving
+from tightfit.capture.replace import replace
+from tightfit.errors.faults import for_torch, hands_over
+
+
+def install(gpu: VirtualGpu) -> None:
+    """Lets virtual tensors pass; a process that has done this is not used for anything else."""
+    _keep_identity_on_moves()
+    _skip_initialisers(gpu)
+    _treat_as_plain_tensors()
+    _install_tensor_methods(gpu)
+    _install_compile(gpu)
+    _install_reading()
+    _install_construction()
+    _install_ctc_loss(gpu)
+    saving.install(gpu)
+    legacy.install()
+    graphs.install()
+    one_card.install()
+    shapes.install()
+    libraries.install()
+    # The fused kernel of `nn.TransformerEncoderLayer` in evaluation works on nested tensors, which have no fake ones.
+    torch.backends.mha.set_fastpath_enabled(False)
+    _construct_above_modes(gpu)
+
+
+def _construct_above_modes(gpu: VirtualGpu) -> None:
+    """Has numbers that become a tensor moved to the card where a mode sees it. The switch is a thread's own, and autograd has one for the card."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    with gpu.fake:
+        here = torch.zeros((), device="cuda", requires_grad=True)
+        there = here * 1
+        there.register_hook(lambda _: torch._C._set_only_lift_cpu_tensors(True))
+        there.backward()
+
+
+def become(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between tensors of one kind."""
+    is_parameter, requires_grad = isinstance(target, torch.nn.Parameter), target.requires_grad
+    names = {
+        k: v
+        for k, v in target.__dict__.items()
+        if k not in ("fake_mode", "fake_device", "constant", "item_memo", "_is_param")
+    }
+    other = value.detach().requires_grad_(requires_grad)
+    if is_parameter:
+        if type(other) is torch.Tensor:
+            other = torch.nn.Parameter(other, requires_grad)
+        else:
+            other._is_param = True
+    other.__dict__.update(names)
+    for name in ("__class__", "__dict__"):
+        held = getattr(target, name)
+        setattr(target, name, getattr(other, name))
+        setattr(other, name, held)
+    torch._C._swap_tensor_impl(target, other)
+
+
+def _keep_identity_on_moves() -> None:
+    data: Any = torch._C.TensorBase.data
+
+    @hands_over
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(value, torch.Tensor) and (isinstance(self, FakeTensor) or isinstance(value, FakeTensor)):
+            become(self, value)
+        else:
+            data.__set__(self, value)
+
+    replace(torch.Tensor, data=property(data.__get__, set_data))
+    replace(torch.nn.Module, _apply=_apply)
+
+
+def _apply(
+    module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`Module._apply`, which moves and casts: torch's own would make new parameters where one of the tensors is a fake one."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if is_lazy(parameter):
+            _move_when_made(parameter, function)
+            continue
+        gradient = parameter.grad
+        parameter.grad = None  # it counts as a use of the tensor whose contents are exchanged
+        with torch.no_grad():
+            moved = module._parameters[name] = _moved(parameter, function(parameter))
+            if gradient is not None:
+                moved.grad = _moved(gradient, function(gradient))
+    for name, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        if is_lazy(buffer):
+            _move_when_made(buffer, function)
+        else:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def _move_when_made(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A lazy module does not know its shape yet: what was asked of it is done when it does."""
+
+    def materialize(shape: Any, device: Any = None, dtype: Any = None) -> None:
+        del tensor.materialize
+        type(tensor).materialize(tensor, shape, device, dtype)
+        tensor.data = function(tensor.data)
+
+    tensor.materialize = materialize
+
+
+def _moved(tensor: torch.Tensor, value: torch.Tensor) -> Any:
+    if value is tensor:
+        return tensor
+    if is_traceable_wrapper_subclass(value):
+        torch.utils.swap_tensors(tensor, torch.nn.Parameter(value, tensor.requires_grad))
+    elif (
+        isinstance(tensor, FakeTensor)
+        or isinstance(value, FakeTensor)
+        or torch._has_compatible_shallow_copy_type(tensor, value)
+    ):
+        tensor.data = value
+    else:
+        return torch.nn.Parameter(value, tensor.requires_grad)
+    return tensor
+
+
+def _skip_initialisers(gpu: VirtualGpu) -> None:
+    def skipping(initialise: Callable[..., Any]) -> Callable[..., Any]:
+        @hands_over
+        @functools.wraps(initialise)
+        def maybe(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, FakeTensor) or (tensor.layout == torch.strided and gpu.host.is_blank(tensor)):
+                return tensor
+            return initialise(tensor, *args, **kwargs)
+
+        return maybe
+
+    for name in dir(torch.nn.init):
+        if name.endswith("_") and not name.startswith("_"):
+            setattr(torch.nn.init, name, skipping(getattr(torch.nn.init, name)))
+
+
+def _treat_as_plain_tensors() -> None:
+    optimizer_types.append(FakeTensor)
+    foreach_types.append(FakeTensor)
+
+
+def _install_tensor_methods(gpu: VirtualGpu) -> None:
+    def record_stream(self: torch.Tensor, stream: VirtualStream) -> None:
+        index = gpu.index_of(self)
+        if index is not None:
+            gpu.has_side_streams = True
+            gpu.recorder.use(index, stream.stream_id)
+
+    class Generator(torch.Generator):
+        """A generator that says it is where it was asked to be; random data on the device does not exist."""
+
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:
+            return torch._C.Generator.__new__(cls, device="cpu")  # pyrefly: ignore[unexpected-keyword]
+
+        def __init__(self, device: Any = "cpu") -> None:
+            self._device = torch.device(device)
+
+        @property
+        def device(self) -> torch.device:
+            return self._device
+
+    replace(
+        torch.Tensor,
+        record_stream=record_stream,
+        pin_memory=lambda self, *_args, **_kwargs: gpu.host.pinned_copy(self),
+        is_pinned=lambda self, *_args, **_kwargs: gpu.host.is_pinned(self),
+    )
+    replace(torch, Generator=Generator)
+
+
+def _install_reading() -> None:
+    """What prints a number or hands it to numpy looks at the kind of the tensor first."""
+    write, to_numpy = torch.Tensor.__format__, torch.Tensor.numpy
+
+    @hands_over
+    def write_(self: torch.Tensor, specification: str) -> str:
+        if isinstance(self, FakeTensor) and self.dim() == 0:
+            return self.detach().item().__format__(specification)
+        return write(self, specification)
+
+    @hands_over
+    def to_numpy_(self: torch.Tensor, *, force: bool = False) -> Any:
+        if not isinstance(self, FakeTensor):
+            return to_numpy(self, force=force)
+        if force:
+            return to_numpy(self.detach().cpu(), force=True)
+        raise for_torch(
+            TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        )
+
+    as_array = torch.Tensor.__array__
+
+    @hands_over
+    def as_array_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return to_numpy_(self) if isinstance(self, FakeTensor) else as_array(self, *args, **kwargs)
+
+    replace(torch.Tensor, __format__=write_, numpy=to_numpy_, __array__=as_array_)
+    from torch.nn.attention import flex_attention as flexible
+
+    replace(flexible, flex_attention=flex.flex_attention)
+
+
+def _install_construction() -> None:
+    """`torch.tensor` reads the numbers in a list itself, below every mode; those that are virtual tensors are read before."""
+
+    def reading(construct: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @hands_over
+        @functools.wraps(construct)
+        def maybe(*args: Any, **kwargs: Any) -> torch.Tensor:
+            try:
+                return construct(*args, **kwargs)
+            except NotImplementedError:
+                return construct(*args[:-1], tree_map(_number, args[-1]), **kwargs)
+
+        return maybe
+
+    constructors = {name: reading(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    _device_constructors().update(constructors.values())  # those that a default device applies to
+    replace(torch, **constructors)
+    replace(torch.Tensor, new_tensor=reading(torch.Tensor.new_tensor))
+
+
+def _install_ctc_loss(gpu: VirtualGpu) -> None:
+    """On a card the lengths are read by the host first; beneath a mode torch takes another path, which wants them on the card."""
+    plain = torch.ctc_loss
+
+    @hands_over
+    def ctc_loss(log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+        if isinstance(log_probs, FakeTensor):
+            input_lengths = _lengths(gpu, input_lengths, log_probs.size(0))
+            target_lengths = _lengths(gpu, target_lengths, targets.size(-1))
+        return plain(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    replace(torch, ctc_loss=ctc_loss)
+
+
+def _lengths(gpu: VirtualGpu, lengths: Any, longest: int) -> Any:
+    if not isinstance(lengths, torch.Tensor):
+        return lengths
+    if isinstance(lengths, FakeTensor) and not gpu.shadows.known(lengths):
+        return [longest] * lengths.numel()
+    return lengths.tolist()
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, FakeTensor) else value
+
+
+def _install_compile(gpu: VirtualGpu) -> None:
+    def compile_(model: Any = None, **_kwargs: Any) -> Any:
+        gpu.recorder.assume(
+            gpu.attribution.where(), "torch.compile: traced as eager code; a compiled run holds the same or less"
+        )
+        return model if model is not None else lambda function: function
+
+    replace(torch, compile=compile_)
+    replace(torch.nn.Module, compile=lambda self, *_args, **_kwargs: compile_())

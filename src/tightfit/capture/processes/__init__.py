@@ -1,0 +1,1 @@
+"""Processes of ours: they do one thing, begin fast, and never outlive the process that asked for them."""

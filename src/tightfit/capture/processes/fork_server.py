@@ -1,0 +1,281 @@
+"""Children that begin with torch already imported: a server process imports it once, and forks for each child that is asked for.
+
+To import torch takes longer than to trace a small program, and a plan traces many times. A server is kept for each thread that asks, as long as what
+its environment has for the interpreter and for torch is the same. It ends with that thread, and after a while without work. Where there is no `fork`, or
+the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
+
+    python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE,...
+"""
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tightfit.capture.processes.children import child, die_with_parent
+
+_IDLE_SECONDS = 60
+_IS_SUPPORTED = sys.platform == "linux"
+# What is read when Python starts or when torch and numpy are imported; all else is given to each child anew.
+_READ_AT_START = re.compile(
+    "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
+)
+_MOST_BYTES = 1 << 20
+
+
+class ForkedChild:
+    """A child of the server, used like `subprocess.Popen`. `returncode` is None while it runs."""
+
+    def __init__(self, server: "_Server", pid: int, errors: int | None) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._errors = errors
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._server.connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("the child", timeout or 0)
+            said = self._server.connection.recv(_MOST_BYTES)
+            self._server.is_busy = False
+            # The kernel's killer may have taken the server, and its child with it.
+            self.returncode = int(said) if said else -signal.SIGKILL
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, bytes | None]:
+        """What it wrote to stderr, where that is read, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        pieces: list[bytes] = []
+        while self._errors is not None:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not select.select([self._errors], [], [], left)[0]:
+                raise subprocess.TimeoutExpired("the child", timeout or 0)
+            if not (piece := os.read(self._errors, _MOST_BYTES)):
+                break
+            pieces.append(piece)
+        self.wait(None if end is None else max(0.0, end - time.monotonic()))
+        return None, b"".join(pieces) if self._errors is not None else None
+
+
+class _Server:
+    """The asking side of one server process."""
+
+    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> None:
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.environment = environment
+        self.preloaded = preloaded
+        self.asked_by = os.getpid()
+        self.is_busy = False
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tightfit.capture.processes.fork_server"),
+                    *(str(theirs.fileno()), str(self.asked_by), ",".join(preloaded)),
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+
+    def end(self) -> None:
+        """Ends the process; in a process that was forked from the one that asked for it, only lets go of it."""
+        self.connection.close()
+        if self.asked_by == os.getpid():
+            self.process.kill()
+            self.process.wait()
+
+    def serves(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> bool:
+        """Whether a child of this one begins as one with that environment would."""
+        names = environment.keys() | self.environment.keys()
+        changed = [name for name in names if environment.get(name) != self.environment.get(name)]
+        return (
+            self.asked_by == os.getpid()
+            and not self.is_busy
+            and self.preloaded == preloaded
+            and self.process.poll() is None
+            and not any(map(_READ_AT_START.match, changed))
+        )
+
+    def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> int | None:
+        """Has a child call `module`'s `main(*arguments, pid of the server)`. Its process number; None where the server does not answer."""
+        self.is_busy = True
+        try:
+            order = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
+            socket.send_fds(self.connection, [json.dumps(order).encode()], [1, stderr])
+            said = self.connection.recv(_MOST_BYTES)
+        except OSError:
+            said = b""
+        except BaseException:
+            # Whether there is a child by now is not known: it ends with the server.
+            self.end()
+            raise
+        if not said:
+            self.end()
+            return None
+        return int(said)
+
+
+# By the thread that asked, with whose end Linux ends them.
+_servers: list[tuple[int, _Server]] = []
+
+
+@atexit.register
+def _end_all() -> None:
+    while _servers:
+        _servers.pop()[1].end()
+
+
+@contextlib.contextmanager
+def forked_child(
+    module: str, request: Path, *, environment: Mapping[str, str], reads_errors: bool, preloaded: Sequence[str]
+) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
+    """As `tightfit.capture.processes.children.child`, but faster: `preloaded` modules have been imported when it begins, by a server that serves again."""
+    server = _server(environment, preloaded) if _IS_SUPPORTED else None
+    pipe, write = os.pipe() if reads_errors else (None, 2)
+    pid = None
+    try:
+        if server is not None:
+            pid = server.fork(module, [str(request)], environment, write)
+        if server is not None and pid is not None:
+            if write != 2:
+                os.close(write)
+                write = 2
+            with _forked(ForkedChild(server, pid, pipe)) as forked:
+                yield forked
+    finally:
+        for end in (pipe, write if write != 2 else None):
+            if end is not None:
+                os.close(end)
+    if pid is None:
+        with child(module, request, environment=environment, reads_errors=reads_errors) as process:
+            yield process
+
+
+@contextlib.contextmanager
+def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
+    try:
+        yield forked
+    finally:
+        if forked.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(forked.pid, signal.SIGKILL)
+            forked.wait()
+
+
+def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server:
+    thread = threading.get_native_id()
+    for owner, known in _servers[:]:
+        if owner == thread and known.serves(environment, preloaded):
+            return known
+        is_of_no_use = owner == thread and known.preloaded == preloaded and not known.is_busy
+        if is_of_no_use or known.asked_by != os.getpid() or known.process.poll() is not None:
+            # Another thread may have been faster.
+            with contextlib.suppress(ValueError):
+                _servers.remove((owner, known))
+            known.end()
+    server = _Server(environment, preloaded)
+    _servers.append((thread, server))
+    return server
+
+
+def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
+    """Imports what is to be there, and forks for each order, one child at a time, until nothing has been asked for a while."""
+    for name in preloaded:
+        # What is missing or broken is the child's to tell.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    folder = os.getcwd()
+    while select.select([connection], [], [], _IDLE_SECONDS)[0]:
+        said, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 2)
+        if not said:
+            return
+        order = json.loads(said)
+        with warnings.catch_warnings():
+            # The threads of linear algebra libraries, which know what a fork is.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            server, pid = os.getpid(), os.fork()
+        if pid == 0:
+            connection.close()
+            _run(order, descriptors, server, folder)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        # Before anybody can want to end its group.
+        os.setpgid(pid, pid)
+        connection.send(str(pid).encode())
+        _, status = os.waitpid(pid, 0)
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _run(order: dict[str, object], descriptors: Sequence[int], server: int, folder: str) -> None:
+    """What a forked process does with an order; it ends with it."""
+    code = 1
+    try:
+        for number, descriptor in enumerate(descriptors, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        environment = order["environment"]
+        assert isinstance(environment, dict)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(str(order["folder"]))
+        # What the server may have looked up in its own environment, and what it has listed of folders that have got files since.
+        tempfile.tempdir = None
+        importlib.invalidate_caches()
+        # As `python -m` has it.
+        if sys.path and sys.path[0] == folder:
+            sys.path[0] = os.getcwd()
+        name, arguments = str(order["module"]), order["arguments"]
+        assert isinstance(arguments, list)
+        module = importlib.import_module(name)
+        sys.argv = [module.__file__ or name, *arguments, str(server)]
+        module.main(*sys.argv[1:])
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter ends with what nobody caught
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main(descriptor: str, parent: str, preloaded: str) -> None:
+    """The server process."""
+    die_with_parent(int(parent))
+    serve(socket.socket(fileno=int(descriptor)), preloaded.split(","))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

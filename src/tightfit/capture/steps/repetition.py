@@ -1,0 +1,227 @@
+"""Evaluation and sampling loops that do the same over and over: a call that has been seen a few times is answered from memory.
+
+A call is the same when the same module is called without gradients from the same line with arguments of the same shapes. Once three such calls in
+a row have left the same events on the tape, a further one gets fresh outputs of the same shapes and runs nothing. What the call holds at its
+peak is on the tape already; it is put there again whenever more has come alive around it since.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.replace import replace
+from tightfit.tape import EventKind
+
+NUM_CALLS_TRACED = 3
+MIN_GROWTH = 1e-3
+"""By how much the memory around a call must have grown before its events count again."""
+
+_PLAIN = (bool, str, type(None), torch.dtype, torch.device, torch.layout)
+
+Key = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """One leaf of what a call returns: a view of a storage of its own (`group`), or a plain value."""
+
+    group: int
+    num_elements: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype | None
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What a call did: its rows of events, its outputs, and the sizes of what the cache of autocast kept."""
+
+    begin: int
+    end: int
+    sizes: tuple[int, ...]
+    outputs: tuple[_Output, ...]
+    structure: TreeSpec
+    kept: tuple[int, ...]
+
+    def is_like(self, other: "_Call") -> bool:
+        """Whether both did the same."""
+        return (self.sizes, self.outputs, self.kept) == (other.sizes, other.outputs, other.kept)
+
+
+@dataclasses.dataclass(slots=True)
+class _History:
+    """The calls with one key: the latest, how many in a row were like it, and the most memory that was alive around one."""
+
+    call: _Call | None = None
+    num_alike: int = 0
+    most_bytes: int = 0
+
+
+class Repetition:
+    """Answers calls of root modules, from memory where it can."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self._histories: dict[Key, _History] = {}
+        self._called_in_context: set[int] = set()
+        self._kept: list[torch.Tensor] = []
+
+    def install(self) -> None:
+        """Follows the end of autocast's contexts, where its half-precision copies of weights are dropped."""
+        clear = torch.clear_autocast_cache
+
+        def clear_autocast_cache() -> None:
+            clear()
+            self._called_in_context.clear()
+            self._kept.clear()
+
+        replace(torch, clear_autocast_cache=clear_autocast_cache)
+
+    def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """The result of calling `module` without gradients; `run` runs it."""
+        key = self._key(module, args, kwargs)
+        if key is None:
+            return run()
+        history = self._histories.setdefault(key, _History())
+        alive = self._alive_bytes()
+        self._called_in_context.add(id(module))
+        if history.call is not None and history.num_alike >= NUM_CALLS_TRACED:
+            return self._answer(module, history, alive)
+        return self._trace(history, alive, run)
+
+    def _key(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Key | None:
+        leaves, structure = tree_flatten((args, kwargs))
+        described = [_describe(leaf) for leaf in leaves]
+        if None in described:
+            return None
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        is_first = bool(autocast) and id(module) not in self._called_in_context
+        modes = (module.training, autocast, is_first, self._gpu.recorder.stream)
+        return (id(module), self._gpu.attribution.line(), modes, str(structure), *described)
+
+    def _alive_bytes(self) -> int:
+        num_bytes = self._gpu.recorder.storages["num_bytes"]
+        return sum(num_bytes[reference.index] for reference in self._gpu.references.values())
+
+    def _trace(self, history: _History, alive: int, run: Callable[[], Any]) -> Any:
+        recorder = self._gpu.recorder
+        begin, first_storage = len(recorder.events["kind"]), len(recorder.storages["num_bytes"])
+        result = run()
+        call = self._observe(result, begin, first_storage)
+        if call is None:
+            history.num_alike = 0
+        else:
+            history.num_alike = history.num_alike + 1 if history.call is not None and call.is_like(history.call) else 1
+            history.most_bytes = max(history.most_bytes, alive)
+        history.call = call
+        return result
+
+    def _observe(self, result: Any, begin: int, first_storage: int) -> _Call | None:
+        """What the call did, or None where it did something that cannot be repeated from memory."""
+        recorder = self._gpu.recorder
+        kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
+        born = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
+        if any(kind not in (EventKind.ALLOCATE, EventKind.FREE) for kind in kinds) or any(
+            s < first_storage for s in storages
+        ):
+            return None
+        alive = born - {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.FREE}
+        leaves, structure = tree_flatten(result)
+        outputs = self._outputs(leaves, alive)
+        if outputs is None:
+            return None
+        held = {self._gpu.index_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
+        num_bytes = recorder.storages["num_bytes"]
+        kept = tuple(num_bytes[s] for s in sorted(alive - held))
+        if kept and not torch.is_autocast_enabled("cuda"):
+            return None
+        sizes = tuple(
+            num_bytes[s] if k == EventKind.ALLOCATE else first_storage - s - 1
+            for k, s in zip(kinds, storages, strict=True)
+        )
+        return _Call(begin=begin, end=begin + len(kinds), sizes=sizes, outputs=outputs, structure=structure, kept=kept)
+
+    def _outputs(self, leaves: Sequence[Any], alive: set[int]) -> tuple[_Output, ...] | None:
+        groups: dict[int, int] = {}
+        outputs = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                if not isinstance(leaf, (*_PLAIN, int, float)):
+                    return None
+                outputs.append(_Output(group=-1, num_elements=0, size=(), stride=(), offset=0, dtype=None, value=leaf))
+                continue
+            index = self._gpu.index_of(leaf)
+            if index is None or index not in alive or self._gpu.shadows.known(leaf):
+                return None
+            outputs.append(
+                _Output(
+                    group=groups.setdefault(index, len(groups)),
+                    num_elements=leaf.untyped_storage().nbytes() // leaf.element_size(),
+                    size=tuple(leaf.size()),
+                    stride=leaf.stride(),
+                    offset=int(leaf.storage_offset()),
+                    dtype=leaf.dtype,
+                    value=None,
+                )
+            )
+        return tuple(outputs)
+
+    def _answer(self, module: torch.nn.Module, history: _History, alive: int) -> Any:
+        call, recorder = history.call, self._gpu.recorder
+        assert call is not None
+        recorder.assume(
+            self._gpu.attribution.where(),
+            f"calls of {type(module).__name__} without gradients repeat themselves here: {NUM_CALLS_TRACED} were traced, the others give tensors of the same shapes",
+        )
+        name = recorder.intern(f"{type(module).__name__} (repeated)")
+        recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
+        if alive > history.most_bytes * (1 + MIN_GROWTH):
+            history.most_bytes = alive
+            self._repeat_events(call)
+        self._kept += [self._gpu.new((size,), (1,), torch.uint8) for size in call.kept]
+        storages: dict[int, torch.Tensor] = {}
+        leaves = []
+        for output in call.outputs:
+            if output.dtype is None:
+                leaves.append(output.value)
+                continue
+            whole = storages.get(output.group)
+            if whole is None:
+                whole = storages[output.group] = self._gpu.new((output.num_elements,), (1,), output.dtype)
+            leaves.append(whole.view(output.dtype).as_strided(output.size, output.stride, output.offset))
+        return tree_unflatten(leaves, call.structure)
+
+    def _repeat_events(self, call: _Call) -> None:
+        recorder = self._gpu.recorder
+        copies: dict[int, int] = {}
+        columns = recorder.storages
+        kinds, storages = (recorder.events[name][call.begin : call.end] for name in ("kind", "storage"))
+        for kind, storage in zip(kinds, storages, strict=True):
+            if kind == EventKind.FREE:
+                recorder.free(copies.pop(storage))
+            else:
+                copies[storage] = recorder.allocate(
+                    columns["num_bytes"][storage],
+                    columns["category"][storage],
+                    columns["source"][storage],
+                    (columns["low_bytes"][storage], columns["high_bytes"][storage]),
+                )
+        for copy in copies.values():
+            recorder.free(copy)
+
+
+def _describe(leaf: Any) -> Any:
+    """What of an argument decides over shapes; None where that is not known."""
+    if isinstance(leaf, torch.Tensor):
+        is_dense = leaf.layout == torch.strided and leaf.is_contiguous()
+        return ("tensor", leaf.is_cuda, leaf.dtype, leaf.layout, tuple(leaf.size()), is_dense)
+    if isinstance(leaf, bool | str | type(None) | torch.dtype | torch.device | torch.layout):
+        return ("plain", leaf)
+    return ("number", type(leaf)) if isinstance(leaf, int | float) else None

@@ -1,0 +1,242 @@
+"""The answers to what everyone with an out-of-memory error asks: who holds what at the peak, what is lost to fragmentation, what grows, what to do.
+
+One recorded run is enough, whether tightfit predicted it or a card recorded it; a `Subject` is either.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pools import Block
+from tightfit.diagnosis.allocation_sites import Holder, bytes_by_category, holders_of
+from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
+from tightfit.diagnosis.growth import LEAST_STEPS, Growth, growth_of
+from tightfit.diagnosis.run import SettingTried, Subject
+from tightfit.diagnosis.suggestions import Remedy, remedies_of
+from tightfit.diagnosis.timeline import Step, steps_of
+from tightfit.recordings.frames import Place
+from tightfit.recordings.trace import settings_text
+from tightfit.simulate.history import CATEGORIES, History
+from tightfit.tape import Assumption
+
+SCHEMA = 1
+NUM_HOLDERS = 12
+NUM_PINS = 5
+DEFAULT_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment of a run: the event, its step, the seconds since the start (None where not known), and who asked for memory then."""
+
+    event: int
+    step: str
+    seconds: float | None
+    where: str
+    operator: str
+    asked_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedBy:
+    """A place of the program whose live blocks keep free pieces of their segments from being given back."""
+
+    where: str
+    category: str
+    num_blocks: int
+    live_bytes: int
+    pinned_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """An out-of-memory error in a recording: what was asked for, what was held then, and the largest piece that was free."""
+
+    event: int
+    where: str
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What one run says about its memory. All bytes are blocks as the allocator gave them.
+
+    `moment` is the peak of live blocks, which `at_peak` and `holders` describe. `fragmented_at` is the first moment at which most was reserved (or
+    the error, where there was one), which `fragmentation` describes. `start_reserved_bytes` was held before the first event.
+    """
+
+    label: str
+    origin: str
+    device: str
+    capacity_bytes: int | None
+    context_bytes: int | None
+    settings: str
+    num_events: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    start_reserved_bytes: int
+    moment: Moment
+    at_peak: Mapping[str, int]
+    holders: tuple[Holder, ...]
+    steps: tuple[Step, ...]
+    growth: tuple[Growth, ...]
+    growth_note: str
+    fragmented_at: Moment
+    fragmentation: Fragmentation
+    pinned_by: tuple[PinnedBy, ...]
+    oom: OutOfMemory | None
+    settings_tried: tuple[SettingTried, ...]
+    remedies: tuple[Remedy, ...]
+    assumptions: tuple[Assumption, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `tightfit doctor --json` prints."""
+        plain = dataclasses.asdict(self)
+        plain["fragmentation"].pop("pins")
+        plain["fragmentation"]["free_bytes"] = self.fragmentation.free_bytes
+        return {"schema": SCHEMA} | plain
+
+
+def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis:
+    """Looks at one run from all sides; about `seconds` go into the search for better settings of the allocator.
+
+    A run in which nothing was asked for has a diagnosis of noughts.
+    """
+    history, places = subject.history, subject.places
+    peak, fragmented_at = history.peak_event, _most_reserved(subject)
+    look = _Look(fragmented_at)
+    subject.again(look)
+    alive = history.alive_at(peak)
+    every_step = steps_of(history)
+    steps = tuple(step for step in every_step if step.kind == "step")
+    settings = subject.try_settings(seconds)
+    found = look.found
+    return Diagnosis(
+        label=history.label,
+        origin=history.origin,
+        device=history.device,
+        capacity_bytes=history.capacity_bytes,
+        context_bytes=history.context_bytes,
+        settings=settings_text(history.settings),
+        num_events=history.num_events,
+        peak_allocated_bytes=int(history.allocated.max(initial=0)),
+        peak_reserved_bytes=int(history.reserved.max(initial=0)),
+        start_reserved_bytes=look.start_reserved_bytes,
+        moment=_moment(history, places, peak),
+        at_peak=bytes_by_category(history, alive),
+        holders=holders_of(history, places, alive)[:NUM_HOLDERS],
+        steps=every_step,
+        growth=growth_of(history, places, steps),
+        growth_note=""
+        if len(steps) >= LEAST_STEPS
+        else f"it takes {LEAST_STEPS} steps to tell, and there are {len(steps)}",
+        fragmented_at=_moment(history, places, fragmented_at),
+        fragmentation=found,
+        pinned_by=_pinned_by(history, places, fragmented_at, found),
+        oom=_out_of_memory(subject, found),
+        settings_tried=settings,
+        remedies=_ranked(remedies_of(history, places, subject.phases, subject.costs), settings),
+        assumptions=history.assumptions,
+    )
+
+
+class _Look:
+    """Watches a replay for the allocator at one event, and how much it held before the first."""
+
+    def __init__(self, event: int) -> None:
+        self._event = event
+        self.start_reserved_bytes = 0
+        self.found: Fragmentation
+
+    def __call__(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
+        if event < 0:
+            self.start_reserved_bytes = allocator.reserved_bytes
+        if event == self._event:
+            self.found = fragmentation_of(allocator, blocks)
+
+
+def _most_reserved(subject: Subject) -> int:
+    """The first error, or else the first event after which most is reserved; -1 where there is no event.
+
+    Where the most was reserved before the first event, it is the moment among those that are as high at which most of it is in use.
+    """
+    if subject.failure is not None:
+        return subject.failure.event
+    reserved, allocated = subject.history.reserved, subject.history.allocated
+    if not len(reserved):
+        return -1
+    first = int(reserved.argmax())
+    return first if first else int(np.where(reserved == reserved[0], allocated, -1).argmax())
+
+
+def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
+    blocks = history.blocks
+    at = np.flatnonzero(blocks.born == event) if event >= 0 else []
+    place = places[int(blocks.stack[at[0]])] if len(at) else None
+    step = next((span.name for span in history.spans if span.begin <= event < span.end), "")
+    return Moment(
+        event=event,
+        step=step,
+        seconds=float(history.time_us[event]) / 1e6 if len(history.time_us) and event >= 0 else None,
+        where="" if place is None else place.name,
+        operator="" if place is None else place.operator,
+        asked_bytes=int(blocks.num_bytes[at[0]]) if len(at) else 0,
+    )
+
+
+def _pinned_by(history: History, places: tuple[Place, ...], event: int, found: Fragmentation) -> tuple[PinnedBy, ...]:
+    """Who pins most, at the event that was looked at."""
+    alive = np.flatnonzero(history.alive_at(event))
+    block_at = dict(zip(history.blocks.address[alive].tolist(), alive.tolist(), strict=True))
+    groups: dict[tuple[str, str], list[int]] = {}
+    for pin in found.pins:
+        block = block_at.get(pin.address)
+        where = "" if block is None else places[int(history.blocks.stack[block])].name
+        category = "unknown" if block is None else CATEGORIES[int(history.blocks.category[block])]
+        group = groups.setdefault((where, category), [0, 0, 0])
+        for at, value in enumerate((1, pin.live_bytes, pin.pinned_bytes)):
+            group[at] += value
+    largest = sorted(groups.items(), key=lambda item: -item[1][2])[:NUM_PINS]
+    return tuple(
+        PinnedBy(where=where, category=category, num_blocks=count, live_bytes=live, pinned_bytes=pinned)
+        for (where, category), (count, live, pinned) in largest
+        if pinned
+    )
+
+
+def _out_of_memory(subject: Subject, found: Fragmentation) -> OutOfMemory | None:
+    failure = subject.failure
+    if failure is None:
+        return None
+    return OutOfMemory(
+        event=failure.event,
+        where=subject.places[failure.stack].name,
+        requested_bytes=failure.requested_bytes,
+        allocated_bytes=found.allocated_bytes,
+        reserved_bytes=found.reserved_bytes,
+        largest_free_bytes=found.largest_free_bytes,
+    )
+
+
+def _ranked(remedies: list[Remedy], settings: tuple[SettingTried, ...]) -> tuple[Remedy, ...]:
+    """The remedies with the setting to use among them, best first."""
+    found = [
+        Remedy(
+            what=f"PYTORCH_CUDA_ALLOC_CONF={one.settings}",
+            where="",
+            saves="reserved",
+            saves_bytes=one.saves_bytes,
+            adds_seconds=0.0,
+            is_exact=True,
+            note="a setting of the allocator",
+        )
+        for one in settings
+        if one.is_advised
+    ]
+    return tuple(sorted((*remedies, *found), key=lambda remedy: remedy.rank))

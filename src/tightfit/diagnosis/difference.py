@@ -1,0 +1,380 @@
+"""What changed between two runs, each predicted or recorded: who holds more or less at the peak, step by step, and where the two part first.
+
+Runs of one program share their lines. A prediction of a rebuilt model and a recording of the original do not; then the order of allocations tells
+which line of the one does what a line of the other does, as far as both ask for the same sizes in the same order.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tightfit.diagnosis.alignment import Stretch, align
+from tightfit.diagnosis.allocation_sites import bytes_by_category
+from tightfit.diagnosis.run import Subject
+from tightfit.diagnosis.timeline import Step, steps_of
+from tightfit.recordings.frames import Place
+from tightfit.simulate.history import CATEGORIES
+from tightfit.tape import Column
+from tightfit.units import MIB
+
+SCHEMA = 1
+NUM_CHANGES = 16
+NUM_PARTINGS = 8
+_LEAST_SHARED = 0.2
+_LEAST_CHANGE_BYTES = MIB // 16
+
+Kind = Literal["grown", "shrunk", "new", "gone"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two runs."""
+
+    label: str
+    origin: str
+    device: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    at_peak: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Blocks of one category and place at the peak of either run; the place has a line in each of them, empty where it is not known."""
+
+    kind: Kind
+    category: str
+    a_where: str
+    b_where: str
+    a_bytes: int
+    b_bytes: int
+    a_blocks: int
+    b_blocks: int
+
+    @property
+    def more_bytes(self) -> int:
+        """What the second run holds more; negative for less."""
+        return self.b_bytes - self.a_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepPair:
+    """Two steps that were compared: their allocations, how many of them are the same in order, and the peaks of live blocks."""
+
+    a_step: str
+    b_step: str
+    a_allocations: int
+    b_allocations: int
+    same_allocations: int
+    a_peak_bytes: int
+    b_peak_bytes: int
+    a_end_bytes: int
+    b_end_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One allocation: its number in the step, what it asked for, and by whom."""
+
+    number: int
+    num_bytes: int
+    where: str
+    function: str
+    operator: str
+    callers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """Where the allocations of two steps differ: the first on each side (None where that side has nothing there), and all that are alike.
+
+    `count` is how often lines of these two differ, with `a_bytes` and `b_bytes` of allocations in all.
+    """
+
+    a_step: str
+    b_step: str
+    a: Asked | None
+    b: Asked | None
+    count: int
+    a_bytes: int
+    b_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two runs compared: the second against the first. `partings` are those of the first two steps that differ, in order."""
+
+    a: Side
+    b: Side
+    changes: tuple[Change, ...]
+    steps: tuple[StepPair, ...]
+    partings: tuple[Parting, ...]
+    matched_by: Literal["lines", "order"]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `tightfit diff --json` prints."""
+        return {"schema": SCHEMA} | dataclasses.asdict(self)
+
+
+def difference(a: Subject, b: Subject) -> Difference:
+    """Compares two runs."""
+    matched_by: Literal["lines", "order"] = "lines" if _share_lines(a, b) else "order"
+    pairs = [_Pair(a, b, one, other, matched_by) for one, other in _paired(a, b)]
+    a_spots, b_spots = _Spots(a, [pair.a_step for pair in pairs]), _Spots(b, [pair.b_step for pair in pairs])
+    if matched_by == "order":
+        a_spots.name_as(b_spots, [partners for pair in pairs for partners in pair.partners()])
+    return Difference(
+        a=_side(a),
+        b=_side(b),
+        changes=_changes(a_spots, b_spots),
+        steps=tuple(pair.summary() for pair in pairs),
+        partings=tuple(next((found for pair in pairs if (found := pair.partings())), [])[:NUM_PARTINGS]),
+        matched_by=matched_by,
+    )
+
+
+def _side(subject: Subject) -> Side:
+    history = subject.history
+    return Side(
+        label=history.label,
+        origin=history.origin,
+        device=history.device,
+        peak_allocated_bytes=int(history.allocated.max(initial=0)),
+        peak_reserved_bytes=int(history.reserved.max(initial=0)),
+        at_peak=bytes_by_category(history, history.alive_at(history.peak_event)),
+    )
+
+
+def _paired(a: Subject, b: Subject) -> list[tuple[Step, Step]]:
+    """The steps that belong together: of one name where both have names, or else counted from the last, which is most like all others."""
+    ours, theirs = (steps_of(subject.history, kinds=("step",)) for subject in (a, b))
+    if not (a.history.are_spans_guessed or b.history.are_spans_guessed):
+        by_name = {step.name: step for step in theirs}
+        named = [(step, by_name[step.name]) for step in ours if step.name in by_name]
+        if named:
+            return named
+    num_steps = min(len(ours), len(theirs))
+    return list(zip(ours[len(ours) - num_steps :], theirs[len(theirs) - num_steps :], strict=True))
+
+
+class _Pair:
+    """Two steps, with their allocations side by side: matched by line and operator where the runs share those, or else by size."""
+
+    def __init__(
+        self, a: Subject, b: Subject, a_step: Step, b_step: Step, matched_by: Literal["lines", "order"]
+    ) -> None:
+        self.a, self.b, self.a_step, self.b_step = a, b, a_step, b_step
+        self.a_blocks, self.b_blocks = _born_in(a, a_step), _born_in(b, b_step)
+        sizes = _sizes(a, self.a_blocks), _sizes(b, self.b_blocks)
+        if matched_by == "order":
+            self.stretches = align(*sizes)
+        else:
+            places = [_line_and_operator(a, block) for block in self.a_blocks.tolist()]
+            others = [_line_and_operator(b, block) for block in self.b_blocks.tolist()]
+            self.stretches = [piece for stretch in align(places, others) for piece in _by_size(stretch, *sizes)]
+
+    def summary(self) -> StepPair:
+        """The figures of both."""
+        return StepPair(
+            a_step=self.a_step.name,
+            b_step=self.b_step.name,
+            a_allocations=len(self.a_blocks),
+            b_allocations=len(self.b_blocks),
+            same_allocations=sum(stretch.a_end - stretch.a_begin for stretch in self.stretches if stretch.is_same),
+            a_peak_bytes=self.a_step.peak_allocated_bytes,
+            b_peak_bytes=self.b_step.peak_allocated_bytes,
+            a_end_bytes=self.a_step.end_allocated_bytes,
+            b_end_bytes=self.b_step.end_allocated_bytes,
+        )
+
+    def partners(self) -> Iterator[tuple[int, int]]:
+        """Blocks of the one and the other that the same allocation of the program made."""
+        for stretch in self.stretches:
+            if stretch.is_same:
+                yield from zip(
+                    self.a_blocks[stretch.a_begin : stretch.a_end].tolist(),
+                    self.b_blocks[stretch.b_begin : stretch.b_end].tolist(),
+                    strict=True,
+                )
+
+    def partings(self) -> list[Parting]:
+        """Where the two differ, those of the same two places as one."""
+        groups: dict[tuple[str, str], list[Stretch]] = {}
+        for stretch in self.stretches:
+            if not stretch.is_same and not self._is_from_before(stretch):
+                first_a = self._asked(self.a, self.a_blocks, stretch.a_begin, stretch.a_end)
+                first_b = self._asked(self.b, self.b_blocks, stretch.b_begin, stretch.b_end)
+                key = (first_a.where if first_a else "", first_b.where if first_b else "")
+                groups.setdefault(key, []).append(stretch)
+        return [
+            Parting(
+                a_step=self.a_step.name,
+                b_step=self.b_step.name,
+                a=self._asked(self.a, self.a_blocks, some[0].a_begin, some[0].a_end),
+                b=self._asked(self.b, self.b_blocks, some[0].b_begin, some[0].b_end),
+                count=len(some),
+                a_bytes=sum(sum(_sizes(self.a, self.a_blocks[s.a_begin : s.a_end])) for s in some),
+                b_bytes=sum(sum(_sizes(self.b, self.b_blocks[s.b_begin : s.b_end])) for s in some),
+            )
+            for some in groups.values()
+        ]
+
+    def _is_from_before(self, stretch: Stretch) -> bool:
+        """Whether a stretch is what one run made at first, of which the other began to be recorded too late."""
+        if stretch.a_begin or stretch.b_begin or (self.a_step.begin and self.b_step.begin):
+            return False
+        late = [run for run, end in ((self.a, stretch.a_end), (self.b, stretch.b_end)) if not end]
+        return any(bool((run.history.blocks.born < 0).any()) for run in late)
+
+    @staticmethod
+    def _asked(subject: Subject, blocks: Column, begin: int, end: int) -> Asked | None:
+        if begin == end:
+            return None
+        place = _place(subject, int(blocks[begin]))
+        return Asked(
+            number=begin,
+            num_bytes=int(subject.history.blocks.num_bytes[blocks[begin]]),
+            where=place.name,
+            function=place.function,
+            operator=place.operator,
+            callers=place.callers,
+        )
+
+
+def _by_size(stretch: Stretch, a: Sequence[int], b: Sequence[int]) -> Iterator[Stretch]:
+    """A stretch of the same places, cut into those of the same sizes and, one by one, those of others."""
+    if not stretch.is_same:
+        yield stretch
+        return
+    begin = 0
+    num_places = stretch.a_end - stretch.a_begin
+    are_same = [a[stretch.a_begin + at] == b[stretch.b_begin + at] for at in range(num_places)]
+    while begin < num_places:
+        end = begin + 1
+        while are_same[begin] and end < num_places and are_same[end]:
+            end += 1
+        yield Stretch(
+            is_same=are_same[begin],
+            a_begin=stretch.a_begin + begin,
+            a_end=stretch.a_begin + end,
+            b_begin=stretch.b_begin + begin,
+            b_end=stretch.b_begin + end,
+        )
+        begin = end
+
+
+def _line_and_operator(subject: Subject, block: int) -> tuple[str, str]:
+    place = _place(subject, block)
+    return _file_and_line(place.name), place.operator
+
+
+def _share_lines(a: Subject, b: Subject) -> bool:
+    """Whether the two runs are of one program: much of what the first asks for, the same lines of the second ask for too."""
+    known = {_file_and_line(place.line) for place in b.places if place.line}
+    blocks = a.history.blocks
+    num_bytes = np.bincount(blocks.stack, weights=blocks.num_bytes, minlength=len(a.places))
+    lines = [_file_and_line(place.line) for place in a.places]
+    named_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line)
+    shared_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line in known)
+    return bool(shared_bytes > _LEAST_SHARED * named_bytes)
+
+
+def _born_in(subject: Subject, step: Step) -> Column:
+    """The blocks that were asked for in any piece of a step, in order."""
+    born = subject.history.blocks.born
+    inside = np.zeros(len(born), dtype=bool)
+    for span in subject.history.spans:
+        if (span.name, span.kind) == (step.name, step.kind):
+            inside |= (born >= span.begin) & (born < span.end)
+    return np.flatnonzero(inside)
+
+
+def _sizes(subject: Subject, blocks: Column) -> list[int]:
+    return subject.history.blocks.num_bytes[blocks].tolist()
+
+
+def _place(subject: Subject, block: int) -> Place:
+    return subject.places[int(subject.history.blocks.stack[block])]
+
+
+def _file_and_line(place: str) -> str:
+    """Without folders, which differ from machine to machine."""
+    return place.replace("\\", "/").rpartition("/")[2]
+
+
+class _Spots:
+    """The category and the line of each block of a run, and which blocks live at its peak.
+
+    Of several moments as high, the one in a step that is compared counts, since it is its allocations that are known on both sides.
+    """
+
+    def __init__(self, subject: Subject, compared: Sequence[Step]) -> None:
+        history = subject.history
+        peaks = np.flatnonzero(history.allocated == history.allocated.max(initial=0))
+        inside = [at for at in peaks.tolist() if any(step.begin <= at < step.end for step in compared)]
+        peak = inside[-1] if inside else history.peak_event
+        names = [place.name for place in subject.places]
+        self.alive = history.alive_at(peak)
+        self.num_bytes = history.blocks.block_bytes
+        self.full = [names[stack] for stack in history.blocks.stack.tolist()]
+        self.where = [_file_and_line(name) for name in self.full]
+        self.category = history.blocks.category.tolist()
+
+    def name_as(self, other: "_Spots", partners: Sequence[tuple[int, int]]) -> None:
+        """Calls the blocks as `other` calls its own: one by one where they have a partner, else by what most of their line is there."""
+        by_line: dict[str, Counter[str]] = {}
+        for ours, theirs in partners:
+            by_line.setdefault(self.where[ours], Counter())[other.where[theirs]] += 1
+        most = {line: found.most_common(1)[0][0] for line, found in by_line.items()}
+        self.where = [most.get(line, line) for line in self.where]
+        for ours, theirs in partners:
+            self.where[ours], self.category[ours] = other.where[theirs], other.category[theirs]
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """Bytes and blocks of one spot at a peak, and its line with its folder."""
+
+    num_bytes: int = 0
+    num_blocks: int = 0
+    where: str = ""
+
+
+def _changes(a: _Spots, b: _Spots) -> tuple[Change, ...]:
+    """What differs at the two peaks, largest first."""
+    # A category of which one run does not know the places (they are from before the recording) is compared as a whole.
+    alive = [np.flatnonzero(side.alive).tolist() for side in (a, b)]
+    whole = {
+        side.category[at] for side, blocks in zip((a, b), alive, strict=True) for at in blocks if not side.where[at]
+    }
+    rows: dict[tuple[int, str], tuple[_Held, _Held]] = {}
+    for number, (side, blocks) in enumerate(zip((a, b), alive, strict=True)):
+        for at in blocks:
+            category = side.category[at]
+            where = "" if category in whole else side.where[at]
+            held = rows.setdefault((category, where), (_Held(), _Held()))[number]
+            held.num_bytes += int(side.num_bytes[at])
+            held.num_blocks += 1
+            held.where = "" if category in whole else side.full[at]
+    found = [_change(CATEGORIES[category], *held) for (category, _), held in rows.items()]
+    changed = [change for change in found if abs(change.more_bytes) >= _LEAST_CHANGE_BYTES]
+    return tuple(sorted(changed, key=lambda change: -abs(change.more_bytes))[:NUM_CHANGES])
+
+
+def _change(category: str, ours: _Held, theirs: _Held) -> Change:
+    kind: Kind = "grown" if theirs.num_bytes > ours.num_bytes else "shrunk"
+    if not ours.num_bytes or not theirs.num_bytes:
+        kind = "gone" if ours.num_bytes else "new"
+    return Change(
+        kind=kind,
+        category=category,
+        a_where=ours.where,
+        b_where=theirs.where,
+        a_bytes=ours.num_bytes,
+        b_bytes=theirs.num_bytes,
+        a_blocks=ours.num_blocks,
+        b_blocks=theirs.num_blocks,
+    )

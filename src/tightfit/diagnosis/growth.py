@@ -1,0 +1,62 @@
+"""What grows from one step to the next: who holds more at the end of every step than at the end of the one before.
+
+The first step is left out, because optimizers make their state in it. Gradients are left out too: a recording may end before they are dropped.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from tightfit.diagnosis.timeline import Step
+from tightfit.recordings.frames import Place
+from tightfit.simulate.history import CATEGORIES, History
+from tightfit.tape import Category
+
+LEAST_STEPS = 3
+LEAST_BYTES = 1024
+NUM_GROWING = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """A place of the program whose blocks become more: bytes a step, and those that it holds at the end of the last one, as asked for."""
+
+    where: str
+    function: str
+    callers: tuple[str, ...]
+    operator: str
+    category: str
+    bytes_per_step: int
+    num_blocks: int
+    num_bytes: int
+
+
+def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ...]) -> tuple[Growth, ...]:
+    """Who grows, most first; nothing where there are fewer than `LEAST_STEPS` steps."""
+    if len(steps) < LEAST_STEPS:
+        return ()
+    blocks = history.blocks
+    ends = [step.end - 1 for step in steps[1:]]
+    lasting = np.flatnonzero((blocks.died > ends[0]) & (blocks.category != Category.GRADIENTS))
+    held: dict[tuple[Place, int], list[int]] = {}
+    for block in lasting.tolist():
+        held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)
+    found = []
+    for (place, category), members in held.items():
+        born, died, num_bytes = blocks.born[members], blocks.died[members], blocks.num_bytes[members]
+        levels = [int(num_bytes[(born <= end) & (died > end)].sum()) for end in ends]
+        growth = (levels[-1] - levels[0]) // (len(levels) - 1)
+        if growth >= LEAST_BYTES and levels == sorted(levels):
+            found.append(
+                Growth(
+                    where=place.name,
+                    function=place.function,
+                    callers=place.callers,
+                    operator=place.operator,
+                    category=CATEGORIES[category],
+                    bytes_per_step=growth,
+                    num_blocks=int(((born <= ends[-1]) & (died > ends[-1])).sum()),
+                    num_bytes=levels[-1],
+                )
+            )
+    return tuple(sorted(found, key=lambda one: -one.bytes_per_step)[:NUM_GROWING])

@@ -1,0 +1,291 @@
+"""The history of a run, from a tape or from a recording of torch's allocator: both are replayed, and what each block was is looked up.
+
+An estimate's history has its own peaks, because the tape goes through the same replay with the same limit and workspaces.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pools import Block
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.device import Device
+from tightfit.errors import UsageError
+from tightfit.recordings.categories import Lives, annotated_spans, guess_categories, guess_spans, phases_of
+from tightfit.recordings.frames import place_of
+from tightfit.recordings.marks import Marks
+from tightfit.recordings.read import Action, DeviceRecording, Recording
+from tightfit.recordings.replay import replay
+from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
+from tightfit.simulate.timeline_bytes import Watch, levels_on
+from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.tape import Assumption, Column, EventKind, SpanKind, Tape
+
+_MICROSECONDS = 1e6
+_SPAN_KINDS: dict[SpanKind, Literal["setup", "step", "aside"]] = {
+    SpanKind.SETUP: "setup",
+    SpanKind.STEP: "step",
+    SpanKind.ASIDE: "aside",
+}
+
+
+def history_of_tape(
+    tape: Tape,
+    device: Device,
+    settings: AllocatorSettings | None = None,
+    calibration: Calibration | None = None,
+    *,
+    watch: Watch | None = None,
+) -> History:
+    """What `tape` holds on `device`, block by block; its peaks are those that `estimate_peak` finds with the same arguments.
+
+    `time_us` is when the card would have done the operators before each event, one after another, by the roofline. A stack is the one frame
+    that a tape knows: the user's line and the operator. `watch` sees the allocator after each event, its blocks by storage.
+
+    Raises:
+        UsageError: the calibration was made on another card.
+    """
+    settings = settings or AllocatorSettings()
+    device = device if calibration is None else calibration.applied_to(device)
+    tape = with_workspaces_of(device, tape, calibration)
+    addresses = np.full(len(tape.storages), -1, dtype=np.int64)
+    kinds, storages = tape.events.kind.tolist(), tape.events.storage.tolist()
+
+    def look(event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
+        if event >= 0 and kinds[event] == EventKind.ALLOCATE and storages[event] in blocks:
+            addresses[storages[event]] = blocks[storages[event]].address
+        if watch is not None:
+            watch(event, allocator, blocks)
+
+    levels = levels_on(device, tape, settings, watch=look)
+    stack, stacks = _stacks(tape)
+    module, modules = _modules(tape)
+    held = _in_order_of_birth(tape, levels.block_bytes)
+    columns = {
+        "num_bytes": tape.storages.num_bytes,
+        "block_bytes": levels.block_bytes,
+        "address": addresses,
+        "lane": tape.storages.stream,
+        "category": tape.storages.category,
+        "stack": stack,
+        "module": module,
+        **_lifetimes(tape),
+    }
+    seconds = np.append(0.0, np.cumsum(operator_seconds(tape, device, calibration)))
+    return History(
+        label=tape.target,
+        origin="estimate",
+        device=device.name,
+        capacity_bytes=device.capacity_bytes,
+        context_bytes=device.context_bytes,
+        settings=settings,
+        allocated=levels.allocated,
+        reserved=levels.reserved,
+        time_us=(seconds[tape.events.operator] * _MICROSECONDS).astype(np.int64),
+        blocks=Blocks(**{name: column[held].astype(np.int64) for name, column in columns.items()}),
+        stacks=stacks,
+        modules=modules,
+        spans=_spans(tape),
+        assumptions=tape.assumptions,
+    )
+
+
+def history_of_recording(
+    recording: Recording,
+    device_index: int | None = None,
+    *,
+    settings: AllocatorSettings | None = None,
+    watch: Watch | None = None,
+) -> History:
+    """What a card held while it was recorded, block by block, by default on the device with most events.
+
+    Steps, categories and modules come from the recording's marks; without those they are guessed, which its assumptions say. `settings` are
+    those that were recorded unless given. `watch` sees the allocator after each event, its blocks by the recorded address.
+
+    Raises:
+        UsageError: the recording has nothing of that device.
+        RecordingError: its marks cannot be read.
+    """
+    chosen = device_of(recording, device_index)
+    follower = _Follower(chosen, watch)
+    replay(recording, settings=settings, device=chosen.device, watch=follower.look)
+    columns = {name: np.asarray(column, dtype=np.int64) for name, column in follower.rows.items()}
+    columns["died"] = np.where(columns["died"] < 0, chosen.num_events, columns["died"])
+    marks = None if recording.extra is None else Marks.from_plain(recording.extra)
+    marks = marks if marks is not None and marks.trace == chosen.device else None
+    named = _as_guessed(recording, columns, chosen) if marks is None else _as_marked(marks, columns, chosen)
+    begin_us = int(chosen.time_us[0]) if chosen.num_events else 0
+    return History(
+        label=Path(recording.path).name,
+        origin="estimate" if marks is not None and marks.origin == "estimate" else "recording",
+        device=f"cuda:{chosen.device}" if marks is None else marks.device,
+        capacity_bytes=None if marks is None else marks.capacity_bytes,
+        context_bytes=None if marks is None else marks.context_bytes,
+        settings=settings or recording.settings,
+        allocated=follower.levels[0],
+        reserved=follower.levels[1],
+        time_us=chosen.time_us - begin_us if chosen.time_us.any() else np.zeros(0, dtype=np.int64),
+        blocks=Blocks(**(columns | {"category": named.category, "module": named.module})),
+        stacks=recording.stacks,
+        modules=named.modules,
+        spans=named.spans,
+        assumptions=named.assumptions,
+        are_spans_guessed=marks is None,
+    )
+
+
+def device_of(recording: Recording, index: int | None = None) -> DeviceRecording:
+    """The device of that index, by default the one with most events.
+
+    Raises:
+        UsageError: the recording has nothing of that device.
+    """
+    found = [device for device in recording.devices if index in (None, device.device)]
+    if not found:
+        raise UsageError(f"{recording.path} has nothing of device {index}")
+    return max(found, key=lambda device: (device.num_events, len(device.segments), -device.device))
+
+
+class _Follower:
+    """Writes down the blocks of a recording while it is replayed: `rows` are the columns of `Blocks` but for what they were for."""
+
+    def __init__(self, recording: DeviceRecording, watch: Watch | None) -> None:
+        self.levels = np.zeros((2, recording.num_events), dtype=np.int64)
+        self.rows: dict[str, list[int]] = {
+            name: [] for name in ("num_bytes", "block_bytes", "address", "lane", "born", "died", "stack")
+        }
+        self._watch = watch
+        self._alive: dict[int, int] = {}
+        self._actions, self._addresses = recording.action.tolist(), recording.address.tolist()
+        self._stacks = recording.stack.tolist()
+        self._stacks_at_end = {
+            block.address: block.stack for segment in recording.segments for block in segment.blocks if block.is_live
+        }
+
+    def look(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
+        """A `Watch`."""
+        if event < 0:
+            for address in sorted(blocks):
+                if blocks[address].is_live:
+                    self._add(event, address, blocks[address], 0)
+        else:
+            self.levels[:, event] = allocator.allocated_bytes, allocator.reserved_bytes
+            action, address = self._actions[event], self._addresses[event]
+            if action == Action.ALLOC:
+                self._add(event, address, blocks[address], self._stacks[event])
+            elif action == Action.FREE_REQUESTED and address in self._alive:
+                self.rows["died"][self._alive.pop(address)] = event
+            if event + 1 == len(self._actions):
+                self._name_what_lasted()
+        if self._watch is not None:
+            self._watch(event, allocator, blocks)
+
+    def _add(self, event: int, address: int, block: Block, stack: int) -> None:
+        self._alive[address] = len(self.rows["born"])
+        row = (block.requested_bytes, block.size, block.address, block.pool.stream, event, -1, stack)
+        for column, value in zip(self.rows.values(), row, strict=True):
+            column.append(value)
+
+    def _name_what_lasted(self) -> None:
+        """A block that lived from before the first event to the end has its stack with the segments."""
+        for address, index in self._alive.items():
+            if self.rows["born"][index] < 0:
+                self.rows["stack"][index] = self._stacks_at_end.get(address, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """What recorded blocks were for; `category` and `module` have an entry for each block."""
+
+    category: Column
+    module: Column
+    modules: tuple[str, ...]
+    spans: tuple[HistorySpan, ...]
+    assumptions: tuple[Assumption, ...]
+
+
+def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
+    places = [place_of(stack) for stack in recording.stacks]
+    lives = Lives(
+        num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
+    )
+    phases = phases_of(places, lives)
+    last_request = int(lives.born.max(initial=-1))
+    told = annotated_spans(recording.annotations, chosen.device, chosen.time_us, last_request)
+    spans = told or guess_spans(lives, phases)
+    return _Named(
+        category=guess_categories(lives, phases, places, spans),
+        module=np.zeros(len(lives.born), dtype=np.int64),
+        modules=("",),
+        spans=spans,
+        assumptions=(
+            Assumption(
+                where="categories and steps",
+                what="guessed from the stacks and lifetimes of the blocks, since the recording does not say",
+            ),
+        ),
+    )
+
+
+def _as_marked(marks: Marks, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
+    born = columns["born"]
+    of_event = marks.category_of_events(chosen.num_events)
+    of_start = dict(zip(marks.start_addresses.tolist(), marks.start_categories.tolist(), strict=True))
+    at_start = [of_start.get(address, UNKNOWN) for address in columns["address"][born < 0].tolist()]
+    modules = marks.module_of_events(chosen.num_events)[born[born >= 0]]
+    return _Named(
+        category=np.append(np.asarray(at_start, dtype=np.int64), of_event[born[born >= 0]]),
+        module=np.append(
+            np.full(len(at_start), len(marks.modules)), np.where(modules < 0, len(marks.modules), modules)
+        ),
+        modules=(*marks.modules, ""),
+        spans=marks.spans,
+        assumptions=marks.assumptions,
+    )
+
+
+def _lifetimes(tape: Tape) -> dict[str, Column]:
+    """The events at which each storage is born and dies, the number of events for never."""
+    num_storages, num_events = len(tape.storages), len(tape.events)
+    lifetimes = {}
+    for name, kind in (("born", EventKind.ALLOCATE), ("died", EventKind.FREE)):
+        at = np.flatnonzero(tape.events.kind == kind)
+        lifetimes[name] = np.full(num_storages, num_events, dtype=np.int64)
+        lifetimes[name][tape.events.storage[at]] = at
+    return lifetimes
+
+
+def _in_order_of_birth(tape: Tape, block_bytes: Column) -> Column:
+    """The storages that had a block, first born first."""
+    born = tape.events.storage[tape.events.kind == EventKind.ALLOCATE]
+    return born[block_bytes[born] > 0]
+
+
+def _stacks(tape: Tape) -> tuple[Column, tuple[tuple[str, ...], ...]]:
+    """For each storage a number of the list: one frame, such as `train.py:41 aten.addmm`, or none for what no operator asked for."""
+    operators, strings = tape.operators, tape.strings
+    of_operator = operators.line.astype(np.int64) * len(strings) + operators.name
+    known, index = np.unique(of_operator, return_inverse=True)
+    frames = [f"{strings[place // len(strings)]} {strings[place % len(strings)]}".strip() for place in known.tolist()]
+    # Number -1 of the appended list is the last: the storages without an operator.
+    return np.append(index, len(frames))[tape.storages.operator], (*((frame,) for frame in frames), ())
+
+
+def _modules(tape: Tape) -> tuple[Column, tuple[str, ...]]:
+    known, index = np.unique(tape.operators.module, return_inverse=True)
+    names = [tape.strings[name] for name in known.tolist()]
+    return np.append(index, len(names))[tape.storages.operator], (*names, "")
+
+
+def _spans(tape: Tape) -> tuple[HistorySpan, ...]:
+    rows = zip(*(column.tolist() for column in tape.spans.columns().values()), strict=True)
+    return tuple(
+        HistorySpan(name=tape.strings[name], kind=_SPAN_KINDS[SpanKind(kind)], begin=begin, end=end)
+        for name, kind, begin, end in rows
+    )

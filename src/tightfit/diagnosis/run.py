@@ -1,0 +1,200 @@
+"""What can be diagnosed and compared: a history together with what only its origin knows, a tape or a recording."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.cost.roofline import operator_seconds
+from tightfit.cost.steps import step_operators
+from tightfit.devices.calibration import Calibration
+from tightfit.devices.device import Device
+from tightfit.diagnosis.history import device_of, history_of_recording, history_of_tape
+from tightfit.diagnosis.suggestions import Costs
+from tightfit.recordings.categories import Lives, phases_of
+from tightfit.recordings.frames import Place, place_of
+from tightfit.recordings.read import Action, Recording
+from tightfit.recordings.trace import settings_text
+from tightfit.simulate.history import History
+from tightfit.simulate.timeline_bytes import Watch, levels_on
+from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.tape import Column, Phase, Tape
+from tightfit.tuning.search_settings import tune
+from tightfit.tuning.sweeps import LEAST_GAIN
+from tightfit.units import MIB
+
+_SETTINGS = (
+    "expandable_segments:True",
+    "large_segment_size_mb:64",
+    "max_split_size_mb:64",
+    "roundup_power2_divisions:4",
+)
+_NEARLY = 0.8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An out-of-memory error that was recorded: at which event, what was asked for (rounded) and by which stack."""
+
+    event: int
+    requested_bytes: int
+    stack: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SettingTried:
+    """Settings of the allocator, what it would hold at most with them, and how much less that is; `is_advised` is the one to use."""
+
+    settings: str
+    peak_reserved_bytes: int
+    saves_bytes: int
+    is_advised: bool
+    note: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One run. `phases` has the `Phase` of each block, `places` the place of each stack.
+
+    `again` replays the run for a watch, and `try_settings(seconds)` looks for settings that hold less, best first, in about that time.
+    """
+
+    history: History
+    places: tuple[Place, ...]
+    phases: Column
+    costs: Costs | None
+    failure: Failure | None
+    again: Callable[[Watch], Any]
+    try_settings: Callable[[float], tuple[SettingTried, ...]]
+
+
+def subject_of_tape(
+    tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
+) -> Subject:
+    """An estimated run.
+
+    Raises:
+        UsageError: the calibration was made on another card.
+    """
+    settings = settings or AllocatorSettings()
+    history = history_of_tape(tape, device, settings, calibration)
+    operator = tape.storages.operator[tape.events.storage[history.blocks.born]]
+    seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
+    phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
+
+    def try_settings(_: float) -> tuple[SettingTried, ...]:
+        card = device if calibration is None else calibration.applied_to(device)
+        prepared = with_workspaces_of(card, tape, calibration)
+        tried = []
+        for text in _SETTINGS:
+            peak_bytes = int(levels_on(card, prepared, AllocatorSettings.parse(text)).reserved.max(initial=0))
+            saves_bytes = int(history.reserved.max(initial=0)) - peak_bytes
+            tried.append((saves_bytes, text, peak_bytes))
+        advised = _advised({text: saves_bytes for saves_bytes, text, _ in tried}, int(history.reserved.max(initial=0)))
+        return _better(
+            [
+                SettingTried(
+                    settings=text,
+                    peak_reserved_bytes=peak_bytes,
+                    saves_bytes=saves_bytes,
+                    is_advised=text == advised,
+                    note="",
+                )
+                for saves_bytes, text, peak_bytes in tried
+            ]
+        )
+
+    return Subject(
+        history=history,
+        places=tuple(place_of(stack) for stack in history.stacks),
+        phases=phases,
+        costs=Costs(block_seconds=seconds[operator], forward_seconds=_forward_seconds(tape, seconds)),
+        failure=None,
+        again=lambda watch: history_of_tape(tape, device, settings, calibration, watch=watch),
+        try_settings=try_settings,
+    )
+
+
+def subject_of_recording(recording: Recording, device_index: int | None = None) -> Subject:
+    """A recorded run.
+
+    Raises:
+        UsageError: the recording has nothing of that device.
+        RecordingError: its marks cannot be read.
+    """
+    chosen = device_of(recording, device_index)
+    history = history_of_recording(recording, chosen.device)
+    places = tuple(place_of(stack) for stack in history.stacks)
+    blocks = history.blocks
+    lives = Lives(
+        born=blocks.born,
+        died=blocks.died,
+        num_bytes=blocks.num_bytes,
+        stack=blocks.stack,
+        num_events=history.num_events,
+    )
+    failed = np.flatnonzero(chosen.action == Action.OOM)
+
+    def try_settings(seconds: float) -> tuple[SettingTried, ...]:
+        if not chosen.num_events:
+            return ()
+        tuning = tune(recording, device=chosen.device, seconds=seconds)
+        now_bytes = (tuning.as_recorded or tuning.default).peak_reserved_bytes
+        recommended = None if tuning.recommended is None else tuning.recommended.settings
+        return _better(
+            [
+                SettingTried(
+                    settings=row.settings,
+                    peak_reserved_bytes=row.peak_reserved_bytes,
+                    saves_bytes=now_bytes - row.peak_reserved_bytes,
+                    is_advised=row.settings == recommended,
+                    note=", ".join(filter(None, (*row.needs, row.note))),
+                )
+                for row in tuning.rows
+                if row.fits and not row.is_at_least and row.settings != settings_text(recording.settings)
+            ]
+        )
+
+    return Subject(
+        history=history,
+        places=places,
+        phases=phases_of(places, lives),
+        costs=None,
+        failure=None
+        if not len(failed)
+        else Failure(
+            event=int(failed[0]),
+            requested_bytes=int(chosen.num_bytes[failed[0]]),
+            stack=int(chosen.stack[failed[0]]),
+        ),
+        again=lambda watch: history_of_recording(recording, chosen.device, watch=watch),
+        try_settings=try_settings,
+    )
+
+
+def _advised(saves_bytes: dict[str, int], peak_bytes: int) -> str | None:
+    """The setting to use: the simplest, where it does nearly as well as the best; none where the best gains little."""
+    best = max(saves_bytes, key=lambda text: saves_bytes[text])
+    if saves_bytes[best] < max(MIB, LEAST_GAIN * peak_bytes):
+        return None
+    return _SETTINGS[0] if saves_bytes[_SETTINGS[0]] >= _NEARLY * saves_bytes[best] else best
+
+
+def _better(tried: list[SettingTried]) -> tuple[SettingTried, ...]:
+    return tuple(sorted((one for one in tried if one.saves_bytes >= MIB), key=lambda one: -one.saves_bytes))
+
+
+def _forward_seconds(tape: Tape, seconds: Column) -> dict[str, float]:
+    """Seconds of the last step's forward pass, by module."""
+    steps = step_operators(tape)
+    if not steps:
+        return {}
+    begin, end = steps[-1]
+    found: dict[str, float] = {}
+    for operator in range(begin, end):
+        if tape.operators.phase[operator] == Phase.FORWARD:
+            module = tape.strings[tape.operators.module[operator]]
+            found[module] = found.get(module, 0.0) + float(seconds[operator])
+    return found

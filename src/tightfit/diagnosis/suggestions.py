@@ -1,0 +1,278 @@
+"""The cheapest things to do next, in order of bytes saved per second lost: what a history shows to be wasted, or to be dear for what it is.
+
+Every saving is worked out on the timeline: the blocks in question are taken out for as long as they need not be there, and what counts is how much
+lower the peak of the whole run becomes. It is therefore nothing where another moment is as high, and two savings do not add up.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+
+from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
+from tightfit.recordings.frames import Place
+from tightfit.simulate.history import CATEGORIES, History
+from tightfit.tape import Category, Column
+from tightfit.units import MIB
+
+LEAST_SHARE = 0.005
+"""What saves less than this share of the peak is not worth a line."""
+_NUM_KEPT = 3
+_NUM_CHUNKS = 8
+_NUMBERED = re.compile(r"^(.*?\.)(\d+)(?=\.|$)")
+_SMALL_STATE_BYTES = 4096 * 4
+"""bitsandbytes keeps the state of tensors with fewer than 4096 elements (`min_8bit_size`) in float32."""
+_PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One thing to do: by how much the peak of `saves` falls, and the seconds that it adds to a step (None where that is not known)."""
+
+    what: str
+    where: str
+    saves: Literal["allocated", "reserved"]
+    saves_bytes: int
+    adds_seconds: float | None
+    is_exact: bool
+    note: str
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Sorts the best first: bytes per second lost, then bytes; those of unknown cost last."""
+        if self.adds_seconds is None:
+            return (1.0, -self.saves_bytes)
+        return (-self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf, -self.saves_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What only a tape knows: for each block of its history the seconds of the operator that asked for it, and seconds by module.
+
+    `forward_seconds` are those of one step's forward pass, by the module's path.
+    """
+
+    block_seconds: Column
+    forward_seconds: dict[str, float]
+
+
+def remedies_of(history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> list[Remedy]:
+    """What could be done about the allocated peak, best first. `places` are those of the stacks, `phases` those of the blocks (`Phase`)."""
+    if not len(history.blocks) or not history.num_events:
+        return []
+    seen = _Seen(history, places, phases, costs)
+    found = [
+        *seen.kept(),
+        *seen.gradients(),
+        *seen.optimizer_temporaries(),
+        *seen.loss(),
+        *seen.checkpointing(),
+        *seen.step_in_backward(),
+        *seen.optimizer_state(),
+    ]
+    least_bytes = max(MIB, int(LEAST_SHARE * int(history.allocated.max())))
+    return sorted((r for r in found if r.saves_bytes >= least_bytes), key=lambda remedy: remedy.rank)
+
+
+class _Seen:
+    """A history with what the remedies look for."""
+
+    def __init__(self, history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> None:
+        self.history, self.places, self.phases, self.costs = history, places, phases, costs
+        self.blocks = history.blocks
+        self.steps = steps_of(history, kinds=("step",))
+        numbers = np.append(step_numbers(history, self.steps), NO_STEP)
+        self.step_of = numbers[self.blocks.born]
+        self.operators = np.array([place.operator for place in places])[self.blocks.stack]
+
+    def saved(self, chosen: Column, begin: Column | None = None, *, kept_bytes: int = 0) -> int:
+        """What the peak falls by without the chosen blocks, from `begin` (by default their birth) to their death."""
+        blocks = self.blocks
+        begins = blocks.born if begin is None else begin
+        return saved_bytes(
+            self.history, blocks.block_bytes[chosen], begins[chosen], blocks.died[chosen], kept_bytes=kept_bytes
+        )
+
+    def place_of(self, block: int) -> Place:
+        """Where a block was asked for."""
+        return self.places[int(self.blocks.stack[block])]
+
+    def kept(self) -> Iterable[Remedy]:
+        """What one step made and the next one still held: outputs in a variable that is only bound anew when the next ones are made."""
+        blocks = self.blocks
+        ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
+        passing = np.isin(blocks.category, _PASSING) & (self.step_of != NO_STEP)
+        # What is never freed and of a kind that every step makes anew grows; that is a leak and is named as such.
+        chosen = passing & (blocks.died > ends) & (blocks.died < self.history.num_events)
+        keys = np.array([place.name for place in self.places])[blocks.stack]
+        sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
+        for key in sorted(sizes, key=lambda key: -sizes[key])[:_NUM_KEPT]:
+            yield Remedy(
+                what="let go of it at the end of the step (del, or detach what is kept)",
+                where=key,
+                saves="allocated",
+                saves_bytes=self.saved(chosen & (keys == key), ends),
+                adds_seconds=0.0,
+                is_exact=True,
+                note="what this line made is held until the next step makes it anew",
+            )
+
+    def gradients(self) -> Iterable[Remedy]:
+        """Gradients that live through the next forward pass."""
+        blocks, steps = self.blocks, self.steps
+        chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
+        rows = [
+            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + self._age(b), later.end))
+            for b in chosen.tolist()
+            for later in steps[int(self.step_of[b]) + 1 :]
+            if later.begin < blocks.died[b]
+        ]
+        if rows:
+            num_bytes, begin, end = np.asarray(rows, dtype=np.int64).T
+            yield Remedy(
+                what="optimizer.zero_grad() right after optimizer.step(), with set_to_none=True (the default)",
+                where="",
+                saves="allocated",
+                saves_bytes=saved_bytes(self.history, num_bytes, begin, end),
+                adds_seconds=0.0,
+                is_exact=True,
+                note="gradients are held through the next forward pass; leave it where they are accumulated over steps",
+            )
+
+    def _age(self, block: int) -> int:
+        """How many events after the beginning of its step a block is born."""
+        return int(self.blocks.born[block]) - self.steps[int(self.step_of[block])].begin
+
+    def optimizer_temporaries(self) -> Iterable[Remedy]:
+        """Copies that the multi-tensor optimizers make of a whole list of tensors at once."""
+        blocks = self.blocks
+        chosen = (blocks.category == Category.TEMPORARIES) & np.char.startswith(self.operators, "aten._foreach")
+        if chosen.any():
+            yield Remedy(
+                what="fused=True in the optimizer (or foreach=False)",
+                where=self.place_of(int(np.flatnonzero(chosen)[0])).name,
+                saves="allocated",
+                saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
+                adds_seconds=0.0,
+                is_exact=False,
+                note="the multi-tensor optimizer makes temporaries for all parameters at once; the order of operations differs",
+            )
+
+    def step_in_backward(self) -> Iterable[Remedy]:
+        """Gradients that are dropped one by one, as soon as the optimizer has used them."""
+        blocks = self.blocks
+        chosen = blocks.category == Category.GRADIENTS
+        if chosen.any():
+            yield Remedy(
+                what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
+                where="",
+                saves="allocated",
+                saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
+                adds_seconds=None if self.costs is None else 0.0,
+                is_exact=True,
+                note="not with gradient clipping, accumulation or a gradient scaler",
+            )
+
+    def optimizer_state(self) -> Iterable[Remedy]:
+        """State in 8 bits instead of 32."""
+        blocks = self.blocks
+        chosen = (blocks.category == Category.OPTIMIZER_STATE) & (blocks.num_bytes > _SMALL_STATE_BYTES)
+        if chosen.any():
+            spared = np.flatnonzero(chosen)
+            yield Remedy(
+                what="an optimizer with 8-bit state",
+                where="",
+                saves="allocated",
+                saves_bytes=saved_bytes(
+                    self.history, blocks.block_bytes[spared] * 3 // 4, blocks.born[spared], blocks.died[spared]
+                ),
+                adds_seconds=None,
+                is_exact=False,
+                note="where it is in float32; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
+            )
+
+    def loss(self) -> Iterable[Remedy]:
+        """Logits and what the loss makes of them, which a loss in chunks never has as a whole."""
+        blocks = self.blocks
+        softmax = np.char.startswith(self.operators, "aten._log_softmax") & (blocks.num_bytes > MIB)
+        if not softmax.any():
+            return
+        whole_bytes = int(blocks.num_bytes[softmax].max())
+        alike = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
+        makes = (
+            alike & (self.phases == 0) & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
+        )
+        seconds = None
+        if self.costs is not None:
+            steps = max(1, len(np.unique(self.step_of[makes])))
+            seconds = float(self.costs.block_seconds[makes].sum()) / steps
+        kept_bytes = int(blocks.block_bytes[alike].max()) * 3 // _NUM_CHUNKS
+        yield Remedy(
+            what=f"the loss in {_NUM_CHUNKS} chunks of tokens, with the logits recomputed in the backward pass",
+            where=self.place_of(int(np.flatnonzero(softmax)[0])).name,
+            saves="allocated",
+            saves_bytes=self.saved(alike, kept_bytes=kept_bytes),
+            adds_seconds=seconds,
+            is_exact=True,
+            note="exact up to the order of sums",
+        )
+
+    def checkpointing(self) -> Iterable[Remedy]:
+        """Activations inside repeated modules, of which only the outputs would be kept; or all that wait, where modules are not known."""
+        blocks = self.blocks
+        waits = blocks.category == Category.ACTIVATIONS
+        names = [_repeated(module) for module in self.history.modules]
+        groups = sorted({name[0] for name in names if name})
+        for group in groups:
+            member = np.array([-1 if name is None or name[0] != group else name[1] for name in names])[blocks.module]
+            inside = waits & (member >= 0)
+            outputs, largest_bytes = self._outputs(inside, member)
+            yield Remedy(
+                what="checkpoint each of these modules (torch.utils.checkpoint)",
+                where=f"{group}*",
+                saves="allocated",
+                saves_bytes=self.saved(inside & ~outputs, kept_bytes=largest_bytes),
+                adds_seconds=None if self.costs is None else self._forward_seconds(group),
+                is_exact=True,
+                note="runs their forward pass once more",
+            )
+        if not groups and waits.any():
+            yield Remedy(
+                what="checkpoint the layers (torch.utils.checkpoint)",
+                where="",
+                saves="allocated",
+                saves_bytes=self.saved(waits, kept_bytes=int(blocks.block_bytes[waits].max())),
+                adds_seconds=None,
+                is_exact=True,
+                note=f"at most: all {CATEGORIES[Category.ACTIVATIONS]}; a recording does not say which layer they belong to",
+            )
+
+    def _outputs(self, inside: Column, member: Column) -> tuple[Column, int]:
+        """The last block of each member in each step, which is kept as the next one's input; and the most that one member holds besides."""
+        outputs = np.zeros(len(inside), dtype=bool)
+        visits: dict[tuple[int, int], list[int]] = {}
+        for block in np.flatnonzero(inside).tolist():
+            visits.setdefault((int(self.step_of[block]), int(member[block])), []).append(block)
+        largest_bytes = 0
+        for visit in visits.values():
+            outputs[visit[-1]] = True
+            largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
+        return outputs, largest_bytes
+
+    def _forward_seconds(self, group: str) -> float:
+        assert self.costs is not None, "only asked where the costs are known"
+        return sum(seconds for module, seconds in self.costs.forward_seconds.items() if _group_of(module) == group)
+
+
+def _repeated(module: str) -> tuple[str, int] | None:
+    """`layers.3.mlp` as `layers.` and 3; None for what has no number."""
+    match = _NUMBERED.match(module)
+    return (match[1], int(match[2])) if match else None
+
+
+def _group_of(module: str) -> str:
+    found = _repeated(module)
+    return found[0] if found else ""

@@ -1,0 +1,100 @@
+"""Every error that tightfit raises for its users, in one small tree.
+
+    TightfitError           exit code, and one line: what was wrong, where, what to do
+    ├── UsageError          2  a wrong argument, path, name or setting
+    │   └── UnknownDevice   2  no such card; lists the nearest names
+    ├── CaptureError        3  the workload could not be traced to its end
+    │   └── MissingExtra    3  a package that this target needs is not installed
+    ├── RecordingError      3  a recording could not be read
+    ├── DoesNotFit          1  the answer is no
+    ├── PlanError           3  no plan could be made
+    ├── ApplyError          3  a plan could not be put on this model
+    └── InternalError       4  a fault of tightfit itself (`tightfit.errors.faults`)
+
+The message is one line for a person; the command line shows a traceback for these only with `--debug`.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class TightfitError(Exception):
+    """The root: `exit_code` is what a command ends with when this error reaches it.
+
+    `trace` is the traceback as text, where the error was raised in another process or stands for another exception.
+    """
+
+    exit_code: ClassVar[int] = 3
+    trace: str = ""
+
+
+class UsageError(TightfitError):
+    """A wrong argument, path, name or setting."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnknownDevice(UsageError):
+    """No card of that name; the message lists the nearest names."""
+
+
+class CaptureError(TightfitError):
+    """The workload could not be traced to its end."""
+
+
+class MissingExtra(CaptureError):
+    """A package that this target needs is not installed; the message says what to install."""
+
+
+class RecordingError(TightfitError):
+    """A recording could not be read."""
+
+
+class DoesNotFit(TightfitError):
+    """The workload does not fit the budget."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PlanError(TightfitError):
+    """No plan could be made."""
+
+
+class ApplyError(TightfitError):
+    """A plan could not be put on this model. `technique` is to blame, if it is known; with `places`, only there (`Option.where`)."""
+
+    def __init__(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.technique = technique
+        self.places = tuple(places)
+        # A program that swallows this error goes on without the plan, or without training: whoever runs it asks afterwards.
+        _apply_errors.setdefault(message, (technique, self.places))
+
+
+class InternalError(TightfitError):
+    """A fault of tightfit itself. `technique` is the one whose code failed, if it is known; `file` has the traceback, "" if none was written."""
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, message: str, *, technique: str = "", file: str = "") -> None:
+        super().__init__(message)
+        self.technique = technique
+        self.file = file
+
+
+_apply_errors: dict[str, tuple[str, Sequence[str]]] = {}
+
+
+def forget_apply_errors() -> None:
+    """From now on `apply_error` speaks of what comes."""
+    _apply_errors.clear()
+
+
+def apply_error() -> ApplyError | None:
+    """The first `ApplyError` that this process has made, as it was last passed on, or None. It is a new one: tracebacks keep tensors alive."""
+    messages = list(_apply_errors)
+    for message in reversed(messages):
+        if message.endswith(messages[0]):
+            technique, places = _apply_errors[message]
+            return ApplyError(message, technique=technique, places=places)
+    return None

@@ -1,0 +1,208 @@
+"""Whose fault an exception is, and how one of ours is told: one line, a file with the traceback, exit code 4.
+
+An exception is ours if it was raised in this package's own code, or in the standard library or numpy as that called them. What torch raises is its answer
+to the program, also where our code handed the program's call on to it, as in `function(*args, **kwargs)`; what a rule of ours raises in torch's place is
+marked with `for_torch`.
+Where nothing but our own code runs (a technique's `options`, the solver, a report), whatever is raised is ours: `answering`.
+"""
+
+import functools
+import opcode
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import ParamSpec, TypeVar
+
+from tightfit.errors import InternalError, TightfitError
+
+_FOLDER = str(Path(__file__).parents[1]) + os.sep
+_PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+# What our code calls by itself, and no program's model lives in.
+_OUR_TOOLS = tuple(folder + name + os.sep for folder in _PACKAGES for name in ("numpy", "highspy", "rich", "cyclopts"))
+_TORCH = tuple(folder + "torch" + os.sep for folder in _PACKAGES)
+_CALL_WITH_GIVEN_ARGUMENTS = opcode.opmap["CALL_FUNCTION_EX"]
+_MAX_WORDS = 200
+_FOR_TORCH, _THEIRS = "_tightfit_for_torch", "_tightfit_theirs"
+
+Error = TypeVar("Error", bound=BaseException)
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+_handing_over: set[CodeType] = set()
+_noted: list[InternalError] = []
+
+
+def for_torch(error: Error) -> Error:
+    """Marks an exception that our code raises where torch would raise it: `raise for_torch(RuntimeError(...))`."""
+    setattr(error, _FOR_TORCH, True)
+    return error
+
+
+def hands_over(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+    """Marks a function that calls torch in the program's name and with its arguments: what is raised in its own frame is torch's answer."""
+    _handing_over.add(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+def theirs(callback: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+    """A callback that we were given: what it raises is not our fault, wherever it is called."""
+
+    @functools.wraps(callback)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        try:
+            return callback(*args, **kwargs)
+        except Exception as error:
+            setattr(error, _THEIRS, True)
+            raise
+
+    return called
+
+
+def is_own_file(file: str) -> bool:
+    """Whether `file` is one of this package's."""
+    return file.startswith(_FOLDER)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an exception that is none of our own errors was raised by this package's code."""
+    if not isinstance(error, Exception) or isinstance(error, TightfitError) or _is_nobodys(error):
+        return False
+    if isinstance(error, SyntaxError):
+        return is_own_file(error.filename or "")
+    innermost = next((code for code in reversed(_codes(error)) if not _is_tool(code.co_filename)), None)
+    if innermost is None or not is_own_file(innermost.co_filename) or innermost in _handing_over:
+        return False
+    return not _was_handed_on(error)
+
+
+def _was_handed_on(error: BaseException) -> bool:
+    """Whether the innermost frame was calling something with arguments that it had been given as they are, which is written in C: it has no frame."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _CALL_WITH_GIVEN_ARGUMENTS
+
+
+def is_ours_below(error: BaseException) -> bool:
+    """The same, asked where the program has called us, of what is raised below, where our code calls the program's through torch only.
+
+    A function that somebody has put in the place of one of ours is ours there.
+    """
+    outermost = next((c for c in _codes(error) if not is_own_file(c.co_filename) and not _is_tool(c.co_filename)), None)
+    if outermost is None or outermost.co_filename.startswith(_TORCH):
+        return is_ours(error)
+    return isinstance(error, Exception) and not isinstance(error, TightfitError) and not _is_nobodys(error)
+
+
+def _codes(error: BaseException) -> list[CodeType]:
+    """What `error` went through, from the outside in."""
+    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _is_nobodys(error: Exception) -> bool:
+    """Whether where it was raised says nothing: it was marked, or the stack or the memory happened to end there."""
+    is_marked = hasattr(error, _FOR_TORCH) or hasattr(error, _THEIRS)
+    return is_marked or isinstance(error, RecursionError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _is_tool(file: str) -> bool:
+    """Whether code of `file` is only ever called by somebody: the standard library's, and what was made at run time."""
+    if file.startswith(_PACKAGES):
+        return file.startswith(_OUR_TOOLS)
+    return not is_own_file(file) and file.startswith(("<", *_STANDARD))
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """`error`, what it was raised from or while that was handled, and so on to the first."""
+    found = [error]
+    while True:
+        last = found[-1]
+        earlier = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
+        if earlier is None or any(earlier is known for known in found):
+            return found
+        found.append(earlier)
+
+
+def our_error(error: BaseException, during: str) -> TightfitError | None:
+    """The error of ours that `error` is, or that the program turned into it; None if it is all the program's own."""
+    for link in chain(error):
+        if isinstance(link, TightfitError):
+            return link
+        if is_ours(link):
+            return internal_error(link, during)
+    return None
+
+
+def internal_error(error: BaseException, during: str, *, technique: str = "") -> InternalError:
+    """An exception of our own code as an error of one line. Writes its traceback to a file in the folder for temporary files."""
+    trace = "".join(traceback.format_exception(error))
+    path = _write(trace, during)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_FOLDER)]
+    place = f" at tightfit/{frames[-1].filename.removeprefix(_FOLDER)}:{frames[-1].lineno}" if frames else ""
+    said = " ".join(str(error).split())[:_MAX_WORDS]
+    file = f"with the file {path}" if path else "with what --debug shows"
+    found = InternalError(
+        f"internal error in {during}: {type(error).__name__}{place}{': ' if said else ''}{said}; "
+        f"this is a fault of tightfit, not of your program: please report it {file}",
+        technique=technique,
+        file=path,
+    )
+    found.trace = trace
+    return found
+
+
+def _write(trace: str, during: str) -> str:
+    from tightfit import __version__
+
+    torch = getattr(sys.modules.get("torch"), "__version__", "not imported")
+    head = f"tightfit {__version__}, Python {platform.python_version()}, torch {torch}, {platform.platform()}\nin {during}\n\n"
+    try:
+        handle, path = tempfile.mkstemp(prefix="tightfit-fault-", suffix=".txt", text=True)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(head + trace)
+    except OSError:
+        return ""
+    return path
+
+
+@contextmanager
+def answering(during: str, *, technique: str = "") -> Iterator[None]:
+    """For a block in which only our own code runs: what is raised there and is no error of ours is a fault of ours.
+
+    Raises:
+        InternalError: in place of that.
+    """
+    try:
+        yield
+    except TightfitError:
+        raise
+    except Exception as error:
+        if hasattr(error, _THEIRS):
+            raise
+        raise internal_error(error, during, technique=technique) from error
+
+
+def note(error: BaseException, during: str) -> None:
+    """Remembers an exception that is about to leave our code for the program's, if it is a fault of ours: the program may swallow it.
+
+    The first counts: what comes after it may be its consequence.
+    """
+    if isinstance(error, InternalError):
+        _noted.append(error)
+    elif not _noted and is_ours_below(error):
+        _noted.append(internal_error(error, during))
+
+
+def noted() -> InternalError | None:
+    """The first fault of ours that was remembered, and is forgotten now."""
+    found = _noted[0] if _noted else None
+    _noted.clear()
+    return found

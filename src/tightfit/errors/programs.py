@@ -1,0 +1,38 @@
+"""What an exception of the program says in one line: the place in the program's own code, and the cause that it began with."""
+
+import os
+import sysconfig
+import traceback
+
+from tightfit.errors.faults import chain, is_own_file
+
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+
+
+def one_line(label: str, error: BaseException) -> str:
+    """That `label` raised `error`, where, and what was its first cause."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
+    first = chain(error)[-1]
+    place = _place(error) or _place(first)
+    where = f" at {place}" if place else ""
+    cause = "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_first_line(first)})"
+    return f"{label} raised {type(error).__name__}{where}: {_first_line(error)}{cause}"
+
+
+def _first_line(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return said[0].removesuffix(" (look up to see its traceback):") if said else "(no message)"
+
+
+def _at(error: BaseException, known: str | None) -> str:
+    place = _place(error)
+    return f" at {place}" if place and place != known else ""
+
+
+def _place(error: BaseException) -> str | None:
+    """The innermost line of the program's own code, or else of a library's, that an exception went through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_own_file(f.filename)]
+    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and "site-packages" not in f.filename]
+    found = own or frames
+    return f"{os.path.relpath(found[-1].filename)}:{found[-1].lineno}" if found else None

@@ -1,0 +1,172 @@
+"""What recorded blocks were for, and where steps begin, guessed from stacks and lifetimes where a recording does not say.
+
+Stacks tell the phase in which a block was asked for: below `torch/optim`, in autograd's engine, or elsewhere, which is the forward pass.
+From there: what outlives the optimizer that asked for it is its state, what outlives the backward pass a gradient, what waits for the
+backward pass an activation, and the rest is temporary. Blocks that were there before the recording have no stack; gradients of the same sizes tell
+parameters from the optimizer's copies.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.recordings.frames import Place
+from tightfit.recordings.read import Annotation
+from tightfit.simulate.history import UNKNOWN, HistorySpan
+from tightfit.tape import Category, Column
+
+_PHASES = {"forward": 0, "backward": 1, "optimizer": 2, "unknown": 3}
+_FORWARD, _BACKWARD, _OPTIMIZER, _NO_PHASE = _PHASES.values()
+_PROFILER_STEP, _OPTIMIZER_STEP = "ProfilerStep#", "Optimizer.step#"
+"""How torch names a step of its profiler (torch/profiler/profiler.py) and of an optimizer (torch/optim/optimizer.py)."""
+_MAKES_INPUTS = ("aten.to_", "aten.rand", "aten.empty", "aten.tensor", "aten.zeros", "aten.ones", "aten.full")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lives:
+    """Recorded blocks, as columns in the order of their birth: when they were born (-1: before) and died, their bytes, and their stacks."""
+
+    born: Column
+    died: Column
+    num_bytes: Column
+    stack: Column
+    num_events: int
+
+
+def phases_of(places: Sequence[Place], lives: Lives) -> Column:
+    """The phase that each block was asked for in.
+
+    Autograd's thread has no Python frames, so in a recording of Python frames alone an allocation without a stack is the backward pass.
+    """
+    of_stack = np.array([_PHASES[place.phase] for place in places], dtype=np.int64)
+    phases = of_stack[lives.stack]
+    during = lives.born >= 0
+    if _FORWARD in phases[during] and _BACKWARD not in phases[during]:
+        phases = np.where(during & (phases == _NO_PHASE), _BACKWARD, phases)
+    return phases
+
+
+def guess_spans(lives: Lives, phases: Column) -> tuple[HistorySpan, ...]:
+    """Steps: each ends where the forward pass begins anew after the optimizer (or the backward pass, where the optimizer asks for no memory)."""
+    if not lives.num_events:
+        return ()
+    during = (lives.born >= 0) & (phases != _NO_PHASE)
+    ends_step = _OPTIMIZER if _OPTIMIZER in phases[during] else _BACKWARD
+    begins, is_over = [0], False
+    for event, phase in zip(lives.born[during].tolist(), phases[during].tolist(), strict=True):
+        if phase == _FORWARD and is_over:
+            begins.append(event)
+        is_over = phase == ends_step or (is_over and phase != _FORWARD)
+    ends = [*begins[1:], lives.num_events]
+    return tuple(
+        HistorySpan(name=f"step {number}", kind="step", begin=begin, end=end)
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1)
+    )
+
+
+def annotated_spans(
+    annotations: Sequence[Annotation], device: int, time_us: Column, last_request: int
+) -> tuple[HistorySpan, ...]:
+    """Steps as the program's own annotations tell them: the profiler's, or else those of the optimizer that steps least often; none without.
+
+    `time_us` is when each event was, and `last_request` the last event that asks for memory: what comes after it is no step of its own.
+    """
+    own = [one for one in annotations if one.device == device]
+    begins = [one.time_us for one in own if one.name.startswith(_PROFILER_STEP) and one.stage == "START"]
+    if not begins:
+        ends: dict[str, list[int]] = {}
+        for one in own:
+            if one.name.startswith(_OPTIMIZER_STEP) and one.stage == "END":
+                ends.setdefault(one.name, []).append(one.time_us)
+        begins = min(ends.values(), key=len, default=[])
+    at = np.searchsorted(time_us, np.asarray(begins, dtype=np.int64), side="left")
+    cuts = [0, *(cut for cut in np.unique(at).tolist() if 0 < cut <= last_request), len(time_us)]
+    if not begins or not len(time_us):
+        return ()
+    return tuple(
+        HistorySpan(name=f"step {number}", kind="step", begin=begin, end=end)
+        for number, (begin, end) in enumerate(itertools.pairwise(cuts), 1)
+    )
+
+
+def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], spans: Sequence[HistorySpan]) -> Column:
+    """The likely category of each block; `spans` are the steps."""
+    born, died = lives.born, lives.died
+    asked = {phase: born[(phases == phase) & (born >= 0)] for phase in (_FORWARD, _BACKWARD, _OPTIMIZER)}
+    after = {phase: _next(events, born, lives.num_events) for phase, events in asked.items()}
+    over = _end_of_backward(asked, born, lives.num_events)
+    after_optimizer = np.minimum(after[_FORWARD], after[_BACKWARD])
+    rules = (
+        (phases == _OPTIMIZER, died >= after_optimizer, Category.OPTIMIZER_STATE),
+        (phases == _BACKWARD, died > over, Category.GRADIENTS),
+        (phases == _FORWARD, died > after[_BACKWARD], Category.ACTIVATIONS),
+        (phases == _FORWARD, died == lives.num_events, Category.ACTIVATIONS),
+    )
+    category = np.full(len(born), Category.TEMPORARIES, dtype=np.int64)
+    for applies, outlives, found in rules:
+        category[applies & outlives] = found
+    category[(phases == _NO_PHASE) & (born >= 0)] = UNKNOWN
+    by_stack = {
+        Category.WORKSPACE: [place.is_workspace for place in places],
+        Category.PARAMETERS: [place.builds_module for place in places],
+        Category.INPUTS: [not place.in_module and place.operator.startswith(_MAKES_INPUTS) for place in places],
+    }
+    lasts = (category == Category.ACTIVATIONS) | (died == lives.num_events)
+    for found, of_stack in by_stack.items():
+        chosen = np.array(of_stack, dtype=bool)[lives.stack]
+        category[chosen & ((lasts & (phases == _FORWARD)) | (found == Category.WORKSPACE))] = found
+    before = (born < 0) & (phases == _NO_PHASE)
+    category[before] = _of_the_start(lives, category, before, phases, spans)
+    return category
+
+
+def _next(events: Column, born: Column, num_events: int) -> Column:
+    """The first of `events` (ascending) after each birth."""
+    padded = np.append(events, num_events)
+    return padded[np.searchsorted(events, born, side="right")]
+
+
+def _end_of_backward(asked: dict[int, Column], born: Column, num_events: int) -> Column:
+    """For each birth, the moment after which what still lives is no temporary of that backward pass.
+
+    It is the first request of the optimizer; where that asks for nothing before the next forward pass, the last one of the backward pass.
+    """
+    forward, optimizer = (_next(asked[phase], born, num_events) for phase in (_FORWARD, _OPTIMIZER))
+    backward = np.append(asked[_BACKWARD], -1)
+    last = backward[np.searchsorted(asked[_BACKWARD], forward, side="left") - 1]
+    return np.where(optimizer < forward, optimizer, last)
+
+
+def _of_the_start(
+    lives: Lives, category: Column, before: Column, phases: Column, spans: Sequence[HistorySpan]
+) -> list[int]:
+    """Blocks that were there before the recording: which of those that last have a gradient of their size, and when the others died."""
+    during = lives.born >= 0
+    gradients: Counter[int] = Counter()
+    for span in spans:
+        of_step = (lives.born >= span.begin) & (lives.born < span.end) & (category == Category.GRADIENTS)
+        gradients |= Counter(lives.num_bytes[of_step].tolist())
+    states = set(lives.num_bytes[during & (category == Category.OPTIMIZER_STATE)].tolist())
+    births, of_births = lives.born[during], phases[during]
+    left = gradients.copy()
+    guesses: list[int] = []
+    for num_bytes, died in zip(lives.num_bytes[before].tolist(), lives.died[before].tolist(), strict=True):
+        at = int(np.searchsorted(births, died)) - 1
+        phase = int(of_births[at]) if at >= 0 else _FORWARD
+        if num_bytes in DEFAULT_CUBLAS_BYTES and num_bytes not in gradients:
+            guesses.append(Category.WORKSPACE)
+        elif died == lives.num_events:
+            is_parameter = num_bytes not in gradients or left[num_bytes] > 0
+            left[num_bytes] -= 1
+            guesses.append(Category.PARAMETERS if is_parameter else Category.OPTIMIZER_STATE)
+        elif phase == _OPTIMIZER and num_bytes in states:
+            guesses.append(Category.OPTIMIZER_STATE)
+        elif num_bytes in gradients and phase != _BACKWARD:
+            guesses.append(Category.GRADIENTS)
+        else:
+            guesses.append(Category.ACTIVATIONS if phase == _BACKWARD else UNKNOWN)
+    return guesses

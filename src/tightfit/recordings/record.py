@@ -1,0 +1,137 @@
+"""Records a run as torch does, with marks: `with tightfit.record("run.pickle"): ...` around the loop of an unmodified program.
+
+On a card, torch's own recorder does it. Where there is none, tensors on the host are recorded, and torch's CUDA allocator is simulated to say
+what it would have done with them; such a file says that its origin is the host. The file is written when the block is left, in whatever way:
+an exception passes through, and its recording ends where it was raised.
+"""
+
+import dataclasses
+import os
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from tightfit.errors import MissingExtra, TightfitError, UsageError
+from tightfit.errors.faults import internal_error, note
+from tightfit.recordings.marks import Origin
+from tightfit.recordings.runs import snapshot_of_card_run, snapshot_of_host_run
+from tightfit.recordings.write import write_snapshot
+from tightfit.runtime.recorded import CardRun
+
+if TYPE_CHECKING:
+    from tightfit.runtime.record_card import CardRecorder
+    from tightfit.runtime.record_host import HostRecorder
+
+DEFAULT_MAX_EVENTS = 200_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What was written: where, of what, and how much of it."""
+
+    path: str
+    origin: Origin
+    device: str
+    num_events: int
+    num_steps: int
+    num_bytes: int
+
+
+class Recording:
+    """What `tightfit.record` returns: to be used with `with`. `written` is set when the block has been left."""
+
+    is_under_way: ClassVar[bool] = False
+
+    def __init__(self, path: str | os.PathLike[str], *, stacks: bool, max_events: int) -> None:
+        self.path = os.fspath(path)
+        self.written: Written | None = None
+        self._stacks = stacks
+        self._max_events = max_events
+        self._recorder: CardRecorder | HostRecorder | None = None
+
+    @property
+    def recorder(self) -> "CardRecorder | HostRecorder":
+        """The recorder, while the block runs.
+
+        Raises:
+            UsageError: it does not run.
+        """
+        if self._recorder is None:
+            raise UsageError(
+                "nothing is being recorded: write `with tightfit.record(PATH) as recording:` around the loop"
+            )
+        return self._recorder
+
+    def step(self) -> None:
+        """Says that a step is over. Without this, a step ends when an optimizer has stepped."""
+        self.recorder.hooks.step()
+
+    def __enter__(self) -> Self:
+        if Recording.is_under_way:
+            raise UsageError("a recording is under way already: one process records one run at a time")
+        try:
+            from tightfit.runtime.recorder import new_recorder
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise MissingExtra(
+                "recording runs with torch, which is not installed here; pip install 'tightfit[torch]'"
+            ) from error
+        recorder = self._recorder = new_recorder(stacks=self._stacks, max_events=self._max_events)
+        Recording.is_under_way = True
+        try:
+            recorder.start()
+        except BaseException:
+            self._recorder, Recording.is_under_way = None, False
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorder, self._recorder, Recording.is_under_way = self.recorder, None, False
+        try:
+            run = recorder.stop()
+            was_cut_short = kind is not None and issubclass(kind, Exception | KeyboardInterrupt)
+            if isinstance(run, CardRun):
+                snapshot, marks = snapshot_of_card_run(run, was_cut_short=was_cut_short)
+            else:
+                snapshot, marks = snapshot_of_host_run(run, max_events=self._max_events, was_cut_short=was_cut_short)
+            num_bytes = write_snapshot(self.path, snapshot)
+        except Exception as failure:
+            is_known = isinstance(failure, OSError | TightfitError)
+            own = failure if is_known else internal_error(failure, "the recording")
+            # What the program itself raised must not be hidden by the file that could not be written.
+            if error is None and is_known:
+                raise
+            if error is None:
+                raise own from failure
+            sys.stderr.write(f"tightfit: the recording could not be written to {self.path}: {own}\n")
+            if not is_known:
+                note(own, "the recording")
+            return
+        self.written = Written(
+            path=self.path,
+            origin=marks.origin,
+            device=marks.device,
+            num_events=len(snapshot["device_traces"][marks.trace]),
+            num_steps=sum(span.kind == "step" for span in marks.spans),
+            num_bytes=num_bytes,
+        )
+
+
+def record(path: str | os.PathLike[str], *, stacks: bool = True, max_events: int = DEFAULT_MAX_EVENTS) -> Recording:
+    """Records what runs inside `with record(path):` and writes it to `path`, which torch's viewer and tightfit read.
+
+    With `stacks`, each allocation has the Python stack that asked for it. The last `max_events` events are kept. A recording of torch's own
+    that was under way on the card ends.
+
+    Raises:
+        UsageError: there is no such folder, `max_events` is not positive, or (on entry) a recording is under way already.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UsageError(f"{os.fspath(path)}: there is no folder {folder}")
+    if max_events < 1:
+        raise UsageError(f"max_events is {max_events}: at least one event must be kept")
+    return Recording(path, stacks=stacks, max_events=max_events)

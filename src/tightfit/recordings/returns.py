@@ -1,0 +1,55 @@
+"""Who gave memory back to the driver: the program, with `empty_cache`, or the allocator itself, to serve a request.
+
+A recording shows both as freed segments. What a request made the allocator do (collect garbage, give up blocks that are too large to be
+split, or all it had, before a second try) was so on that card and with those settings only, so a replay with others decides anew.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.recordings.read import Action, DeviceRecording
+
+_RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_ANSWERS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP, Action.OOM)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """One after another, from event `begin` to before `end`, segments or pages went back; `is_by_request`: for the sake of a request."""
+
+    begin: int
+    end: int
+    is_by_request: bool
+
+
+def returns_of(recording: DeviceRecording, settings: AllocatorSettings) -> list[Return]:
+    """What went back to the driver during `recording`, which ran with `settings`.
+
+    The allocator writes the stack of a request on all that it does for it (`context` in CUDACachingAllocator.cpp, torch 2.13), so the new
+    segment, or the failure, that follows has the same stack. Without stacks a return right before a new segment counts as the program's,
+    unless the settings let the allocator give back a part of what it holds.
+    """
+    is_return = np.isin(recording.action, _RETURNS)
+    others = (~(is_return | (recording.action == Action.FREE_COMPLETED))).nonzero()[0]
+    found: list[Return] = []
+    begin = end = -1
+    for at in [*is_return.nonzero()[0].tolist(), recording.num_events + 1]:
+        if at != end:
+            if end > begin:
+                following = others[np.searchsorted(others, end) :][:1].tolist()
+                is_by_request = bool(following) and _is_by_request(recording, begin, following[0], settings)
+                found.append(Return(begin=begin, end=end, is_by_request=is_by_request))
+            begin = at
+        end = at + 1
+    return found
+
+
+def _is_by_request(recording: DeviceRecording, begin: int, following: int, settings: AllocatorSettings) -> bool:
+    if recording.action[following] not in _ANSWERS:
+        return False
+    stack, asking = int(recording.stack[begin]), int(recording.stack[following])
+    if stack or asking:
+        return stack == asking
+    return settings.garbage_collection_threshold > 0 or settings.max_split_size_bytes is not None

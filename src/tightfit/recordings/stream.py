@@ -1,0 +1,210 @@
+"""Reads a recording's pickle without ever holding its events: each batch goes into columns as soon as the list of events takes it in.
+
+What is memoised in the file but needed no more is let go, what repeats is kept once, and a call stack, which is a list of some dozen
+references to frames, is recognised by its bytes once it was met. A hundred million opcodes are left out that way.
+"""
+
+import re
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tightfit.recordings.events import MOST_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
+from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load
+
+_RUN = re.compile(rb"\((?:h.|j.{4}){2,999}+e", re.DOTALL)
+_TEXT_RUN = re.compile(rb"(?:g\d{1,9}\na){2,}+s")
+_MEMO_LINE = re.compile(rb"p(\d{1,9})\n")
+_LONGEST_RUN_BYTES = 1 << 14
+_NUM_ENDS_TRIED = 8
+_LONGEST_KEPT = 255
+_ROW_BITS = 40
+
+
+class EventList(list[Any]):
+    """A list in the file; if its items are events then it stays empty, and they are in `table`."""
+
+    __slots__ = ("table",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: EventTable | None = None
+
+
+def load_recording(
+    read: Callable[[int], bytes], shared: Shared, advance: Callable[[int], None] | None = None
+) -> PlainValue:
+    """The recording as plain data, but for its lists, which are `EventList`, and the stacks in it, which may be `Stack` of `shared`.
+
+    Raises:
+        NotPlain: it is damaged, or no plain data.
+        Malformed: an event is not as a recording has it.
+    """
+    return load(_RecordingReader(read, shared, advance))
+
+
+class _RecordingReader(Reader):
+    """`_gone_at` are the memo entries that were events, ascending, and `_gone_rows` the table and the row of each."""
+
+    def __init__(
+        self, read: Callable[[int], bytes], shared: Shared, advance: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(read, advance)
+        self._shared = shared
+        self._runs: dict[bytes, Stack | None] = {}
+        self._stacks: dict[int, Stack] = {}
+        self._texts: dict[str, str] = {}
+        self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        self._tables: list[EventTable] = []
+        self._num_swept = 0
+        self._gone_at = array("q")
+        self._gone_rows = array("q")
+
+    def new_list(self) -> list[Any]:
+        """A list that can turn out to be one of events."""
+        return EventList()
+
+    def open_list(self) -> None:
+        """Pushes a new list, or a whole stack at once where the bytes are those of one."""
+        data, at = self.data, self.at
+        memo_op = data[at]
+        begin = at + (1 if memo_op == 0x94 else 2 if memo_op == 0x71 else 5 if memo_op == 0x72 else 0)
+        if data[begin] == 0x28 and data[begin + 1] in b"hj":
+            run = self._known_run(begin, b"e") or self._new_run(_RUN.match(data, begin))
+            stack = self._runs.get(run)
+            if stack is not None:
+                self.stack.append(stack)
+                if begin > at:
+                    self._memoise(memo_op, data, at)
+                self.at = begin + len(run)
+                return
+        super().open_list()
+
+    def close_list(self, items: list[Any]) -> None:
+        """Pushes a list of `items`, or a whole stack: protocol 0 opens a list by closing it and appends frame by frame, up to the `s` of the dict."""
+        data = self.data
+        memo_line = _MEMO_LINE.match(data, self.at)
+        if not items and memo_line is not None:
+            begin = memo_line.end()
+            run = self._known_run(begin, b"\nas") or self._new_run(_TEXT_RUN.match(data, begin))
+            stack = self._runs.get(run)
+            if stack is not None:
+                self.stack.append(stack)
+                self.put(int(memo_line[1]))
+                self.at = begin + len(run) - 1
+                return
+        super().close_list(items)
+
+    def _known_run(self, begin: int, end_mark: bytes) -> bytes:
+        """The run from `begin`, if it was met before; then it is one wherever an opcode begins, and no byte needs to be looked at again."""
+        end = begin
+        for _ in range(_NUM_ENDS_TRIED):
+            end = self.data.find(end_mark, end + 1, begin + _LONGEST_RUN_BYTES)
+            run = self.data[begin : end + len(end_mark)]
+            if end < 0 or run in self._runs:
+                return run if end >= 0 else b""
+        return b""
+
+    def _memoise(self, op: int, data: bytes, at: int) -> None:
+        if op == 0x94:
+            self.memo.append(self.stack[-1])
+        else:
+            self.put(data[at + 1] if op == 0x71 else int.from_bytes(data[at + 1 : at + 5], "little"))
+
+    def _new_run(self, found: re.Match[bytes] | None) -> bytes:
+        """Notes which stack a list of references is, or that it is none because not all of them are frames."""
+        if found is None:
+            return b""
+        run = found.group()
+        frames = [self.memo[index] for index in _references(run)]
+        is_stack = all(type(frame) is Frame or (type(frame) is dict and "filename" in frame) for frame in frames)
+        self._runs[run] = self._stack(self._shared.stack(frames)) if is_stack else None
+        return run
+
+    def _stack(self, number: int) -> Stack:
+        return self._stacks.setdefault(number, Stack(number))
+
+    def forget_runs(self) -> None:
+        """What the references of a run refer to may have changed."""
+        self._runs.clear()
+
+    def append(self, items: list[Any]) -> None:
+        """Adds `items` to the list on top of the stack, or to its table if they are events."""
+        target = self.stack[-1]
+        if type(target) is not EventList:
+            raise Malformed("something is appended to what is no list")
+        if target.table is None and not target and items and _is_event(items[0]):
+            target.table = EventTable(self._shared, number=len(self._tables))
+            self._tables.append(target.table)
+            if len(self._tables) > MOST_DEVICES:
+                raise Malformed(f"it has more than {MOST_DEVICES} lists of events")
+        if target.table is None:
+            target.extend(items)
+        else:
+            self._take_in(target.table, items)
+
+    def _take_in(self, table: EventTable, events: list[Any]) -> None:
+        """Puts events into their table, and lets the memo keep no more than where they went."""
+        first = (table.number << _ROW_BITS) + len(table)
+        add = table.add
+        for event in events:
+            add(event)
+        rows = {id(event): row for row, event in enumerate(events, first)}
+        lists = {}
+        for row, event in enumerate(events, len(table) - len(events)):
+            frames = event.get("frames") if type(event) is dict else None
+            if type(frames) is EventList:
+                lists[id(frames)] = self._stack(table.stack_of(row))
+        memo = self.memo
+        for at in range(self._num_swept, len(memo)):
+            value = memo[at]
+            if type(value) is dict and id(value) in rows:
+                memo[at] = GONE
+                self._gone_at.append(at)
+                self._gone_rows.append(rows[id(value)])
+                self.num_containers -= 1
+            elif type(value) is dict and (frame := self._shared.let_go(value)) is not None:
+                memo[at] = frame
+                self.num_containers -= 1
+            elif type(value) is EventList and id(value) in lists:
+                memo[at] = lists[id(value)]
+                self.num_containers -= 1
+        self._num_swept = len(memo)
+
+    def recall(self, index: int) -> Any:
+        """An event that is used again after its table took it in."""
+        at = bisect_left(self._gone_at, index)
+        if at == len(self._gone_at) or self._gone_at[at] != index:
+            return super().recall(index)
+        row = self._gone_rows[at]
+        return Row(self._tables[row >> _ROW_BITS], row & (1 << _ROW_BITS) - 1)
+
+    def push_tuple(self, items: list[Any]) -> None:
+        """Pushes a tuple; pairs of numbers, as every event has one, are kept once."""
+        if len(items) == 2 and type(items[0]) is int and type(items[1]) is int:
+            pair = (items[0], items[1])
+            self.stack.append(self._pairs.setdefault(pair, pair))
+        else:
+            super().push_tuple(items)
+
+    def text(self, data: bytes) -> str:
+        """A text, which is kept once if it is short."""
+        text = super().text(data)
+        return self._texts.setdefault(text, text) if len(data) <= _LONGEST_KEPT else text
+
+
+def _references(run: bytes) -> Iterator[int]:
+    """The memo entries that a run refers to."""
+    if run.startswith(b"g"):
+        yield from (int(line) for line in run[1:-2].split(b"\nag"))
+        return
+    at = 1
+    while at < len(run) - 1:
+        width = 1 if run[at] == 0x68 else 4
+        yield int.from_bytes(run[at + 1 : at + 1 + width], "little")
+        at += 1 + width
+
+
+def _is_event(value: Any) -> bool:
+    return type(value) is Row or (type(value) is dict and "action" in value)

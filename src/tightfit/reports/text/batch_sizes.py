@@ -1,0 +1,64 @@
+"""The largest batches that fit, as text: the answer in two lines, and every size that was traced."""
+
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.planner.batch_sizes import BatchSize, BatchSizes
+from tightfit.reports.text.columns import GAP
+from tightfit.reports.text.estimates import console
+from tightfit.units import format_bytes, format_seconds
+
+
+def write_batch_sizes(found: BatchSizes, *, elapsed_seconds: float) -> None:
+    """Prints the answer on stdout."""
+    out = console()
+    for line in answer(found):
+        out.print(Text(line))
+    out.print()
+    out.print(_table(found))
+    out.print()
+    out.print(Text(f"searched in {elapsed_seconds:.1f} s, {len(found.tried)} sizes", style="dim"))
+
+
+def answer(found: BatchSizes) -> list[str]:
+    """The largest sizes and the fastest, a line each."""
+    name, budget = found.parameter, f"{format_bytes(found.budget_bytes)} on {found.device}"
+    lines = [
+        f"{name} {found.plain.size} is the largest found to fit {budget} as it is{_end(found.plain_too_large)}"
+        if found.plain
+        else f"no {name} that was tried fits {budget} as it is{_end(found.plain_too_large)}"
+    ]
+    if found.planned is not None:
+        lines.append(
+            f"{name} {found.planned.size} fits with {' + '.join(found.planned.techniques)}{_end(found.planned_too_large)}"
+        )
+    else:
+        lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+    if found.failed:
+        size, why = min(found.failed.items())
+        lines.append(f"{name} {size} does not run: {why}")
+    if found.fastest is not None:
+        with_what = f" with {' + '.join(found.fastest.techniques)}" if found.fastest.techniques else ""
+        lines.append(
+            f"{name} {found.fastest.size}{with_what} is the fastest: {format_seconds(found.fastest.seconds_per_sample)} a sample, by a roofline"
+        )
+    return lines
+
+
+def _end(too_large: int | None) -> str:
+    return f" ({too_large} does not)" if too_large is not None else ""
+
+
+def _table(found: BatchSizes) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for heading in (found.parameter, "on the card", "at most", "fits", "a step", "a sample", "with"):
+        table.add_column(heading, justify="left" if heading in ("with", "fits") else "right", no_wrap=heading != "with")
+    for row in found.tried:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: BatchSize) -> tuple[str, ...]:
+    sizes = (format_bytes(row.device_bytes), format_bytes(row.device_high_bytes))
+    seconds = (format_seconds(row.seconds_per_step), format_seconds(row.seconds_per_sample))
+    return str(row.size), *sizes, "yes" if row.fits else "no", *seconds, " + ".join(row.techniques)

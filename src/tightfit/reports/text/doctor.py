@@ -1,0 +1,322 @@
+"""A diagnosis as text: one page that says who holds what at the peak, what grows, what the allocator wastes, and what to do next."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.diagnosis.diagnose import Diagnosis, Moment
+from tightfit.reports.advice import LABELS
+from tightfit.reports.text.columns import GAP, Column, shorten_middle, shorten_module, shorten_place
+from tightfit.reports.text.estimates import MAX_WIDTH, MOST_BAR_CELLS, STYLES, bar, console, fitted, share_words
+from tightfit.reports.text.folders import without_common_folder
+from tightfit.units import format_bytes, format_seconds
+
+NUM_CALLERS = 2
+NUM_SETTINGS = 4
+NUM_STEPS = 8
+_LABEL_CELLS = 16
+_LEAST_BAR_CELLS = 10
+_FREE = (
+    ("whole_segments_bytes", "segments that are free as a whole"),
+    ("whole_pages_bytes", "pages that are free as a whole"),
+    ("pinned_bytes", "pieces of segments that are partly in use"),
+    ("small_pool_bytes", "in the pool of small blocks (up to 1 MiB)"),
+    ("other_streams_bytes", "in the pools of other streams"),
+    ("waiting_bytes", "freed, but another stream still uses it"),
+)
+
+
+class DiagnosisText:
+    """One diagnosis, as wide as the console that prints it."""
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self._diagnosis = diagnosis
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        diagnosis, width = self._diagnosis, min(options.max_width, MAX_WIDTH)
+        sections = (
+            Group(_subject(diagnosis), _figures(diagnosis)),
+            _categories(diagnosis, width, is_ascii=options.ascii_only),
+            *_holders(diagnosis, width),
+            *_steps(diagnosis, width),
+            *_growth(diagnosis, width),
+            *_fragmentation(diagnosis, width),
+            *_settings(diagnosis, width),
+            *_remedies(diagnosis),
+            *_small_print(diagnosis),
+        )
+        for number, section in enumerate(sections):
+            if number:
+                yield ""
+            yield section
+
+
+def write_diagnosis(diagnosis: Diagnosis) -> None:
+    """Prints one diagnosis on stdout."""
+    console().print(DiagnosisText(diagnosis))
+
+
+def _subject(diagnosis: Diagnosis) -> Text:
+    how = "estimated on" if diagnosis.origin == "estimate" else "recorded on"
+    parts: list[str | tuple[str, str]] = [(diagnosis.label, "bold"), f", {how} ", (diagnosis.device, "bold")]
+    if diagnosis.capacity_bytes is not None:
+        parts.append(f", {format_bytes(diagnosis.capacity_bytes)}")
+    return Text.assemble(*parts)
+
+
+def _figures(diagnosis: Diagnosis) -> Table:
+    table = Table.grid(padding=(0, GAP, 0, 0))
+    table.add_column(no_wrap=True, min_width=_LABEL_CELLS)
+    table.add_column(overflow="fold")
+    if diagnosis.oom is not None:
+        oom = diagnosis.oom
+        said = (
+            f"{format_bytes(oom.requested_bytes)} asked for{f' at {oom.where}' if oom.where else ''}, with "
+            f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved; "
+            f"the largest free piece had {format_bytes(oom.largest_free_bytes)}"
+        )
+        table.add_row(Text("out of memory", style="bold red"), said)
+    allocated, reserved = diagnosis.peak_allocated_bytes, diagnosis.peak_reserved_bytes
+    table.add_row("allocated", f"{format_bytes(allocated)} at most, {_when(diagnosis.moment)}")
+    more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before it began: {_start(diagnosis)})"
+    table.add_row("reserved", f"{format_bytes(reserved)} at most, {format_bytes(reserved - allocated)} more{more}")
+    if diagnosis.context_bytes is not None:
+        context = diagnosis.context_bytes
+        said = f"{format_bytes(reserved + context)} with {format_bytes(context)} of CUDA context"
+        too_much = reserved + context - (diagnosis.capacity_bytes or reserved + context)
+        verdict = (f", {format_bytes(too_much)} more than it has", "bold red") if too_much > 0 else ""
+        table.add_row("on the card", Text.assemble(said, verdict))
+    return table
+
+
+def _start(diagnosis: Diagnosis) -> str:
+    return format_bytes(diagnosis.start_reserved_bytes)
+
+
+def _when(moment: Moment) -> str:
+    """In which step, how long after the start, and who asked for memory then."""
+    where = " ".join(part for part in (_file_and_line(moment.where), moment.operator.removeprefix("aten.")) if part)
+    parts = [
+        f"in {moment.step}" if moment.step else "",
+        f"after {format_seconds(moment.seconds)}" if moment.seconds else "",
+        f"as {where} asks for {format_bytes(moment.asked_bytes)}" if where else "",
+    ]
+    return ", ".join(part for part in parts if part) or "at the start"
+
+
+def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
+    table.title, table.title_justify, table.title_style = "what holds it at the peak", "left", "bold"
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    total, most = max(1, diagnosis.peak_allocated_bytes), max(diagnosis.at_peak.values(), default=1)
+    cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
+    for name, num_bytes in diagnosis.at_peak.items():
+        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
+        table.add_row(
+            LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes), share_words(num_bytes, total), drawn
+        )
+    return table
+
+
+def _label(category: str) -> str:
+    return LABELS.get(category, category.replace("_", " "))
+
+
+def _file_and_line(place: str) -> str:
+    return place.rpartition("/")[2]
+
+
+def _shorten_end(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _from(callers: Sequence[str]) -> str:
+    """The lines that called, nearest first, without their folders."""
+    return " < ".join(_file_and_line(caller) for caller in callers[:NUM_CALLERS])
+
+
+def _shown(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str) -> Table:
+    """A table without the columns that say nothing."""
+    used = [at for at in range(len(columns)) if any(row[at] for row in rows)]
+    return fitted([columns[at] for at in used], [[row[at] for at in used] for row in rows], width, title=title)
+
+
+def _place_column(heading: str = "your line") -> Column:
+    return Column(heading=heading, shorten=shorten_place, least_width=20, yields=5)
+
+
+def _stripped(diagnosis: Diagnosis) -> Callable[[str], str]:
+    """Places as they are shown: without the folder that all have in common."""
+    named = (*diagnosis.holders, *diagnosis.growth, *diagnosis.pinned_by, *diagnosis.remedies)
+    return without_common_folder(one.where for one in named)
+
+
+def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
+    columns = (
+        Column(heading="bytes", is_number=True),
+        Column(heading="blocks", is_number=True),
+        Column(heading="what"),
+        _place_column(),
+        Column(heading="operator", shorten=shorten_middle, least_width=12, yields=2),
+        Column(heading="module", shorten=shorten_module, least_width=14, yields=3),
+        Column(heading="called from", shorten=_shorten_end, least_width=14, yields=6),
+    )
+    rows = [
+        (
+            format_bytes(holder.num_bytes),
+            str(holder.num_blocks),
+            _label(holder.category),
+            shown(holder.where) or "(before the recording)",
+            holder.operator.removeprefix("aten."),
+            holder.module,
+            _from(holder.callers),
+        )
+        for holder in diagnosis.holders
+    ]
+    if rows:
+        yield _shown(columns, rows, width, "who asked for most of it")
+
+
+def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    steps = diagnosis.steps
+    if len(steps) < 2:
+        return
+    columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
+    columns += [Column(heading=h, is_number=True) for h in ("peak allocated", "peak reserved", "left at its end")]
+    rows = [
+        (step.name, *map(format_bytes, (step.peak_allocated_bytes, step.peak_reserved_bytes, step.end_allocated_bytes)))
+        for step in steps[:NUM_STEPS]
+    ]
+    if len(steps) > NUM_STEPS:
+        rows.append((f"and {len(steps) - NUM_STEPS} more", "", "", ""))
+    yield fitted(columns, rows, width, title="step by step")
+
+
+def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
+    title = "what grows from step to step"
+    if not diagnosis.growth:
+        yield Text.assemble((title, "bold"), f": {diagnosis.growth_note or 'nothing'}")
+        return
+    columns = (
+        Column(heading="a step", is_number=True),
+        Column(heading="at the end", is_number=True),
+        Column(heading="blocks", is_number=True),
+        Column(heading="what"),
+        _place_column(),
+        Column(heading="operator", shorten=shorten_middle, least_width=12, yields=2),
+        Column(heading="called from", shorten=_shorten_end, least_width=14, yields=6),
+    )
+    rows = [
+        (
+            f"+{format_bytes(one.bytes_per_step)}",
+            format_bytes(one.num_bytes),
+            str(one.num_blocks),
+            _label(one.category),
+            shown(one.where) or "(no stack)",
+            one.operator.removeprefix("aten."),
+            _from(one.callers),
+        )
+        for one in diagnosis.growth
+    ]
+    yield _shown(columns, rows, width, title)
+
+
+def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    shown = _stripped(diagnosis)
+    found = diagnosis.fragmentation
+    what = "at the error" if diagnosis.oom is not None else "when most is reserved"
+    head = Text.assemble(
+        ("what the allocator holds and nobody uses", "bold"),
+        f": {format_bytes(found.free_bytes)} {what}, {_when(diagnosis.fragmented_at)}",
+    )
+    table = Table.grid(padding=(0, GAP, 0, 0))
+    table.add_column(justify="right", no_wrap=True, min_width=10)
+    table.add_column()
+    for name, words in _FREE:
+        num_bytes = getattr(found, name)
+        if num_bytes:
+            table.add_row(format_bytes(num_bytes), words)
+    returned, rounding = format_bytes(found.returnable_bytes), format_bytes(found.rounding_bytes)
+    said = f"torch.cuda.empty_cache() would return {returned}. Blocks in use are {rounding} larger than what was asked for."
+    yield Group(head, table, said)
+    if diagnosis.pinned_by:
+        columns = (
+            Column(heading="pinned", is_number=True),
+            Column(heading="by", is_number=True),
+            Column(heading="blocks", is_number=True),
+            Column(heading="what"),
+            _place_column("of your line"),
+        )
+        rows = [
+            (
+                format_bytes(pin.pinned_bytes),
+                format_bytes(pin.live_bytes),
+                str(pin.num_blocks),
+                _label(pin.category),
+                shown(pin.where) or "(before the recording)",
+            )
+            for pin in diagnosis.pinned_by
+        ]
+        yield _shown(columns, rows, width, "who keeps pieces from being returned")
+
+
+def _settings(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    title = "settings of the allocator"
+    tried = diagnosis.settings_tried
+    advised = [one for one in tried if one.is_advised]
+    shown = [*advised, *(one for one in tried if not one.is_advised)][:NUM_SETTINGS]
+    if not shown:
+        yield Text.assemble((title, "bold"), ": none that was tried holds less")
+        return
+    columns = (
+        Column(heading="saves", is_number=True),
+        Column(heading="reserved", is_number=True),
+        Column(heading="settings", shorten=shorten_middle, least_width=30, yields=2),
+        Column(heading="", shorten=shorten_middle, least_width=12, yields=1),
+    )
+    rows = [
+        (
+            format_bytes(one.saves_bytes),
+            format_bytes(one.peak_reserved_bytes),
+            one.settings,
+            "; ".join(part for part in ("use this" if one.is_advised else "", one.note) if part),
+        )
+        for one in shown
+    ]
+    yield _shown(columns, rows, width, title)
+
+
+def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    remedies, shown = diagnosis.remedies, _stripped(diagnosis)
+    if not remedies:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    table.title, table.title_justify, table.title_style = "what to do next, cheapest first", "left", "bold"
+    table.header_style = "dim"
+    table.add_column("saves", justify="right", no_wrap=True)
+    table.add_column("costs a step", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for remedy in remedies:
+        cost = "?" if remedy.adds_seconds is None else f"+{format_seconds(remedy.adds_seconds)}"
+        where = f" [{shown(remedy.where)}]" if remedy.where else ""
+        lossy = "" if remedy.is_exact else "; not exact"
+        table.add_row(
+            format_bytes(remedy.saves_bytes),
+            cost if remedy.adds_seconds != 0 else "+0 s",
+            Text.assemble(f"{remedy.what}{where}", (f" ({remedy.note}{lossy})" if remedy.note else lossy, "dim")),
+        )
+    yield table
+    yield Text("Each saving is that of the whole run's peak, alone; savings do not add up.", style="dim")
+
+
+def _small_print(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    said = dict.fromkeys(assumption.what for assumption in diagnosis.assumptions)
+    if said:
+        yield Group(Text("assumed", style="bold"), *(Text(f"- {what}") for what in said))

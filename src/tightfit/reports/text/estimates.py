@@ -1,0 +1,304 @@
+"""Estimates as text for a terminal: one card in full, or several cards in one table.
+
+The verdict comes first, then the figures, what holds the card at the peak, who asked for it, each step, and what was assumed. The same
+renderables serve the command line, `rich` in a library user's own program, and notebooks.
+"""
+
+import dataclasses
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.reports.advice import LABELS, largest_holders, to_try
+from tightfit.reports.text.columns import (
+    GAP,
+    Column,
+    fit_widths,
+    shorten_middle,
+    shorten_module,
+    shorten_place,
+    shortened,
+)
+from tightfit.simulate.estimate import Estimate
+from tightfit.tape import Assumption
+from tightfit.units import format_bytes, format_seconds
+
+PIPED_WIDTH = 120
+MAX_WIDTH = 160
+NUM_ASSUMPTIONS = 8
+NUM_PLACES = 2
+_WIDTH_FOR_OPERATORS = 110
+_WIDTH_FOR_RANGES = 100
+_MOST_FILE_CELLS = 28
+_LABEL_CELLS = 16
+_LEAST_BAR_CELLS = 10
+MOST_BAR_CELLS = 48
+
+STYLES = {
+    "parameters": "blue",
+    "gradients": "cyan",
+    "optimizer_state": "magenta",
+    "activations": "yellow",
+    "temporaries": "red",
+    "inputs": "green",
+}
+_HOLDER_COLUMNS = (
+    Column(heading="bytes", is_number=True),
+    Column(heading="blocks", is_number=True),
+    Column(heading="what"),
+    Column(heading="your line", shorten=shorten_place, yields=3),
+    Column(heading="module", shorten=shorten_module, least_width=16, yields=1),
+    Column(heading="operator", shorten=shorten_middle, least_width=18, yields=2),
+)
+
+
+class EstimateText:
+    """One estimate in full, as wide as the console that prints it."""
+
+    def __init__(self, estimate: Estimate, *, elapsed_seconds: float | None = None) -> None:
+        self._estimate = estimate
+        self._elapsed_seconds = elapsed_seconds
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        estimate, width = self._estimate, min(options.max_width, MAX_WIDTH)
+        yield Group(_verdict(estimate), _subject(estimate))
+        yield ""
+        yield _figures(estimate)
+        if not estimate.fits:
+            yield ""
+            yield Text(f"most of it: {largest_holders(estimate)}\nto try: {to_try(estimate)}")
+        yield ""
+        yield _categories(estimate, width, is_ascii=options.ascii_only)
+        if estimate.holders:
+            yield ""
+            yield _holders(estimate, width)
+        if estimate.spans:
+            yield ""
+            yield _spans(estimate, width)
+        yield from _small_print(estimate.assumptions, estimate, self._elapsed_seconds)
+
+
+class ComparisonText:
+    """Estimates of one workload for several cards, a row each, in the order given."""
+
+    def __init__(self, estimates: Sequence[Estimate], *, elapsed_seconds: float | None = None) -> None:
+        self._estimates = estimates
+        self._elapsed_seconds = elapsed_seconds
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self._estimates[0].target, style="bold")
+        yield ""
+        yield _cards(self._estimates, min(options.max_width, MAX_WIDTH))
+        assumptions = dict.fromkeys(a for e in self._estimates for a in e.assumptions)
+        yield from _small_print(tuple(assumptions), self._estimates[0], self._elapsed_seconds)
+
+
+def write_estimate(estimate: Estimate, *, elapsed_seconds: float) -> None:
+    """Prints one estimate in full on stdout."""
+    console().print(EstimateText(estimate, elapsed_seconds=elapsed_seconds))
+
+
+def write_comparison(estimates: Sequence[Estimate], *, elapsed_seconds: float) -> None:
+    """Prints one table of several cards on stdout."""
+    console().print(ComparisonText(estimates, elapsed_seconds=elapsed_seconds))
+
+
+def verdict_words(estimate: Estimate) -> tuple[str, str]:
+    """The answer in a word or two, and by how much."""
+    if not estimate.fits:
+        return "does not fit", f"{format_bytes(-estimate.headroom_bytes)} too much"
+    if estimate.peak.device_high_bytes > estimate.capacity_bytes:
+        return "fits, barely", f"{format_bytes(estimate.headroom_bytes)} left, less than the doubt about it"
+    return "fits", f"{format_bytes(estimate.headroom_bytes)} left"
+
+
+def console() -> Console:
+    """The console for stdout: as wide as the terminal, or `PIPED_WIDTH` where there is none."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def _verdict_style(estimate: Estimate) -> str:
+    return {"fits": "bold green", "fits, barely": "bold yellow"}.get(verdict_words(estimate)[0], "bold red")
+
+
+def _verdict(estimate: Estimate) -> Text:
+    word, amount = verdict_words(estimate)
+    return Text.assemble((word, _verdict_style(estimate)), f": {amount}")
+
+
+def _subject(estimate: Estimate) -> Text:
+    return Text.assemble(
+        (estimate.target, "bold"), " on ", (estimate.device, "bold"), f", {format_bytes(estimate.capacity_bytes)}"
+    )
+
+
+def _figures(estimate: Estimate) -> Group:
+    """The three peaks, the host, the time and the moment, one a line."""
+    peak, moment = estimate.peak, estimate.moment
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
+    table.add_column(no_wrap=True, min_width=_LABEL_CELLS)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold", style="dim")
+    table.add_row("peak on the card", Text(format_bytes(peak.device_bytes), style="bold"), _range(estimate))
+    table.add_row("reserved", format_bytes(peak.reserved_bytes), "what torch's caching allocator holds")
+    table.add_row("allocated", format_bytes(peak.allocated_bytes), "what live tensors hold")
+    table.add_row("on the host", format_bytes(estimate.host_peak_bytes), "in tensors")
+    if estimate.seconds_per_step:
+        table.add_row("a step", format_seconds(estimate.seconds_per_step), "by a roofline")
+    parts = [moment.span, moment.phase, moment.operator.removeprefix("aten."), moment.module, moment.line]
+    where = Table.grid(padding=(0, GAP, 0, 0))
+    where.add_column(no_wrap=True, min_width=_LABEL_CELLS)
+    where.add_column(overflow="fold")
+    where.add_row("peak reached in", ", ".join(part for part in parts if part))
+    return Group(table, where)
+
+
+def _range(estimate: Estimate) -> str:
+    peak = estimate.peak
+    causes = [band.cause for band in estimate.band if band.less_bytes or band.more_bytes]
+    if not causes:
+        return ""
+    return f"{format_bytes(peak.device_low_bytes)} to {format_bytes(peak.device_high_bytes)} ({', '.join(causes)})"
+
+
+def share_words(part: int, whole: int) -> str:
+    """`part` of `whole` in percent."""
+    percent = 100 * part / whole
+    return "<1%" if percent < 1 else f"{percent:.0f}%"
+
+
+def bar(share: float, cells: int, *, is_ascii: bool = False) -> str:
+    """`share` of `cells` as a bar, to an eighth of a cell; something that is not nothing shows."""
+    if is_ascii:
+        return "#" * max(1, round(share * cells))
+    whole, eighths = divmod(max(1, round(share * cells * 8)), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
+
+
+def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
+    """What holds the card at the peak: a bar per category; the bars together are as long as the card's likely peak."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
+    table.title, table.title_justify, table.title_style = "what holds it at the peak", "left", "bold"
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
+    total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
+    cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
+    for name, num_bytes in shown.items():
+        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
+        table.add_row(LABELS.get(name, name), format_bytes(num_bytes), share_words(num_bytes, total), drawn)
+    return table
+
+
+def fitted(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    *,
+    title: str | None = None,
+    styles: Sequence[Sequence[str]] | None = None,
+) -> Table:
+    """A table of `rows` within `width` cells; `styles` has one per cell."""
+    widths = fit_widths(columns, rows, width)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), title=title, title_justify="left")
+    table.title_style, table.header_style = "bold", "dim"
+    for column, cells in zip(columns, widths, strict=True):
+        justify: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.heading, justify=justify, no_wrap=True, min_width=cells)
+    plain = [[""] * len(columns)] * len(rows)
+    for cells, cell_styles in zip(shortened(columns, rows, widths), styles or plain, strict=True):
+        table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, cell_styles, strict=True)))
+    return table
+
+
+def _holders(estimate: Estimate, width: int) -> Table:
+    rows = [
+        (
+            format_bytes(holder.num_bytes),
+            str(holder.num_storages),
+            LABELS.get(holder.category, holder.category),
+            holder.line,
+            holder.module,
+            holder.operator.removeprefix("aten."),
+        )
+        for holder in estimate.holders
+    ]
+    file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
+    last = len(_HOLDER_COLUMNS) if width >= _WIDTH_FOR_OPERATORS else len(_HOLDER_COLUMNS) - 1
+    shown = [i for i in range(last) if any(row[i] for row in rows)]
+    columns = [
+        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS))
+        if column.shorten is shorten_place
+        else column
+        for column in (_HOLDER_COLUMNS[i] for i in shown)
+    ]
+    rows = [tuple(row[i] for i in shown) for row in rows]
+    return fitted(columns, rows, width, title="who asked for most of it")
+
+
+def _spans(estimate: Estimate, width: int) -> Table:
+    headings = ("peak allocated", "peak reserved", "left at its end")
+    columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
+    columns += [Column(heading=heading, is_number=True) for heading in headings]
+    rows = [
+        (
+            span.name,
+            *(format_bytes(n) for n in (span.peak_allocated_bytes, span.peak_reserved_bytes, span.end_allocated_bytes)),
+        )
+        for span in estimate.spans
+    ]
+    return fitted(columns, rows, width, title="step by step")
+
+
+def _cards(estimates: Sequence[Estimate], width: int) -> Table:
+    """A row per card; the range has no place in a narrow terminal."""
+    has_range = width >= _WIDTH_FOR_RANGES
+    columns = [Column(heading="card", shorten=shorten_middle, least_width=12), Column(heading="")]
+    headings = ("has", "peak on it", *(("at least", "at most") if has_range else ()), "left", "a step")
+    columns += [Column(heading=heading, is_number=True) for heading in headings]
+    rows = []
+    for estimate in estimates:
+        peak = estimate.peak
+        ends = (peak.device_low_bytes, peak.device_high_bytes) if has_range else ()
+        sizes = (estimate.capacity_bytes, peak.device_bytes, *ends, estimate.headroom_bytes)
+        rows.append(
+            (
+                estimate.device.removeprefix("NVIDIA "),
+                verdict_words(estimate)[0],
+                *map(format_bytes, sizes),
+                format_seconds(estimate.seconds_per_step) if estimate.seconds_per_step else "-",
+            )
+        )
+    styles = [["", _verdict_style(e), *[""] * (len(columns) - 2)] for e in estimates]
+    return fitted(columns, rows, width, styles=styles)
+
+
+def _small_print(
+    assumptions: Sequence[Assumption], estimate: Estimate, elapsed_seconds: float | None
+) -> Iterator[Text | str]:
+    """What was assumed, once each with its places, and what it was traced with."""
+    places: dict[str, list[str]] = {}
+    for assumption in assumptions:
+        places.setdefault(assumption.what, []).append(assumption.where)
+    if places:
+        yield ""
+        yield Text("assumed", style="bold")
+    for what, where in list(places.items())[:NUM_ASSUMPTIONS]:
+        named = ", ".join(where[:NUM_PLACES])
+        more = f" and {len(where) - NUM_PLACES} more places" if len(where) > NUM_PLACES else ""
+        yield Text(f"- {what} ({named}{more})" if named else f"- {what}")
+    if len(places) > NUM_ASSUMPTIONS:
+        yield Text(f"- and {len(places) - NUM_ASSUMPTIONS} more (--json lists all)")
+    versions = ", ".join(f"{name} {version}" for name, version in estimate.versions.items() if version)
+    took = f"; estimated in {elapsed_seconds:.1f} s" if elapsed_seconds is not None else ""
+    yield ""
+    yield Text(f"with {versions}{took}", style="dim")

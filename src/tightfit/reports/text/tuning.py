@@ -1,0 +1,108 @@
+"""A tuning as text: one table of settings to paste, then the bound, what a static placement would reach, and what to do."""
+
+import shlex
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.text import Text
+
+from tightfit.tuning.candidates import keys_of
+from tightfit.tuning.search_settings import Row, Tuning
+from tightfit.units import format_bytes
+
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+_DEFAULT = "(torch's default)"
+
+
+class TuningText:
+    """One tuning in full."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tuning = self._tuning
+        yield Group(*_table(tuning), *(Text(line) for line in lines(tuning)))
+
+
+def lines(tuning: Tuning) -> list[str]:
+    """All but the table, a sentence each; the recommendation comes last."""
+    static, default = tuning.static, tuning.default
+    share = (
+        "" if static.num_placed == static.num_blocks else f" ({static.num_placed:,} of {static.num_blocks:,} blocks)"
+    )
+    proof = "no placement is lower" if static.is_optimal else f"none is below {format_bytes(static.bound_bytes)}"
+    found = [
+        "Each was replayed from an empty cache, with the blocks that were live at the start placed anew;"
+        " the cache is given back where the recording says so.",
+        f"Live at the peak: {format_bytes(tuning.live_bytes)}, which no setting can go below."
+        + ("" if not default.fits else f" The default holds {_above(default, tuning)} more."),
+        f"A placement planned with all lifetimes known would reach {format_bytes(static.height_bytes)}{share}; {proof}.",
+    ]
+    if not tuning.is_complete:
+        found.append(f"The time was over after {tuning.num_trials} replays; there may be better settings.")
+    found += [f"Not to be used: {one.settings}. Why: {one.reason}." for one in tuning.refused]
+    return [*found, recommendation(tuning)]
+
+
+def recommendation(tuning: Tuning) -> str:
+    """What to do, in one line that can be pasted where something is to be set."""
+    row = tuning.recommended
+    if row is None:
+        return f"Recommended: nothing. {tuning.reason[0].upper()}{tuning.reason[1:]}."
+    if not row.settings:
+        return f"Recommended: {tuning.reason}."
+    cost = ""
+    if any(key != "expandable_segments" for key in keys_of(row.settings)):
+        cost = " Values fitted to one recording: check them on another."
+    if row.driver_calls > tuning.default.driver_calls and "garbage_collection_threshold" in row.settings:
+        more = row.driver_calls - tuning.default.driver_calls
+        cost += f" It costs {more:,} more driver calls, again in each step."
+    elif row.settings.startswith("expandable_segments:True"):
+        cost += " Its pages stay mapped, so a step costs no more than before."
+    needs = f" Needs {' and '.join(row.needs)}." if row.needs else ""
+    return f"Recommended: {VARIABLE}={shlex.quote(row.settings)}  {tuning.reason}.{cost}{needs}"
+
+
+def _table(tuning: Tuning) -> list[Text]:
+    """One line per row; the settings stand last and are never broken, so that they can be copied."""
+    heading = _cells("reserved", "saved", "recovered", "driver calls")
+    found = [Text(f"{heading}{VARIABLE}", style="bold")]
+    for row in tuning.rows:
+        is_default = not row.settings
+        reserved = f"{'> ' if row.is_at_least else ''}{format_bytes(row.peak_reserved_bytes)}"
+        saved = "" if row.saved_bytes is None or is_default else format_bytes(row.saved_bytes)
+        share = "" if row.recovered_share is None or is_default else f"{row.recovered_share:.0%}"
+        cells = _cells(reserved if row.fits else "out of memory", saved, share, f"{row.driver_calls:,}")
+        remarks = "; ".join(_remarks(row, tuning))
+        is_recommended = tuning.recommended is not None and row.settings == tuning.recommended.settings
+        settings = _DEFAULT if is_default else shlex.quote(row.settings)
+        found.append(
+            Text(f"{cells}{settings}{f'  ({remarks})' if remarks else ''}", style="green" if is_recommended else "")
+        )
+    return found
+
+
+def _cells(reserved: str, saved: str, share: str, calls: str) -> str:
+    return f"{reserved:>13}  {saved:>10}  {share:>9}  {calls:>12}  "
+
+
+def _remarks(row: Row, tuning: Tuning) -> list[str]:
+    found = []
+    if tuning.as_recorded is not None and row.settings == tuning.as_recorded.settings:
+        found.append("as recorded")
+    if tuning.given is not None and row.settings == tuning.given.settings:
+        found.append("as given")
+    if any(row.settings == one.settings for one in tuning.refused):
+        found.append("known to be bad")
+    if row.alloc_retries:
+        found.append("1 retry" if row.alloc_retries == 1 else f"{row.alloc_retries:,} retries")
+    if row.needs:
+        found.append(f"needs {', '.join(row.needs)}")
+    if row.note is not None:
+        found.append(row.note)
+    return found
+
+
+def _above(row: Row, tuning: Tuning) -> str:
+    more_bytes = row.peak_reserved_bytes - tuning.live_bytes
+    return f"{format_bytes(more_bytes)} ({more_bytes / row.peak_reserved_bytes:.1%})"

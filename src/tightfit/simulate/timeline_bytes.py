@@ -1,0 +1,83 @@
+"""Bytes held after each event of a tape, on a card without or with a limit."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from tightfit.allocator.pools import Block
+from tightfit.allocator.replay import TapeReplay
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.devices.device import Device
+from tightfit.tape import Column, EventKind, Source, Tape
+
+Watch = Callable[[int, CachingAllocator, Mapping[int, Block]], None]
+"""Called after each event of a replay, with its index, the allocator and the blocks in use; with -1 before the first event of an attempt."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Bytes allocated and reserved after each event, and the rounded size of the block that each storage had."""
+
+    allocated: Column
+    reserved: Column
+    block_bytes: Column
+
+
+def replay_levels(
+    tape: Tape,
+    settings: AllocatorSettings,
+    *,
+    num_bytes: Column | None = None,
+    order: Column | None = None,
+    capacity_bytes: int | None = None,
+    watch: Watch | None = None,
+) -> Levels:
+    """Replays the events of `tape`, by default with its likely sizes and in its own order. A storage of no bytes is left out.
+
+    With `capacity_bytes`, the most that the allocator may reserve, a workspace of cuDNN that finds no room is left out too. `watch` may look
+    at the allocator after each event; its blocks are by storage.
+
+    Raises:
+        OutOfDeviceMemory: anything else finds no room.
+    """
+    replay = TapeReplay(CachingAllocator(settings, capacity_bytes=capacity_bytes))
+    allocator = replay.allocator
+    num_events = len(tape.events)
+    allocated, reserved = [0] * num_events, [0] * num_events
+    block_bytes = [0] * len(tape.storages)
+    sizes = (tape.storages.num_bytes if num_bytes is None else num_bytes).tolist()
+    streams, sources = tape.storages.stream.tolist(), tape.storages.source
+    columns = (tape.events.kind, tape.events.storage, tape.events.value)
+    if watch is not None:
+        watch(-1, allocator, replay.blocks)
+    events = zip(*((c if order is None else c[order]).tolist() for c in columns), strict=True)
+    for at, (kind, storage, value) in enumerate(events):
+        if storage < 0 or sizes[storage]:
+            try:
+                replay.feed(kind, storage, sizes, streams, value)
+            except OutOfDeviceMemory:
+                if sources[storage] != Source.CUDNN:
+                    raise
+                sizes[storage] = 0
+            else:
+                if kind == EventKind.ALLOCATE:
+                    block_bytes[storage] = replay.blocks[storage].size
+        allocated[at] = allocator.allocated_bytes
+        reserved[at] = allocator.reserved_bytes
+        if watch is not None:
+            watch(at, allocator, replay.blocks)
+    return Levels(
+        allocated=np.asarray(allocated, dtype=np.int64),
+        reserved=np.asarray(reserved, dtype=np.int64),
+        block_bytes=np.asarray(block_bytes, dtype=np.int64),
+    )
+
+
+def levels_on(device: Device, tape: Tape, settings: AllocatorSettings, *, watch: Watch | None = None) -> Levels:
+    """Replays `tape` with the memory that `device` has beside the context, or without a limit where that is too little."""
+    try:
+        return replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes, watch=watch)
+    except OutOfDeviceMemory:
+        return replay_levels(tape, settings, watch=watch)

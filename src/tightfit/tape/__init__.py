@@ -1,0 +1,39 @@
+"""The tape: one recorded run as plain columns, the only thing that passes from tracing to simulation, planning and reports."""
+
+from tightfit.tape.columns import (
+    SCHEMA,
+    Assumption,
+    Category,
+    Column,
+    Effect,
+    EffectKind,
+    EventKind,
+    Events,
+    Operators,
+    Phase,
+    Source,
+    SpanKind,
+    Spans,
+    Storages,
+    Table,
+    Tape,
+)
+
+__all__ = [
+    "SCHEMA",
+    "Assumption",
+    "Category",
+    "Column",
+    "Effect",
+    "EffectKind",
+    "EventKind",
+    "Events",
+    "Operators",
+    "Phase",
+    "Source",
+    "SpanKind",
+    "Spans",
+    "Storages",
+    "Table",
+    "Tape",
+]

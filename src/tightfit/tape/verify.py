@@ -1,0 +1,106 @@
+"""What must hold of every tape, as code that is run: tests run it on all of them, a capture on the one it made.
+
+Each rule yields sentences about what breaks it; an empty list is a valid tape.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.tape.columns import Category, EffectKind, EventKind, Phase, Source, SpanKind, Tape
+
+
+def verify_tape(tape: Tape) -> list[str]:
+    """Every broken rule of `tape`, as a sentence each."""
+    return [fault for rule in (_shapes, _names, _values, _lives, _order, _spans, _effects) for fault in rule(tape)]
+
+
+def _shapes(tape: Tape) -> Iterator[str]:
+    for name in ("operators", "storages", "events", "spans"):
+        lengths = {column.shape for column in getattr(tape, name).columns().values()}
+        if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
+            yield f"the columns of {name} have different shapes: {sorted(lengths)}"
+
+
+def _names(tape: Tape) -> Iterator[str]:
+    for table, columns in ((tape.operators, ("name", "module", "line", "dtype")), (tape.spans, ("name",))):
+        for column in columns:
+            indices = getattr(table, column)
+            if len(indices) and not (indices.min() >= 0 and indices.max() < len(tape.strings)):
+                yield f"{type(table).__name__}.{column} points outside the strings"
+
+
+def _values(tape: Tape) -> Iterator[str]:
+    for column, allowed in (
+        (tape.operators.phase, Phase),
+        (tape.storages.category, Category),
+        (tape.storages.source, Source),
+        (tape.events.kind, EventKind),
+        (tape.spans.kind, SpanKind),
+    ):
+        if not np.isin(column, list(allowed)).all():
+            yield f"a value that is no {allowed.__name__}"
+    storages = tape.storages
+    if (storages.num_bytes < 0).any() or (storages.high_bytes <= 0).any():
+        yield "a storage of no bytes"
+    if (
+        (storages.low_bytes < 0).any()
+        or (storages.low_bytes > storages.num_bytes).any()
+        or (storages.num_bytes > storages.high_bytes).any()
+    ):
+        yield "a storage whose likely size lies outside its range"
+    for column in ("flops", "bytes_read", "bytes_written"):
+        if not (getattr(tape.operators, column) >= 0).all():
+            yield f"a negative or undefined {column}"
+    if len(tape.storages) and tape.storages.operator.max() >= len(tape.operators):
+        yield "a storage born of an operator that does not exist"
+
+
+def _lives(tape: Tape) -> Iterator[str]:
+    events, num_storages = tape.events, len(tape.storages)
+    concerns = np.isin(events.kind, (EventKind.ALLOCATE, EventKind.FREE, EventKind.USE))
+    outside = (events.storage[concerns] < 0) | (events.storage[concerns] >= num_storages)
+    if outside.any():
+        yield "an event about a storage that does not exist"
+        return
+    position = np.arange(len(events))
+    births, deaths = events.kind == EventKind.ALLOCATE, events.kind == EventKind.FREE
+    if not (np.bincount(events.storage[births], minlength=num_storages) == 1).all():
+        yield "a storage that is not born exactly once"
+        return
+    if (np.bincount(events.storage[deaths], minlength=num_storages) > 1).any():
+        yield "a storage that is freed twice"
+    born = np.empty(num_storages, dtype=np.int64)
+    born[events.storage[births]] = position[births]
+    died = np.full(num_storages, len(events), dtype=np.int64)
+    died[events.storage[deaths]] = position[deaths]
+    if (died <= born).any():
+        yield "a storage that is freed before it is born"
+    uses = events.kind == EventKind.USE
+    used, at = events.storage[uses], position[uses]
+    if ((at < born[used]) | (at > died[used])).any():
+        yield "a storage that is used while it is not alive"
+
+
+def _order(tape: Tape) -> Iterator[str]:
+    if (np.diff(tape.events.operator) < 0).any():
+        yield "events go back in the order of operators"
+    if len(tape.events) and not (tape.events.operator.min() >= 0 and tape.events.operator.max() <= len(tape.operators)):
+        yield "an event among operators that do not exist"
+
+
+def _spans(tape: Tape) -> Iterator[str]:
+    begin, end = tape.spans.begin, tape.spans.end
+    if (begin > end).any() or (begin[1:] < end[:-1]).any():
+        yield "spans that overlap or run backwards"
+    if len(end) and (begin[0] < 0 or end[-1] > len(tape.events)):
+        yield "a span outside the events"
+
+
+def _effects(tape: Tape) -> Iterator[str]:
+    of_program = list(EffectKind)[list(EffectKind).index(EffectKind.GRADIENT) :]
+    for effect in tape.effects:
+        if not effect.what:
+            yield f"an effect of {effect.module or 'the program'} that does not say what it is"
+        if (effect.kind in of_program) is bool(effect.module):
+            yield f"an effect of the kind '{effect.kind}' of {effect.module or 'no module'}"

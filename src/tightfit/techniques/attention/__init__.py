@@ -1,0 +1,1 @@
+"""Attention without its scores in memory."""

@@ -1,0 +1,98 @@
+"""Attention written by hand, or chosen as eager, computed by the kernels of `scaled_dot_product_attention`, which hold no scores.
+
+While the `forward` of a chosen module runs, the product of queries and keys gives scores that are not computed (`deferred_scores`); where the
+module multiplies their softmax with the values, one call takes the place of all. No model is known: that of Hugging Face and a plain one look
+the same from here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tightfit.analysis.attention import attention_options, math_attention_bytes
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Option
+from tightfit.tape import Tape
+from tightfit.techniques.attention.deferred_scores import started
+from tightfit.techniques.lazy_tensors.deferral import name_of
+from tightfit.techniques.session import Session, Verdict
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.techniques.wrappers.forwards import are_forwards_plain
+
+
+@final
+class Attention(AbstractTechnique):
+    """One kernel in place of the products, the masks and the softmax of an attention."""
+
+    name = "attention"
+    exact = True
+    exactness = "the same up to the order of sums; in half precision with fewer roundings, as scores are never rounded"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One option for all modules whose attention leaves its scores behind."""
+        yield from attention_options(self.name, tape, device)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts the deferral around the `forward` of the modules that the choices name."""
+        places = [place for choice in chosen for place in choice.settings["modules"]]
+        for place, module in [(place, session.module(place)) for place in places]:
+            session.wrap_forward(module, _Deferring(place, session.verdict))
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """Calls of `scaled_dot_product_attention` that no kernel but the plain one can serve."""
+        num_bytes = math_attention_bytes(tape)
+        if num_bytes:
+            yield Advice(
+                technique=self.name,
+                what="scaled_dot_product_attention runs its plain kernel here, which holds all scores: half precision, heads that are "
+                "not grouped (repeat keys and values), and no torch.nn.attention.sdpa_kernel that rules others out let it do without",
+                saves_bytes=num_bytes,
+                is_exact=True,
+            )
+
+
+class _Start(TorchFunctionMode):
+    """Watches for the product of queries and keys."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum") and not are_forwards_plain():
+            is_plain = not any(hasattr(arg, "_attention") for arg in (*args, *given.values()))
+            scores = started(func, tuple(args), given, self._refuse) if is_plain else None
+            if scores is not None:
+                return scores
+        return func(*args, **given)
+
+
+class _Deferring:
+    """The code around the forward of one module."""
+
+    def __init__(self, where: str, verdict: Verdict) -> None:
+        self._where = where
+        self._verdict = verdict
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
+        return _Deferring(self._where, Verdict())
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or are_transforms_active():
+            return forward(*args, **kwargs)
+        with _Start(self._refusal):
+            return forward(*args, **kwargs)
+
+    def _refusal(self, why: str) -> ApplyError:
+        return self._verdict.refuse(f"{self._where}: {why}", technique=Attention.name)

@@ -1,0 +1,1 @@
+"""Tensors and gradients whose values are computed when somebody asks for them."""

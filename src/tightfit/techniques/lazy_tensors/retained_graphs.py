@@ -1,0 +1,348 @@
+"""A backward pass whose graph is kept so that it can be run again, once the script has said what is to become of its gradients.
+
+The first run keeps of each gradient its norm and its sum. A later one makes the same gradients one after the other, for updates or because somebody
+reads them; only the parameters that wait for theirs get any, so nothing else is accumulated twice. That it makes the same gradients is compared.
+
+A parameter may be updated once its gradient is there and nobody else holds its memory: what the graph saved of it on the way to its gradient is freed
+by then, so whoever still has a view of it may read it later in the pass. Then its gradient stays, for the step itself to use.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient
+from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
+from tightfit.torch_hooks.backward import BackwardPass
+from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
+
+REMEDY = "leave updates in the backward pass out of the plan"
+
+# The parameter and the object that stands for its memory in Python.
+_USES_OF_ITS_OWN = 2
+
+Told = Callable[[torch.Tensor], None]
+
+# Gradients that are summed in another order from run to run, as some kernels on a card do, have norms that differ by rounding only.
+_SAME_NORM = {"cpu": 1e-6}
+_SAME_SUM = {"cpu": 1e-5}
+_SAME_NORM_ON_A_CARD = 1e-3
+
+
+class KeptPass:
+    """The graph of `backward`, and what stands for its gradients.
+
+    `buffers` are those of the model: what a further run writes to them (batch norms in a recomputation) is taken back. `others` are tensors that
+    the pass may read and the program may write to, such as its batch.
+    """
+
+    def __init__(
+        self,
+        backward: BackwardPass,
+        buffers: Collection[torch.Tensor],
+        others: Collection[torch.Tensor],
+        refuse: Callable[[str], ApplyError],
+    ) -> None:
+        self.backward = backward
+        self._others = others
+        self._contents: Contents | None = None
+        self.gradients: dict[torch.Tensor, Deferred] = {}
+        self._buffers = buffers
+        self._refuse = refuse
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._differ: list[torch.Tensor] = []
+
+    def run_first(
+        self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
+    ) -> Any:
+        """Runs the pass and keeps what stands for the gradients of `parameters`; those in `zeroed` held zeros, to which they are added.
+
+        `make_all` is what a reader of one calls to have them made.
+        """
+
+        def keep(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided:
+                return
+            deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
+            self._sums[parameter] = _sum(gradient)
+            if parameter in zeroed:
+                deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
+            self.gradients[parameter] = deferred
+            deferred.put(parameter)
+
+        try:
+            with told_of_gradients(parameters, keep):
+                result = self.backward.run(keeps_graph=True)
+        except BaseException:
+            for deferred in self.gradients.values():
+                deferred.is_used(f"of a backward pass that ended with an error; {REMEDY}")
+            self.gradients.clear()
+            raise
+        given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
+        self._versions = [(t, t._version) for t in (*parameters, *given)]
+        self._contents = Contents((*parameters, *given, *self._buffers, *self._others))
+        return result
+
+    @property
+    def waiting(self) -> dict[torch.Tensor, Deferred]:
+        """The gradients that are still wanted: neither cleared, nor made, nor used up, nor filled with zeros."""
+        return {
+            parameter: deferred
+            for parameter, deferred in self.gradients.items()
+            if deferred.state == "deferred" and deferred_gradient(parameter) is deferred
+        }
+
+    def make_all(self) -> None:
+        """Makes the gradients that wait, and leaves them where the script finds them."""
+        waiting = self.waiting
+        if not waiting:
+            return
+
+        def made(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            waiting[parameter].is_made(self._compared(parameter, waiting[parameter]))
+
+        self._run_again(waiting, made, is_last=True)
+        self.check_same()
+
+    def give_up(self, why: str) -> None:
+        """The gradients that wait cannot be made any more."""
+        for deferred in self.waiting.values():
+            deferred.is_used(f"that cannot be made again: {why}")
+
+    def use(
+        self, update: Told, mine: Collection[torch.Tensor], why: str, *, through_host: bool
+    ) -> dict[torch.Tensor, None]:
+        """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
+
+        The gradients of others are left where the script finds them, and so are those of parameters whose memory somebody else holds as well.
+        With `through_host` nothing is updated before all gradients have come: they wait in the host's memory, and return one by one. Returns the
+        parameters that were updated.
+
+        Raises:
+            ApplyError: a gradient is not that of the first run; its parameter is not updated.
+        """
+        waiting, updated = self.waiting, dict[torch.Tensor, None]()
+        on_host: dict[torch.Tensor, torch.Tensor] = {}
+
+        def update_and_free(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            norm = _norm(gradient) if deferred.norm is None or deferred.changes else deferred.norm
+            update(parameter)
+            updated[parameter] = None
+            deferred.is_used(why, norm)
+            deferred.put(parameter)
+
+        def used(parameter: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            gradient = self._compared(parameter, deferred)
+            self.check_same()
+            if parameter in mine and through_host:
+                on_host[parameter] = gradient.cpu()
+                deferred.put(parameter)
+            elif parameter not in mine or is_held_elsewhere(parameter):
+                deferred.is_made(gradient)
+            else:
+                update_and_free(parameter, gradient)
+
+        self._run_again(waiting, used, is_last=True)
+        for parameter in list(on_host):
+            gradient = parameter.grad = on_host.pop(parameter).to(parameter.device)
+            update_and_free(parameter, gradient)
+        return updated
+
+    def may_be_other(self) -> bool:
+        """Whether anything that the pass is known to read was written to since its first run."""
+        return self._contents is None or self._contents.have_changed()
+
+    def runs_own_code(self) -> bool:
+        """Whether the graph has an autograd function in Python that is neither torch's nor ours: its backward pass may read what it likes."""
+        return any(_is_own(node) for node in self.backward.nodes())
+
+    def try_out(self) -> bool:
+        """Runs the pass once more for nothing but its norms, with other numbers in each parameter from its gradient on; whether the gradients are
+        the same, so that parameters could be updated there.
+        """
+        waiting = self.waiting
+        set_versions = SET_VERSIONS.value()
+        before = {parameter: parameter._version for parameter in waiting}
+        disturbed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def compared(parameter: torch.Tensor) -> None:
+            deferred = waiting[parameter]
+            assert parameter.grad is not None
+            self._compare(parameter, parameter.grad, deferred)
+            deferred.put(parameter)
+            # As an update would: whatever needs this parameter from here on is told by torch, or makes other gradients.
+            bits, key = _bits_and_key(parameter)
+            disturbed.append((bits.bitwise_xor_(key), key))
+            set_versions((parameter,), (before[parameter] + 1,))
+
+        try:
+            with torch.no_grad():
+                self._run_again(waiting, compared, is_last=False, is_trial=True)
+            return not self._found_other()
+        except Exception:  # noqa: BLE001 - the program's own functions may raise anything at numbers that are none
+            return False
+        finally:
+            for bits, key in reversed(disturbed):
+                bits.bitwise_xor_(key)
+            set_versions(tuple(before), tuple(before.values()))
+            self._differ.clear()
+
+    def check_unchanged(self) -> None:
+        """Does nothing where no parameter was written to since the pass.
+
+        Raises:
+            ApplyError: one was, so the pass cannot be run again.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise self._refuse(
+                f"a parameter was written to between the backward pass and the optimizer's step, which the second backward pass would see; {REMEDY}"
+            )
+
+    def check_same(self) -> None:
+        """Does nothing where the norms of all that was compared were those of the first run.
+
+        Raises:
+            ApplyError: they were not.
+        """
+        if self._found_other():
+            raise self._refuse(
+                f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
+            )
+
+    def _found_other(self) -> bool:
+        differ, self._differ = self._differ, []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for each in differ:
+            by_device.setdefault(each.device, []).append(each)
+        return any(bool(torch.stack(of_device).any()) for of_device in by_device.values())
+
+    def _compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+        """The gradient that has come, compared with the first one, and changed as that was."""
+        assert parameter.grad is not None
+        self._compare(parameter, parameter.grad, deferred)
+        return deferred.changed(parameter.grad)
+
+    def _compare(self, parameter: torch.Tensor, gradient: torch.Tensor, deferred: Deferred) -> None:
+        if deferred.norm is None or isinstance(gradient, FakeTensor):
+            return
+        norm, device = deferred.norm, gradient.device.type
+        is_same = torch.isclose(
+            _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
+        )
+        # Another direction of the same length is told by the sum.
+        other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
+        is_same &= ~(other.abs() > bound)
+        self._differ.append(~is_same)
+
+    def _run_again(
+        self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool, is_trial: bool = False
+    ) -> None:
+        self.check_unchanged()
+        keeps_graph = None if is_last else True
+        standing = {parameter: parameter.grad for parameter in waiting}
+        came: set[torch.Tensor] = set()
+
+        def tell(parameter: torch.Tensor) -> None:
+            came.add(parameter)
+            told(parameter)
+
+        # Whoever is frozen meanwhile still has its gradient.
+        frozen = [parameter for parameter in waiting if not parameter.requires_grad]
+        for parameter in waiting:
+            parameter.grad = None
+            parameter.requires_grad_(True)
+        try:
+            with told_of_gradients(waiting, tell), _as_before(self._buffers), torch.inference_mode(mode=False):
+                self.backward.run_again(keeps_graph=keeps_graph, inputs=tuple(waiting))
+        except BaseException as error:
+            for parameter in waiting:
+                if parameter not in came:
+                    parameter.grad = standing[parameter]
+            if is_trial or isinstance(error, ApplyError) or not isinstance(error, Exception):
+                raise
+            raise self._refuse(
+                f"a backward pass ended with an error when it was run a second time ({str(error).splitlines()[0]}); {REMEDY}"
+            ) from error
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        missing = [parameter for parameter in waiting if parameter not in came]
+        for parameter in missing:
+            parameter.grad = standing[parameter]
+        if missing:
+            raise self._refuse(f"a backward pass that ran twice did not reach the same parameters; {REMEDY}")
+
+
+@contextmanager
+def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterator[None]:
+    """While this lasts, `told` is called with each of `parameters` whose gradient has just been accumulated."""
+    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
+    """Tensors that are written to while this lasts are given the elements that they had."""
+    # What was never written to since it was made, such as a mask, is not going to be.
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if tensor._version]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def is_held_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether anything but `parameter` itself has its memory: a view, an alias, an array, a graph that has saved one."""
+    if isinstance(parameter, FakeTensor):
+        return False
+    storage = parameter.untyped_storage()
+    return STORAGE_USES.value()(storage._cdata) > _USES_OF_ITS_OWN
+
+
+def _is_own(node: Any) -> bool:
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    kind: Any = type(node)
+    return not kind._forward_cls.__module__.startswith(("torch.", "tightfit."))
+
+
+def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of a parameter, and what changes them all, twice of which changes nothing.
+
+    Numbers about as large as most become none (NaN), so that not even a product with zero hides who reads them.
+    """
+    whole = parameter.detach()
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    integer = INTEGERS[whole.element_size()]
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    mean = torch.linalg.vector_norm(whole, 1, dtype=wide) / max(1, whole.numel())
+    infinity = torch.full((), torch.inf, dtype=whole.dtype, device=whole.device).view(integer)
+    exponent = mean.to(whole.dtype).view(integer) & infinity
+    return whole.view(integer), (exponent ^ infinity) | 1
+
+
+def _sum(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        return whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32))
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.linalg.vector_norm(gradient)

@@ -1,0 +1,1 @@
+"""Tensors freed earlier, and the cache emptied between phases."""

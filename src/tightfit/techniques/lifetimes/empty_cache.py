@@ -1,0 +1,115 @@
+"""Empties the allocator's cache where one phase of a step ends: what the next one asks for then need not lie beside what the last one left.
+
+The blocks of a forward pass are of other sizes than those of an optimizer's step, and a segment that is cut for the one may not hold the other.
+What it is worth is found by replaying the traced run with the cache emptied there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.analysis.optimizer import OptimizerTape, runs_of
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Option
+from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.with_empty_cache import with_emptied_cache
+from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.tape import Phase, Tape
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+SECONDS_PER_SEGMENT = 1.5e-3
+"""To give a segment back and to ask for it again. A cudaMalloc of 64 MiB takes 1.2 ms (table of rtj1/cuda-mempool on GitHub); cudaFree waits for
+the card besides."""
+
+SMALLEST_SHARE = 0.02
+"""Of what is reserved at the peak: what must be cached then, and what an emptied cache must save."""
+
+
+@final
+class EmptyCache(AbstractTechnique):
+    """Trades calls of the driver, and a wait for the card, for memory that is reserved and that nobody holds."""
+
+    name = "empty_cache"
+    exact = True
+    exactness = "bit for bit: the same blocks at other addresses"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each border of phases at which it lowers the peak of what is reserved."""
+        with_workspaces = with_workspaces_of(device, tape)
+        plain = replay_levels(with_workspaces, AllocatorSettings())
+        if not len(plain.reserved):
+            return
+        highest = int(plain.reserved.max())
+        smallest = SMALLEST_SHARE * highest
+        if highest - int(plain.allocated.max()) < smallest:
+            return
+        run = OptimizerTape(tape, device)
+        for border, events in _borders(run).items():
+            counts: list[int] = []
+            emptied = replay_levels(
+                with_emptied_cache(with_workspaces, events),
+                AllocatorSettings(),
+                watch=lambda _, allocator, __, counts=counts: counts.append(allocator.num_segments),
+            ).reserved
+            if highest - int(emptied.max()) >= smallest:
+                num_returned = -int(np.minimum(np.diff(counts), 0).sum())
+                yield Option(
+                    technique=self.name,
+                    where="allocator",
+                    settings={"border": border},
+                    changes=(),
+                    seconds=SECONDS_PER_SEGMENT * num_returned / run.num_steps,
+                    exact=True,
+                    slots=frozenset({"allocator"}),
+                    empties_at=tuple(events),
+                )
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Hooks the optimizers, or stands around the model's forward."""
+        (choice,) = chosen
+        border = choice.settings["border"]
+        if border in ("before the optimizer", "after the optimizer"):
+            if not session.optimizers:
+                raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave empty_cache out")
+            for optimizer in session.optimizers:
+                before = border == "before the optimizer"
+                hook = optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook
+                session.hook(hook, _empty)
+            return
+        session.wrap_forward(session.model, _before if border == "before the forward" else _after)
+
+
+def _empty(*_: Any) -> None:
+    torch.cuda.empty_cache()
+
+
+def _before(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        torch.cuda.empty_cache()
+    return forward(*args, **kwargs)
+
+
+def _after(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = forward(*args, **kwargs)
+    if torch.is_grad_enabled():
+        torch.cuda.empty_cache()
+    return result
+
+
+def _borders(run: OptimizerTape) -> Mapping[str, list[int]]:
+    """Events at which each border lies, one for each time that it is crossed."""
+    num_events = len(run.tape.events)
+    backward = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
+    begins = {
+        "before the forward": [begin for begin, _ in run.passes()],
+        "after the forward": [begin for begin, _ in backward],
+        "before the optimizer": [stretch.begin_event for stretch in run.stretches],
+        "after the optimizer": [stretch.end_event for stretch in run.stretches],
+    }
+    inside = {border: [e for e in events if e < num_events] for border, events in begins.items()}
+    return {border: events for border, events in inside.items() if events}

@@ -1,0 +1,175 @@
+"""What a loop keeps alive by accident: the outputs of a step until the next one rebinds their names, and lists that grow from step to step.
+
+A name keeps its value until it is bound again. `outputs = model(batch)` therefore holds the last step's logits through the whole next forward, and
+`losses.append(loss)` holds every step's. A plan does not change a user's loop; it says which line it is.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Never, final
+
+import numpy as np
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Option
+from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.units import format_bytes
+
+SMALLEST_SHARE = 0.005
+"""Of the run's peak: what a line must keep to be worth a word. Of what grows, a hundredth of that."""
+
+LEAST_STEPS = 3
+"""The first step leaves things behind that are meant to stay; what the second leaves to the third is kept in every step."""
+
+NUM_LINES = 5
+# Where in a forward pass "deep inside" is: names are bound again when it is over.
+_DEEP = 0.8
+
+
+@final
+class KeptAlive(AbstractTechnique):
+    """Trades nothing, and is advice alone: the lines whose values outlive their step."""
+
+    name = "kept_alive"
+    exact = True
+    exactness = "bit for bit: nothing is computed otherwise"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """None: the loop is the user's."""
+        return ()
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """A row for each line, those that keep most first."""
+        run = OptimizerTape(tape, device)
+        steps = tape.spans.kind == SpanKind.STEP
+        begins, ends = tape.spans.begin[steps], tape.spans.end[steps]
+        if len(begins) < LEAST_STEPS or not len(tape.events):
+            return []
+        smallest = SMALLEST_SHARE * _peak_bytes(run)
+        growing = _growing(run, ends)
+        lingering = np.setdiff1d(_lingering(run, begins, ends), growing)
+        rows = [(line, True) for line in _by_line(run, growing) if line.num_bytes >= smallest / 100]
+        rows += [(line, False) for line in _by_line(run, lingering) if line.num_bytes >= smallest]
+        return [
+            Advice(
+                technique=self.name,
+                what=_of_growth(line) if grows else _of_lingering(line),
+                saves_bytes=line.num_bytes,
+                is_exact=True,
+            )
+            for line, grows in rows[:NUM_LINES]
+        ]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
+        """There is nothing to put on a model."""
+        raise ApplyError("it is advice about the program's own lines, and nothing that a plan could put on a model")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of the user's code with what it keeps: `num_storages` of `num_bytes` in all, most of it made by `module`."""
+
+    line: str
+    module: str
+    num_storages: int
+    num_bytes: int
+
+    @property
+    def made(self) -> str:
+        """What is kept, in words."""
+        by = f" of {self.module}" if self.module else ""
+        return f"{self.num_storages} tensors{by}" if self.num_storages > 1 else f"a tensor{by}"
+
+
+def _of_growth(line: _Line) -> str:
+    return (
+        f"of what {line.line} makes {format_bytes(line.num_bytes)} more are left with each step ({line.made}), a leak: where a list or a sum keeps "
+        "it, keep loss.item() or .detach().cpu() instead"
+    )
+
+
+def _of_lingering(line: _Line) -> str:
+    return (
+        f"what {line.line} made in the last step ({line.made}, {format_bytes(line.num_bytes)}) is alive through the next forward: unless that is "
+        "meant, del the name that holds it at the end of the step"
+    )
+
+
+def _own(run: OptimizerTape) -> Column:
+    """What the passes make and no one is known to need: no parameters, gradients, states, inputs or workspaces."""
+    storages = run.tape.storages
+    kinds = np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES)) & (
+        storages.source == Source.TENSOR
+    )
+    by_operator = storages.operator >= 0
+    phase = np.where(by_operator, run.tape.operators.phase[storages.operator], Phase.OTHER)
+    return np.flatnonzero(kinds & by_operator & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)))
+
+
+def _lingering(run: OptimizerTape, begins: Column, ends: Column) -> Column:
+    """What the last step but one made and is alive deep inside the forward of the last one."""
+    own = _own(run)
+    passes = [p for p in run.passes() if p[0] >= begins[-1]]
+    if not passes:
+        return own[:0]
+    phases = run.tape.operators.phase
+    issued = int(run.tape.events.operator[passes[0][0]])
+    forward = np.flatnonzero(phases == Phase.FORWARD)
+    backward = np.flatnonzero((phases == Phase.BACKWARD) & (np.arange(len(phases)) >= issued))
+    forward = forward[(forward >= issued - 1) & (forward < (backward[0] if len(backward) else len(phases)))]
+    # What the model returned is bound when the model is left, before a loss outside of it is computed.
+    in_modules = np.array([bool(run.tape.strings[m]) for m in run.tape.operators.module[forward].tolist()], dtype=bool)
+    forward = forward[in_modules] if in_modules.any() else forward
+    if not len(forward):
+        return own[:0]
+    ((deep, _),) = run.events_of([(int(forward[int(_DEEP * (len(forward) - 1))]), len(phases))])
+    born, died = run.born[own], run.died[own]
+    return own[(born >= begins[-2]) & (born < ends[-2]) & (died > deep)]
+
+
+def _growing(run: OptimizerTape, ends: Column) -> Column:
+    """What the last step but one made and outlives the last, where the step before that left as much of the same."""
+    own = _own(run)
+    last = int(ends[-1]) - 1
+    born, stays = run.born[own], run.died[own] > last
+    edges = [0, *ends.tolist()]
+    made = [own[stays & (born >= edges[i]) & (born < edges[i + 1])] for i in (-4, -3)]
+    earlier = {_kind(run, storage) for storage in made[0].tolist()}
+    return np.array([s for s in made[1].tolist() if _kind(run, s) in earlier], dtype=np.int64)
+
+
+def _kind(run: OptimizerTape, storage: int) -> tuple[int, int, int, int]:
+    operators, operator = run.tape.operators, int(run.tape.storages.operator[storage])
+    place = (int(operators.line[operator]), int(operators.module[operator]), int(operators.name[operator]))
+    return (*place, int(run.block_bytes[storage]))
+
+
+def _by_line(run: OptimizerTape, storages: Column) -> list[_Line]:
+    """The storages by the line that made them, those that keep most first."""
+    tape, groups = run.tape, {}
+    for storage in storages.tolist():
+        operator = int(tape.storages.operator[storage])
+        groups.setdefault(tape.strings[tape.operators.line[operator]] or "a library", []).append(storage)
+    lines = []
+    for line, members in groups.items():
+        largest = max(members, key=lambda s: int(run.block_bytes[s]))
+        lines.append(
+            _Line(
+                line=line,
+                module=tape.strings[tape.operators.module[tape.storages.operator[largest]]],
+                num_storages=len(members),
+                num_bytes=int(run.block_bytes[members].sum()),
+            )
+        )
+    return sorted(lines, key=lambda line: -line.num_bytes)
+
+
+def _peak_bytes(run: OptimizerTape) -> int:
+    difference = np.zeros(len(run.tape.events) + 1, dtype=np.int64)
+    np.add.at(difference, run.born, run.block_bytes)
+    np.subtract.at(difference, run.died, run.block_bytes)
+    return int(difference.cumsum().max(initial=0))

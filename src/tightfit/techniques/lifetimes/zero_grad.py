@@ -1,0 +1,226 @@
+"""Gradients are freed where a script only fills them with zeros: between the two nothing is gained by holding them.
+
+`zero_grad(set_to_none=False)`, and torch before 2.0 by default, keep every gradient through the next forward pass, and the next backward
+pass makes new ones to add to them. What stands on a parameter instead is zeros to whoever reads it, adds to it or steps with it, and takes memory
+from then on only. A gradient that somebody else has a name or a view of is filled where it is.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from tightfit.analysis.optimizer import OptimizerTape, changes, levels, runs_of
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Category, Column, Phase, SpanKind, Tape
+from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
+from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
+from tightfit.techniques.optimizer.optimizer_steps import update_within_step
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.manifest import STORAGE_USES
+
+# What refers to a gradient that nobody else keeps, while `_is_shared` looks at it: the parameter, two names and an argument; and to its storage:
+# the gradient and a name.
+_OWN_REFERENCES = 4
+_OWN_USES = 2
+_ZEROING = ("aten.zero_", "aten._foreach_zero_")
+
+
+@final
+class ZeroGrad(AbstractTechnique):
+    """Trades nothing: has `zero_grad` free gradients, whatever the script asked for."""
+
+    name = "zero_grad"
+    exact = True
+    exactness = "bit for bit"
+    tolerance = 0.15
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One where gradients are zeroed and kept."""
+        run = OptimizerTape(tape, device)
+        kept = _kept(run)
+        zeroing = _zeroing(tape)
+        if not len(kept) or not len(zeroing):
+            return []
+        num_zeroed = len(zeroing) / run.num_steps
+        zeroed_bytes = int(run.block_bytes[kept].sum())
+        # Zeros are written, and read, added to and written again together with each new gradient.
+        seconds = run.seconds_of_update(zeroed_bytes, round(num_zeroed)) + run.seconds_of_update(
+            3 * zeroed_bytes, len(kept)
+        )
+        stretches = [s for begin, end in _gaps(run, zeroing) for s in _until_made_again(run, kept, begin, end)]
+        return [
+            Option(
+                technique=self.name,
+                where="gradients",
+                changes=changes(stretches, -1.0),
+                seconds=-seconds,
+                exact=self.exact,
+                slots=frozenset({"zero_grad"}),
+            )
+        ]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts a `zero_grad` that frees on the model and on every optimizer."""
+        freed = _Freed()
+        for optimizer in session.optimizers:
+            session.set(optimizer, "zero_grad", functools.partial(_zero_optimizer, weakref.ref(optimizer), freed))
+            # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
+            update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
+        session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
+        leave = on_backward(freed)
+
+        def end() -> None:
+            leave()
+            freed.end()
+
+        session.when_undone(end)
+
+
+class _Freed:
+    """The parameters whose gradients were freed in place of being filled with zeros; what stands for these is zeros to whoever reads or adds."""
+
+    def __init__(self) -> None:
+        self._zeroed: dict[torch.Tensor, None] = {}
+
+    def zero(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Has gradients of zeros on these parameters, for which no memory is held."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            deferred = deferred_gradient(parameter)
+            if deferred is not None or _is_shared(gradient):
+                # What is deferred already answers itself; a view of the script's own buffer is filled where it is.
+                with torch.no_grad():
+                    gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+                    gradient.zero_()
+                continue
+            Deferred.zeros(gradient).put(parameter)
+            self._zeroed[parameter] = None
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return self._zeroed
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """Has new gradients take the place of zeros; where none comes, they stay."""
+        if not backward.accumulates:
+            return backward.run()
+        standing = {}
+        for parameter in backward.leaves():
+            deferred = deferred_gradient(parameter) if parameter in self._zeroed else None
+            if deferred is not None and deferred.state == "zero":
+                standing[parameter], parameter.grad = parameter.grad, None
+        try:
+            with told_of_gradients(() if backward.creates_graph else standing, _add_to_zeros):
+                return backward.run()
+        finally:
+            for parameter, zeros in standing.items():
+                if parameter.grad is None:
+                    parameter.grad = zeros
+
+    def end(self) -> None:
+        """Makes the zeros."""
+        for parameter in self._zeroed:
+            if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
+                deferred.whole()
+                settle(parameter)
+        self._zeroed.clear()
+
+
+def _add_to_zeros(parameter: torch.Tensor) -> None:
+    """Negative zeros become positive ones, as where they are added to zeros."""
+    if parameter.grad is not None and parameter.grad.layout == torch.strided:
+        parameter.grad.add_(0.0)
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """Whether more than the parameter knows this memory: it is a view or has one, or somebody keeps the tensor."""
+    if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
+        return True
+    storage = gradient.untyped_storage()
+    uses = STORAGE_USES.value()(storage._cdata)
+    return gradient._is_view() or uses > _OWN_USES or sys.getrefcount(gradient) > _OWN_REFERENCES
+
+
+def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
+    """Makes zeros, within a step, for what the script has zeroed and no backward pass has reached."""
+    optimizer = known()
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for parameter in group["params"]:
+            deferred = deferred_gradient(parameter)
+            if deferred is not None and deferred.state == "zero":
+                deferred.whole()
+            settle(parameter)
+    return ()
+
+
+def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
+    """In place of `Optimizer.zero_grad`."""
+    optimizer = known()
+    assert optimizer is not None
+    if set_to_none:
+        type(optimizer).zero_grad(optimizer)
+    else:
+        freed.zero(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_none: bool = True) -> None:
+    """In place of `Module.zero_grad`."""
+    module = known()
+    assert module is not None
+    if set_to_none:
+        type(module).zero_grad(module)
+    else:
+        freed.zero(module.parameters())
+
+
+def _kept(run: OptimizerTape) -> Column:
+    """The gradients that live on from one step to the next."""
+    spans = run.tape.spans
+    ends = spans.end[spans.kind == SpanKind.STEP]
+    gradients = run.tape.storages.category == Category.GRADIENTS
+    if not len(ends):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(gradients & (run.born < ends[0]) & (run.died > ends[0]))
+
+
+def _zeroing(tape: Tape) -> Column:
+    """The operators that fill gradients with zeros: outside of all passes."""
+    names = [i for i, text in enumerate(tape.strings) if text.startswith(_ZEROING)]
+    return np.flatnonzero(np.isin(tape.operators.name, names) & (tape.operators.phase == Phase.OTHER))
+
+
+def _gaps(run: OptimizerTape, zeroing: Column) -> list[tuple[int, int]]:
+    """From each round of zeroing to the backward pass that comes next, as (operator, operator); the end of the tape where none comes."""
+    passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
+    found, previous_end = [], 0
+    for begin, end in [*passes, (len(run.tape.operators),) * 2]:
+        since = zeroing[(zeroing >= previous_end) & (zeroing < begin)]
+        if len(since):
+            found.append((int(since[0]), begin))
+        previous_end = end
+    return found
+
+
+def _until_made_again(run: OptimizerTape, kept: Column, begin: int, back: int) -> list[tuple[int, int, int]]:
+    """Stretches of events from the zeroing to where each gradient comes again: as far into the backward pass as in the first one."""
+    passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
+    starts = dict(passes)
+    first, first_end = passes[0]
+    ((begin_event, back_event),) = run.events_of([(begin, back)])
+    if back not in starts:
+        return levels(np.full(len(kept), begin_event), np.full(len(kept), back_event), run.block_bytes[kept])
+    ((first_event, first_end_event), (_, end_event)) = run.events_of([(first, first_end), (back, starts[back])])
+    share = (run.born[kept] - first_event) / max(1, first_end_event - first_event)
+    again = back_event + np.clip(share, 0.0, 1.0) * (end_event - back_event)
+    return levels(np.full(len(kept), begin_event), again.astype(np.int64), run.block_bytes[kept])

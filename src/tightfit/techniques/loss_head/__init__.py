@@ -1,0 +1,1 @@
+"""The linear head and its cross-entropy in chunks."""

@@ -1,0 +1,326 @@
+"""Logits that are not computed yet: a tensor that knows its shape and where it would come from.
+
+A cross-entropy takes the hidden states and the weight from it and works in chunks. What leaves each token's logits in one piece (slices of the
+leading dimensions, views, a transposition, a cast, a scale, a tanh) is only written down; anything else first computes the logits as the
+plain model does, graph and all. So code that knows nothing of this sees an ordinary tensor.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
+from tightfit.techniques.loss_head.chunked_cross_entropy import (
+    Cast,
+    ChunkedCrossEntropy,
+    GradientsIn,
+    Loss,
+)
+from tightfit.techniques.loss_head.logit_forms import Form
+from tightfit.techniques.loss_head.loss_checks import sample_differs
+from tightfit.techniques.wrappers.first_order import Refuse, first_order
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """How the loss is to be computed: in how many chunks, and in which pass the gradients."""
+
+    num_chunks: int
+    gradients_in: GradientsIn
+
+
+class Copies:
+    """Copies of weights from before an optimizer step, one of each."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The copy of `weight`."""
+        if id(weight) not in self._copies:
+            self._copies[id(weight)] = weight.detach().clone()
+        return self._copies[id(weight)]
+
+
+class Origin:
+    """One call of a head: what its logits come from, and the logits themselves once somebody has asked for them."""
+
+    def __init__(
+        self,
+        linear: torch.nn.Linear,
+        hidden: torch.Tensor,
+        chunks: Chunks,
+        counted: Callable[[str], None],
+        refuse: Refuse = ApplyError,
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        self.refuse = refuse
+        self.is_checked = is_checked
+        self.hidden = hidden
+        self.parameter = linear.weight
+        self.weight: torch.Tensor = linear.weight
+        self.bias: torch.Tensor | None = linear.bias
+        self._num_classes = len(linear.weight)
+        self.chunks = chunks
+        self.counted = counted
+        device = hidden.device.type
+        self.autocasts_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
+        self.whole: torch.Tensor | None = None
+        self._version = linear.weight._version + hidden._version
+        self._is_of_the_past = False
+        self._family: list[weakref.ref[DeferredLogits]] = []
+
+    @property
+    def num_classes(self) -> int:
+        """The size of the vocabulary."""
+        return self._num_classes
+
+    def join(self, member: "DeferredLogits") -> None:
+        """Tells of a tensor that comes from these logits, so that it is computed before they are changed in place."""
+        self._family.append(weakref.ref(member))
+
+    def check(self) -> None:
+        """Makes sure that the logits are still what they were when the head was called.
+
+        Raises:
+            ApplyError: what they come from has changed since, and it was not an optimizer of the session that changed it.
+        """
+        if not self._is_as_it_was:
+            raise self.refuse(
+                "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
+                "hand; read them before that, or leave the technique chunked_loss out"
+            )
+
+    @property
+    def _is_as_it_was(self) -> bool:
+        return self.weight._version + self.hidden._version == self._version
+
+    def logits(self) -> torch.Tensor:
+        """The logits as the head gives them, computed once."""
+        if self.whole is None:
+            self.check()
+            self.counted("logits computed whole")
+            with torch.enable_grad(), self.arithmetic():
+                self.whole = functional.linear(self.hidden, self.weight, self.bias)
+        return self.whole
+
+    def values(self) -> torch.Tensor:
+        """The values of the logits, not kept."""
+        if self.whole is not None:
+            return self.whole.detach()
+        self.check()
+        self.counted("logits computed whole")
+        with torch.no_grad(), self.arithmetic():
+            return functional.linear(self.hidden, self.weight, self.bias)
+
+    def settle_family(self) -> None:
+        """Computes every tensor that comes from these logits, as one of them is about to be changed in place."""
+        for reference in self._family:
+            member = reference()
+            if member is not None:
+                member.settled()
+
+    def before_weight_changes(self, copies: Copies) -> None:
+        """Keeps what the logits can still be computed from: the logits themselves, or a copy of the weight if that is smaller."""
+        if self.whole is not None or self._is_of_the_past or not self._is_as_it_was:
+            return
+        num_tokens = self.hidden.numel() // self.hidden.shape[-1]
+        if num_tokens * self.type.itemsize < self.hidden.shape[-1] * self.weight.itemsize:
+            self.logits()
+        else:
+            self._is_of_the_past = True
+            self.weight, self.bias = copies.of(self.weight), self.bias if self.bias is None else copies.of(self.bias)
+            self._version = self.weight._version + self.hidden._version
+
+    def when_called_again(self) -> None:
+        """Lets go of a weight of the past: its logits belong to a step before the last."""
+        if self._is_of_the_past and self.whole is None:
+            self.weight, self.bias, self._version = self.parameter, None, -1
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast that the head was called under."""
+        return torch.autocast(self.hidden.device.type, dtype=self.autocasts_to, enabled=self.autocasts_to is not None)
+
+
+class _Defer(torch.autograd.Function):
+    """Makes the deferred tensor a node of the graph, for code that hands it to autograd without asking it anything."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin, form: Form
+    ) -> "DeferredLogits":
+        ctx.origin, ctx.form, ctx.refuse = origin, form, origin.refuse
+        return DeferredLogits.of(origin, form)
+
+    @staticmethod
+    @first_order("chunked_loss")
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        origin: Origin = ctx.origin
+        inputs = [origin.hidden, origin.weight] + ([] if origin.bias is None else [origin.bias])
+        leaves = [part.detach().requires_grad_(part.requires_grad) for part in inputs]
+        with torch.enable_grad():
+            with origin.arithmetic():
+                logits = functional.linear(*leaves)
+            out = ctx.form.replayed(logits)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, grad_outputs))
+        gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return *gradients, *([None] * (5 - len(gradients)))
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits of a head, or what plain code has made of them, that have no data yet."""
+
+    _origin: Origin
+    _form: Form
+    _settled: torch.Tensor | None
+
+    @classmethod
+    def of(cls, origin: Origin, form: Form) -> Self:
+        """The tensor of `form`, without a graph."""
+        meta = form.meta
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=form.hidden.device
+        )
+        out._origin = origin
+        out._form = form
+        out._settled = None
+        origin.join(out)
+        return out
+
+    def settled(self) -> torch.Tensor:
+        """The ordinary tensor that this stands for, computed once."""
+        if self._settled is None:
+            logits = self._origin.logits()
+            with torch.set_grad_enabled(fact(torch.Tensor.requires_grad.__get__, self)):  # pyrefly: ignore
+                self._settled = self._form.replayed(logits)
+        return self._settled
+
+    def values(self) -> torch.Tensor:
+        """The values alone, without a graph; computed for this call unless somebody has asked for the tensor before."""
+        if self._settled is not None:
+            return self._settled.detach()
+        with torch.no_grad():
+            return self._form.replayed(self._origin.values())
+
+    def _without_values(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """The loss, or logits still deferred; None where `func` needs the logits."""
+        if name_of(func) == "cross_entropy":
+            return _loss(self._origin, self._form, *args, **kwargs)
+        form = self._form.after(func, args, kwargs)
+        return None if form is None else _deferred(self._origin, form)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        rest = dict(kwargs or {})
+        name = name_of(func)
+        first, *others = args if args else (rest.pop("input", None),)
+        if isinstance(first, DeferredLogits) and first._settled is None:
+            if name in FACTS:
+                return fact(func, first, *others, **rest)
+            if first._origin.whole is None:
+                if name in _ONLY_READ:
+                    return func(first.values(), *others, **rest)
+                out = first._without_values(func, others, rest)
+                if out is not None:
+                    return out
+        if changes(name, rest):
+            for member in tree_leaves((args, kwargs)):
+                if isinstance(member, DeferredLogits):
+                    member._origin.settle_family()
+        args, kwargs = tree_map_only(DeferredLogits, lambda member: member.settled(), (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
+        args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def deferred_logits(origin: Origin) -> DeferredLogits:
+    """The logits of `origin`, shape `(..., V)`, not computed."""
+    shape = (*origin.hidden.shape[:-1], origin.num_classes)
+    meta = torch.empty(shape, dtype=origin.type, device="meta")
+    form = Form(steps=(), hidden=origin.hidden, pointwise=(), vocabulary=len(shape) - 1, meta=meta)
+    return _deferred(origin, form)
+
+
+def _deferred(origin: Origin, form: Form) -> DeferredLogits:
+    out = _Defer.apply(origin.hidden, origin.weight, origin.bias, origin, form)
+    assert isinstance(out, DeferredLogits)
+    return out
+
+
+def _loss(
+    origin: Origin,
+    form: Form,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """The cross-entropy in chunks; None where it is not one of class indices without class weights."""
+    rest = [size for dimension, size in enumerate(form.meta.shape) if dimension != 1]
+    is_ours = form.vocabulary == 1 and weight is None and size_average is None and reduce is None
+    if not is_ours or target.dtype != torch.int64 or list(target.shape) != rest or not target.numel():
+        return None
+    origin.check()
+    hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])
+    wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or origin.weight.requires_grad)
+    pointwise = form.pointwise
+    if torch.is_autocast_enabled(hidden.device.type) and form.meta.dtype in (torch.float16, torch.bfloat16):
+        pointwise = (*pointwise, Cast(source=form.meta.dtype, target=torch.float32))
+    # One factor per token cannot be multiplied in any more once the gradient of the weight has been summed over them.
+    gradients_in = "backward" if reduction == "none" else origin.chunks.gradients_in
+    loss = Loss(
+        head_type=origin.type,
+        num_classes=origin.num_classes,
+        pointwise=pointwise,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        num_chunks=origin.chunks.num_chunks,
+        gradients_in=gradients_in if wants_gradients else None,
+        refuse=origin.refuse,
+    )
+    origin.counted("losses in chunks")
+    if origin.is_checked and wants_gradients:
+        told = sample_differs(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+        if told:
+            raise origin.refuse(
+                f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
+            )
+    out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+    assert isinstance(out, torch.Tensor)
+    return out.reshape(target.shape) if reduction == "none" else out
+
+
+# Reads of the values whose result has no gradient: the logits are computed for them and let go.
+_ONLY_READ = frozenset({"argmax"})

@@ -1,0 +1,328 @@
+"""What is proved of a model that is run on parts of its batch: that each example has its own outputs, and the loss is one mean or sum over them.
+
+Proved again after any change of shape, mode or module. The model runs on tensors without data, once with a part of the examples and once with all.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.code import Code
+from tightfit.effects.dependence import Flow, Mixed, NeedsValues, Run
+from tightfit.effects.independence import Leaves, Proof, Subject, check_graph, check_hooks, prove
+from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.state import RegionState, Snapshot, differences, restore
+from tightfit.effects.totals import ROWS, Total
+from tightfit.techniques.micro_batches.batches import AbstractBatch
+from tightfit.techniques.micro_batches.loss_means import Term, Watch
+from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
+from tightfit.techniques.tiling.tile_checks import structural
+from tightfit.techniques.wrappers.first_order import Refuse
+from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
+
+_MOST_SHAPES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Proved:
+    """`joined` are the keys of the outputs that have a row for each example; `means` what the loss is a mean over, as `Total` has it.
+
+    It holds where the model decides by `decisions`, which it read off tensors. `is_of_first`: of a part that left something for the next one to find,
+    about which there must be another proof.
+    """
+
+    joined: frozenset[Any]
+    means: frozenset[int]
+    decisions: tuple[Any, ...] = ()
+    is_of_first: bool = False
+
+
+class BatchProofs:
+    """The proofs about one model, which it refers to weakly, by the shapes of its batches."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        allows_randomness: bool,
+        refuse: Refuse,
+        unseen: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._allows_randomness = allows_randomness
+        self._refuse = refuse
+        self._unseen = unseen
+        self._state = RegionState()
+        self._before: Snapshot | None = None
+        self._code: Code | None = None
+        # By batch and parts, and then by decisions; the last that was used is the last one.
+        self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
+
+    def of(self, batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Proved | None:
+        """What is proved about such a batch already."""
+        now = self._state.snapshot(self._owner(), is_kept=True)
+        is_new = self._code is None or not self._code.is_same()
+        if is_new or (self._before is not None and self._is_changed(self._before, now)):
+            self._known.clear()
+        self._before = now
+        known = self._known.get(_key(batch, parts))
+        return next(reversed(known.values())) if known else None
+
+    def with_decisions(
+        self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], decisions: Sequence[Any]
+    ) -> Proved | None:
+        """What is proved about such a batch where the model decides so."""
+        known = self._known.get(_key(batch, parts), {})
+        found = known.pop(tuple(decisions), None)
+        if found is not None:
+            known[found.decisions] = found
+        return found
+
+    def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
+        found = structural(before, now)
+        if not found:
+            return False
+        model = self._owner()
+        metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
+        return any(not str(each).startswith(metrics) for each in found) if metrics else True
+
+    def changed(self) -> str:
+        """What the model can reach that has changed since `of` was asked, in words, or nothing."""
+        found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
+        return str(found[0]) if found else ""
+
+    def prove(
+        self,
+        forward: Callable[..., Any],
+        batch: AbstractBatch,
+        parts: Sequence[tuple[int, int]],
+        decisions: Sequence[Any],
+        reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
+    ) -> Proved:
+        """Proves that `forward` gives for the parts of a batch what it gives for the whole, where it decides by `decisions` and reads `reads`.
+
+        It was run on one part since `of` was asked, or the last proof. What that has left is to be the same whatever part it was: so it is proved
+        of the state that the part found, and if it has left something, of what the next part finds as well.
+
+        Raises:
+            ApplyError: it is not proved.
+        """
+        model = self._owner()
+        key = _key(batch, parts)
+        now = self._state.snapshot(model, is_kept=True)
+        if len(parts) < 2:
+            proved = Proved(joined=_all_rows(batch), means=frozenset({ROWS}))
+        else:
+            before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
+            try:
+                with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
+                    proved = self._proved(model, forward, batch, parts, reads, may_leave=before is not None)
+            except (Mixes, NeedsValues) as error:
+                raise self._refuse(
+                    f"parts of the batch may not give what the whole gives: {str(error) or 'values are read'}; leave micro_batches out"
+                ) from None
+        self._before = self._state.snapshot(model, is_kept=True)
+        if proved.is_of_first:
+            return proved
+        self._code = Code(model)
+        if len(self._known) >= _MOST_SHAPES:
+            self._known.clear()
+        proved = dataclasses.replace(proved, decisions=tuple(decisions))
+        known = self._known.setdefault(key, {})
+        if len(known) >= _MOST_SHAPES:
+            known.clear()
+        known[proved.decisions] = proved
+        return proved
+
+    def _proved(
+        self,
+        model: torch.nn.Module,
+        forward: Callable[..., Any],
+        batch: AbstractBatch,
+        parts: Sequence[tuple[int, int]],
+        reads: Sequence[Any] | None,
+        *,
+        may_leave: bool,
+    ) -> Proved:
+        check_hooks(model, is_inside=False)
+        split: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            split.append(tensor)
+            return tensor
+
+        batch.part(0, batch.num_examples, collect)
+
+        def call(inputs: Sequence[torch.Tensor], watch: "_ProofWatch") -> tuple[Any, "_ProofWatch"]:
+            waiting = iter(inputs)
+            args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
+            return forward(*args, **kwargs), watch
+
+        subject = Subject(
+            call=call,
+            inputs=split,
+            dims=[0] * len(split),
+            module=model,
+            allows_randomness=self._allows_randomness,
+            allows_votes=True,
+            around=self._watched,
+        )
+        try:
+            proof = prove(subject, batch.num_examples, [end - begin for begin, end in parts], reads)
+        except Leaves as error:
+            if not may_leave:
+                raise
+            proof = error.proof
+        return dataclasses.replace(self._judged(proof, model), is_of_first=may_leave)
+
+    @contextlib.contextmanager
+    def _watched(self, run: Run) -> "Iterator[_ProofWatch]":
+        with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
+            yield watch
+
+    def _judged(self, proof: Proof, model: torch.nn.Module) -> Proved:
+        output, _ = proof.result
+        loss_key, loss = find_loss(output)
+        state = proof.flow.state(loss)
+        if not isinstance(state, Total):
+            why = f" ({state.reason})" if isinstance(state, Mixed) else ""
+            raise Mixes(f"its loss is not one mean or sum over the batch{why}")
+        check_graph(loss, [*proof.inputs, *model.parameters()])
+        joined = set()
+        for key, value in items_of(output).items():
+            if key != loss_key and isinstance(value, torch.Tensor) and _has_rows(proof.flow, value):
+                joined.add(key)
+        return Proved(joined=frozenset(joined), means=state.means)
+
+    def _owner(self) -> torch.nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+
+@contextlib.contextmanager
+def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
+    """For the time, what can be put back is as it was in `before`, if that is given; then it is again as it is `now`."""
+    if before is None:
+        yield
+        return
+    restore(before)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
+class _ProofWatch(Watch):
+    """Tells the run of a proof which tensors are losses over rows."""
+
+    def __init__(self, run: Run, *, allows_randomness: bool) -> None:
+        super().__init__(run.num_rows, allows_randomness=allows_randomness)
+        self._run = run
+
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._run.atom(func, args, kwargs)
+
+    def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
+        super().noted(term, inputs, is_of_classes=is_of_classes)
+        if not isinstance(self._run, Flow):
+            return
+        if term.is_contrastive:
+            self._run.put_mixed(
+                term.loss, "the loss has as many classes as the batch has examples: it compares them with each other"
+            )
+            return
+        try:
+            _check_loss(self._run, inputs, is_of_classes=is_of_classes)
+        except Mixes as error:
+            self._run.put_mixed(term.loss, f"the loss function {error}")
+        else:
+            self._run.put_total(term.loss, None if term.num_terms is None else len(self.terms) - 1)
+
+
+def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
+    """Raises Mixes where a loss function does not compare each row with its own target alone."""
+    scores, target, weight = inputs["input"], inputs["target"], inputs.get("weight")
+    layout = flow.layout(scores)
+    if layout is None or flow.is_uniform(scores):
+        raise Mixes("is given scores that are no row's own")
+    for name in ("weight", "pos_weight"):
+        other = inputs.get(name)
+        if isinstance(other, torch.Tensor) and is_of_classes and flow.state(other) is not None:
+            raise Mixes("is given class weights that depend on the rows")
+    if not is_of_classes:
+        extra = [t for n in ("weight", "pos_weight") if isinstance(t := inputs.get(n), torch.Tensor)]
+        flow.broadcast([scores, target, *extra], max(scores.dim(), target.dim()))
+        return
+    classes = 1 if scores.dim() > 1 else 0
+    if layout.dim == classes or (weight is not None and flow.is_uniform(weight)):
+        raise Mixes("has the rows for classes")
+    expected = layout if target.dim() == scores.dim() or layout.dim < classes else layout.at(layout.dim - 1)
+    if flow.layout(target) != expected:
+        raise Mixes("compares rows with targets of others")
+
+
+def _has_rows(flow: Flow, value: torch.Tensor) -> bool:
+    try:
+        return not flow.is_uniform(value) and flow.layout(value) == Layout(dim=0)
+    except Mixes:
+        return False
+
+
+@contextlib.contextmanager
+def _without_metrics(model: torch.nn.Module) -> Iterator[None]:
+    """For the time, metrics of torchmetrics count nothing: they add up what they see, part by part as well."""
+    kept = []
+    for module in model.modules():
+        if _is_metric(module):
+            own = vars(module)
+            kept.append((own, {name: own[name] for name in ("update", "forward") if name in own}))
+            own["update"] = own["forward"] = _nothing
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            del own["update"], own["forward"]
+            own.update(before)
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(module).__mro__)
+
+
+def _nothing(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+class _AllRows(frozenset[Any]):
+    """Contains every key: a batch that is one part is put together of itself."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def _all_rows(_: AbstractBatch) -> frozenset[Any]:
+    return _AllRows()
+
+
+def _key(batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Any:
+    shapes: list[Any] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    rest = batch.part(0, batch.num_examples, note)
+    plain = [
+        v if isinstance(v, bool | int | float | str | None) else type(v).__name__ for v in (*rest[0], *rest[1].values())
+    ]
+    device = batch.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return tuple(shapes), tuple(rest[1]), tuple(plain), tuple({e - b for b, e in parts}), len(parts), autocast

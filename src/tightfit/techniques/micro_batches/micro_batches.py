@@ -1,0 +1,208 @@
+"""Micro-batches: the batch is run in parts, forwards and backwards, and the gradients added up, inside one forward of the user's loop.
+
+Gradient accumulation without its loop: for models that return their loss (Hugging Face's with labels, and any root that ends in a loss function),
+and for the training loops of Lightning and the Trainer, which have a method that does, whatever their model returns.
+The means of the parts are weighted by the number of their terms, so that the sum is the gradient of the whole batch.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.updates import BACKWARD_SLOT
+from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Change, Option, merged
+from tightfit.tape import Category, Column, Phase, Tape
+from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
+from tightfit.techniques.micro_batches.split_step import split_step
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+NUMS_PARTS = (2, 4, 8)
+
+_LOSSES = (
+    *("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.nll_loss", "aten.mse_loss", "aten.smooth_l1_loss"),
+    *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
+)
+_BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
+# Operators that draw, by how their names begin: those that torch tags `nondeterministic_seeded`, and factories.
+_DRAWS = (
+    *("aten.native_dropout", "aten._fused_dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.uniform"),
+    *("aten.multinomial", "aten.exponential", "aten.geometric", "aten.cauchy", "aten.log_normal", "aten.poisson"),
+    *("aten.binomial", "aten.rrelu", "aten.gumbel"),
+)
+
+
+@final
+class MicroBatches(AbstractTechnique):
+    """Trades smaller kernels, and more of them, for all but one part of the activations."""
+
+    name = "micro_batches"
+    exact = True
+    needs = Needs.DIVISIBLE
+    exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) they are others, and it is lossy"
+    tolerance = 0.25
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """Halves, quarters and eighths of the batch, where the model itself computes the loss, or a framework's loop has a method that does."""
+        run = OptimizerTape(tape, device)
+        if not run.stretches or _obstacle(run):
+            return
+        draws = bool(len(_operators(tape, _DRAWS)))
+        loop = {"loop": tape.loop} if _is_of_loop(run) else {}
+        for num_parts in NUMS_PARTS:
+            yield Option(
+                technique=self.name,
+                where="batch",
+                settings={"num_parts": num_parts, "draws_anew": draws, **loop},
+                changes=_changes(run, num_parts),
+                seconds=_seconds(run, num_parts),
+                exact=not draws,
+                slots=frozenset({"batch", BACKWARD_SLOT}),
+                is_coarse=True,
+                leaves_share=1 / num_parts,
+            )
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """What the user's own loop could do, and why this technique cannot."""
+        run = OptimizerTape(tape, device)
+        reason = _obstacle(run)
+        if not (run.stretches and reason):
+            return []
+        saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
+        if len(_operators(tape, _BATCH_NORMS)):
+            what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
+            return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
+        what = (
+            f"the batch cannot be split from outside, because {reason}; in the loop: half the batch, two backward passes per optimizer step, each "
+            "loss divided by two (Trainer and Accelerate: gradient_accumulation_steps=2, Lightning: accumulate_grad_batches=2, each with half "
+            "the batch size)"
+        )
+        return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=True)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts the parts around the model's forward."""
+        (choice,) = chosen
+        model, loop = session.model, choice.settings.get("loop")
+        if loop and session.loop is None:
+            raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")
+        if not (loop or session.optimizers):
+            raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
+        for module in model.modules() if loop else (model,):
+            if type(module).__name__ in WRAPPERS:
+                raise ApplyError(
+                    f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
+                )
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+                raise ApplyError(
+                    f"{name} is a batch norm in training: its statistics are those of the whole batch; leave micro_batches out"
+                )
+
+        statistics = session.statistics
+
+        def counted() -> None:
+            statistics["micro-batches"] += 1
+
+        num_parts, draws = int(choice.settings["num_parts"]), choice.settings["draws_anew"] in (True, "True")
+        refuse = functools.partial(session.verdict.refuse, technique=self.name)
+        if loop:
+            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted, refuse=refuse)
+            return
+        split = SplitForward(
+            model,
+            num_parts,
+            allows_randomness=draws,
+            counted=counted,
+            refuse=refuse,
+            check_steps=session.check_steps,
+        )
+        session.wrap_forward(model, split)
+
+
+def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
+    known = [i for i, text in enumerate(tape.strings) if text.startswith(names)]
+    return np.flatnonzero(np.isin(tape.operators.name, known) & (tape.operators.phase == Phase.FORWARD))
+
+
+def _obstacle(run: OptimizerTape) -> str:
+    """Why a batch cannot be split, as far as a tape shows; empty where it can."""
+    if len(_operators(run.tape, _BATCH_NORMS)):
+        return "a batch norm takes its statistics from the whole batch"
+    if _is_of_loop(run):
+        return ""
+    if not _returns_loss(run.tape):
+        return "its loss is computed outside of the model"
+    return "a GradScaler scales it outside" if run.scales_loss else ""
+
+
+def _is_of_loop(run: OptimizerTape) -> bool:
+    """Whether it is the step of a framework that can be split, and not the model. The Trainer's label smoother is no loss function of torch."""
+    tape = run.tape
+    has_step = tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
+    return has_step and (run.scales_loss or not _returns_loss(tape))
+
+
+def _returns_loss(tape: Tape) -> bool:
+    """Whether the model that is called is where the loss functions run."""
+    losses = _operators(tape, _LOSSES)
+    roots = [root for root in _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD)) if root]
+    # A loss function that is a module of its own (torch.nn.CrossEntropyLoss) is called beside the model, not by it.
+    model = max(set(roots), key=roots.count, default="")
+    return bool(len(losses)) and set(_roots(tape, losses)) == {model}
+
+
+def _roots(tape: Tape, operators: Column) -> list[str]:
+    """The class of the outermost module that each of these operators ran in, empty outside of all."""
+    return [tape.strings[m].partition(".")[0] for m in tape.operators.module[operators].tolist()]
+
+
+def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
+    """All but one part of what the passes make is gone; the gradients are there from the first part on.
+
+    Those of the step before that are dropped between forward and backward pass stay to the end, but in Lightning's steps, which are put in
+    parts without them.
+    """
+    drops = _is_of_loop(run) and run.tape.loop == "Lightning"
+    storages = run.tape.storages
+    by_operator = storages.operator >= 0
+    phase = np.where(by_operator, run.tape.operators.phase[storages.operator], Phase.OTHER)
+    made = np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES)) & np.isin(
+        phase, (Phase.FORWARD, Phase.BACKWARD)
+    )
+    at = np.flatnonzero(made)
+    gone = changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -(1 - 1 / num_parts))
+    gradients = np.flatnonzero(storages.category == Category.GRADIENTS)
+    early: list[Change] = []
+    for begin, end in run.passes():
+        new = gradients[(run.born[gradients] >= begin) & (run.born[gradients] < end)]
+        early += changes(levels(np.full(len(new), begin), run.born[new], run.block_bytes[new]))
+        old = gradients[(run.born[gradients] < begin) & (run.died[gradients] > begin) & (run.died[gradients] < end)]
+        held = levels(np.full(len(old), begin), run.died[old], -run.block_bytes[old])
+        early += changes(held if drops else levels(run.died[old], np.full(len(old), end), run.block_bytes[old]))
+    return merged((*gone, *early))
+
+
+def _seconds(run: OptimizerTape, num_parts: int) -> float:
+    """More kernels that each do less: what each costs however small it is, once per part, and the sums of gradients read and written.
+
+    A step takes the card's time or the host's to issue the kernels, whichever is longer.
+    """
+    working, phase = is_kernel(run.tape), run.tape.operators.phase
+    in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
+    on_card = float(operator_seconds(run.tape, run.device).sum()) / run.num_steps
+    issued = int(working.sum()) / run.num_steps
+    gradients = run.gradients(run.stretches[-1])
+    total = int(run.block_bytes[gradients].sum())
+    efficiency = efficiency_of(run.device)
+    more = (num_parts - 1) * (in_passes + len(gradients))
+    sums = run.seconds_of_update((3 * (num_parts - 1) + 2) * total, 0)
+    longer = on_card + sums + more * efficiency.launch_seconds
+    return max(longer, (issued + more) * efficiency.issue_seconds) - max(on_card, issued * efficiency.issue_seconds)

@@ -1,0 +1,278 @@
+"""Runs a model that returns its loss over parts of a batch, one after another, so that only one part's activations are ever alive.
+
+Each part is run backwards at once, inside the forward, with its gradients added up aside; what the caller gets is a loss whose backward pass
+only scales those sums and hands them over. The caller's loop sees one forward, one loss and one backward pass.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tightfit.effects.fingerprints import paused
+from tightfit.effects.reads import Reads
+from tightfit.effects.value_checks import has_values, nothing_hidden
+from tightfit.errors import ApplyError, TightfitError
+from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
+from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
+from tightfit.techniques.micro_batches.loss_means import Watch
+from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Unchanged, find_loss
+from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
+from tightfit.torch_hooks.backward import of_a_part
+
+WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+"""Modules that do their own work around the forward and the backward pass of the one inside."""
+
+Forward = Callable[..., Any]
+# Two orders of summation differ by less than this; a loss that parts of a batch do not make up differs by more.
+_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
+_TOLERANCE_OF_HALVES = 2e-2
+
+
+class SplitForward:
+    """The code around a root's forward; `num_parts` at most, `allows_randomness` as `Watch` has it. `counted` is called once per part.
+
+    `batch_of` says what of the arguments is the batch, `scaled` is the scale of the `GradScaler` that scales the loss outside. What is run to prove
+    that parts may be run, and to compare them, is run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by
+    value. It refers to the model weakly, and a copy of the model takes a copy of it along.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        num_parts: int,
+        *,
+        allows_randomness: bool,
+        counted: Callable[[], None],
+        refuse: Refuse = ApplyError,
+        check_steps: int = 0,
+        batch_of: Callable[[Sequence[Any], Mapping[str, Any]], AbstractBatch] | None = None,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        unseen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._num_parts = num_parts
+        self._allows_randomness = allows_randomness
+        self._counted = counted
+        self._refuse = refuse
+        self._check_steps = check_steps
+        self._batch_of = batch_of or Batch
+        self._scaled = scaled
+        self._unseen = unseen
+        self._proofs = BatchProofs(model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen)
+        self._is_checked = False
+        self._checks_left = check_steps
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that is trained."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitForward":
+        return SplitForward(
+            copy.deepcopy(self.model, memo),
+            self._num_parts,
+            allows_randomness=self._allows_randomness,
+            counted=self._counted,
+            check_steps=self._check_steps,
+            batch_of=self._batch_of,
+            scaled=self._scaled,
+        )
+
+    def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or are_transforms_active():
+            return forward(*args, **kwargs)
+        try:
+            return self._in_parts(forward, args, kwargs)
+        except ApplyError as error:
+            raise self._refuse(str(error)) from None
+
+    # torch.compile would take apart the proofs as well: in a model that was compiled as a whole the parts run as they are written.
+    @torch._disable_dynamo
+    def _in_parts(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = self._batch_of(args, kwargs)
+        if not batch.num_examples:
+            # There is nothing to hold, and a mean of nothing is what torch says.
+            return forward(*args, **kwargs)
+        # The last batch of an epoch may be one example; only a run that begins with one has nothing to split.
+        if batch.num_examples < 2 and not self._is_checked:
+            raise self._refuse("the batch has one example, which cannot be split; leave micro_batches out")
+        if self._scaled is None:
+            _refuse_float16(batch.device)
+        is_checked = False
+        with _GradientsAside(self.model) as aside, self._no_steps():
+            checks_before = self._checks_left
+            sums, outputs = self._run(forward, batch, aside)
+            is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
+            sums.gradients = [p.grad for p in aside.parameters]
+        sums.refuse = self._refuse
+        sums.unchanged = Unchanged([*aside.parameters, *batch.tensors()], has_checksum=is_checked)
+        return outputs.joined(sums, aside.parameters)
+
+    def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
+        one = torch.ones((), device=batch.device)
+        sums, outputs = Sums(1.0 if self._scaled is None else self._scaled(one)), Outputs(refuse=self._refuse)
+        parts = list(batch.parts(self._num_parts))
+        proved = self._proofs.of(batch, parts)
+        decisions: list[Any] | None = None
+        for begin, end in parts:
+            args, kwargs = batch.part(begin, end)
+            watch = Watch(end - begin, allows_randomness=self._allows_randomness)
+            is_new = proved is None or proved.is_of_first
+            try:
+                with watch, Reads() if is_new else contextlib.nullcontext() as reads:
+                    output = forward(*args, **kwargs)
+            except Exception as error:
+                if is_new and not isinstance(error, TightfitError):
+                    self._refuse_parts_that_raise(forward, batch, error)
+                raise
+            if watch.failure is not None:
+                raise watch.failure
+            if decisions is not None and watch.decisions != decisions:
+                raise self._refuse(
+                    "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
+                )
+            decisions = watch.decisions
+            # A plan may be put on the modules inside by their first forward, and change what is trained.
+            _refuse_hooks(self.model, self._refuse)
+            aside.take()
+            loss_key, loss = find_loss(output)
+            values = None if reads is None else reads.values
+            if proved is not None and not is_new and proved.decisions != tuple(decisions):
+                proved = self._proofs.with_decisions(batch, parts, decisions)
+                is_new = proved is None
+                values = self._read(forward, args, kwargs) if is_new else None
+            if proved is None or is_new:
+                proved = self._proofs.prove(forward, batch, parts, decisions, values, may_leave=not begin)
+                self._checks_left = self._check_steps
+            outputs.add(output, end - begin, loss_key, proved.joined)
+            weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
+            del output, watch
+            with torch.autocast(batch.device.type, enabled=False), of_a_part():
+                torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
+            sums.add(loss.detach(), weight)
+            del loss
+            self._counted()
+            if self._checks_left and batch.num_examples > 1 and not begin and has_values(*aside.parameters):
+                self._checks_left -= 1
+                with self._unseen(), paused(), nothing_hidden(self.model):
+                    self._check(forward, batch, proved.means)
+            self._is_checked = True
+        if not sums.are_shares_equal():
+            raise self._refuse(
+                "the loss adds up means over other numbers of terms (targets that are ignored), of which one part of the batch has another share "
+                "than of the rest; leave micro_batches out"
+            )
+        return sums, outputs
+
+    @torch.no_grad()
+    def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """What the model reads off its tensors for a part."""
+        with self._unseen(), paused(), Reads() as reads:
+            forward(*args, **kwargs)
+        return reads.values
+
+    @contextlib.contextmanager
+    def _no_steps(self) -> Iterator[None]:
+        """While this lasts, a step of any optimizer is refused: it would be made once for each part, with the gradients of some."""
+
+        def refuse(*_: Any) -> None:
+            raise self._refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
+
+        handle = register_optimizer_step_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
+        """Refuses where a part of the batch raises what the whole does not; what the whole raises too is the program's own."""
+        changed = self._proofs.changed()
+        if not changed:
+            args, kwargs = batch.part(0, batch.num_examples)
+            try:
+                with self._unseen(), paused():
+                    forward(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - that of the part is raised
+                return
+        told = " ".join(str(error).split()) + (f"; {changed}" if changed else "")
+        raise self._refuse(
+            f"the model raises {type(error).__name__} for a part of the batch, and may not for the whole ({told}); leave micro_batches out"
+        ) from error
+
+    @torch.no_grad()
+    def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int]) -> None:
+        """Two examples together and one by one must give the same loss: what compares examples, or mixes them, does not."""
+        was_training = [module for module in self.model.modules() if module.training]
+        if self._allows_randomness:
+            self.model.eval()
+        results, comparable = [], True
+        for stretches in (((0, 2),), ((0, 1), (1, 2))):
+            sums = Sums()
+            for begin, end in stretches:
+                args, kwargs = batch.part(begin, end)
+                with Watch(end - begin, allows_randomness=self._allows_randomness) as watch:
+                    output = forward(*args, **kwargs)
+                _, loss = find_loss(output)
+                sums.add(loss, sums.weight_of(means, watch.terms, end - begin, loss))
+            comparable = comparable and sums.are_shares_equal()
+            results.append(sums.loss())
+        for module in was_training:
+            module.training = True
+        # What this has cast stays in autocast's cache: a part that finds it there casts less than a block of it that is run again would.
+        torch.clear_autocast_cache()
+        together, apart = results
+        tolerance = _TOLERANCE.get(together.dtype, _TOLERANCE_OF_HALVES)
+        if torch.is_autocast_enabled(batch.device.type):
+            tolerance = _TOLERANCE_OF_HALVES
+        if comparable and bool((together - apart).abs() > tolerance * together.abs()):
+            raise self._refuse(
+                f"two examples together have the loss {together.item():.6g} and one by one {apart.item():.6g}: it depends on what else is in "
+                "the batch; leave micro_batches out"
+            )
+
+
+class _GradientsAside:
+    """Takes the gradients off the parameters that are trained when `take` is first called, and puts them back at the end."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._gradients: list[torch.Tensor | None] = []
+        self.parameters: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        if self.parameters:
+            return
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._gradients = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _refuse_hooks(model: torch.nn.Module, refuse: Refuse) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise refuse(
+                f"{name} has a hook on its gradient, which would see each part's instead of the batch's; leave micro_batches out"
+            )
+
+
+def _refuse_float16(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16:
+        raise ApplyError(
+            "under autocast in float16 gradients need the scale of a GradScaler, which is not known in the forward; use bfloat16, or leave micro_batches out"
+        )

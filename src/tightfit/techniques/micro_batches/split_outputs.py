@@ -1,0 +1,264 @@
+"""What the parts of a batch return, put together: the loss of the whole, whose gradients are there already, and small outputs besides."""
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.effects.totals import ROWS
+from tightfit.effects.value_checks import checksum
+from tightfit.errors import ApplyError
+from tightfit.techniques.micro_batches.loss_means import Term
+from tightfit.techniques.wrappers.first_order import Refuse, first_order
+
+# By how much shares of whole numbers, and of sums of class weights, may differ.
+_EXACT, _ROUNDED = 1e-12, 1e-6
+
+SMALL_OUTPUT_BYTES = 16 << 20
+"""What else a model returns is put together again up to this size, which class scores have and logits of a vocabulary do not."""
+
+
+class Unchanged:
+    """What the gradients were computed from, to be the same when the loss is run backwards: weights and batch, by address, version and (with
+    `has_checksum`) values. It refers to them weakly: a batch that is gone cannot be changed.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, has_checksum: bool) -> None:
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._places = [_place(tensor) for tensor in tensors]
+        self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
+
+    def what_changed(self) -> str:
+        """In words; nothing where all is the same."""
+        for number, reference in enumerate(self._tensors):
+            tensor = reference()
+            if tensor is None:
+                continue
+            is_same = _place(tensor) == self._places[number] and (
+                self._checksums is None or checksum([tensor]) == self._checksums[number]
+            )
+            if not is_same:
+                return "a weight was changed" if isinstance(tensor, torch.nn.Parameter) else "the batch was overwritten"
+        return ""
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return (0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()), version
+
+
+class Sums:
+    """The weighted losses of the parts so far, and the sums of their gradients, to be scaled by one over the sum of the weights.
+
+    The gradients were computed times `loss_scale`, so that float16 holds them.
+    """
+
+    def __init__(self, loss_scale: torch.Tensor | float = 1.0) -> None:
+        self.loss_scale = loss_scale
+        self.gradients: list[torch.Tensor | None] = []
+        self.refuse: Refuse = ApplyError
+        self.unchanged: Unchanged | None = None
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
+        # Of each part what all of its means are over.
+        self._counts: list[list[torch.Tensor | int]] = []
+        self._is_mean = True
+        self._unit = 1
+
+    def weight_of(
+        self, means: frozenset[int], terms: Sequence[Term], num_examples: int, loss: torch.Tensor
+    ) -> torch.Tensor:
+        """The weight of a part of `num_examples` whose loss functions were `terms` and whose loss is a mean over `means`, or a sum.
+
+        It is the number of its terms, in units of the first part's, so that half precision can hold the sums. A count that is on the device stays there.
+        """
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        if not means:
+            self._is_mean = False
+            return torch.ones((), dtype=dtype, device=loss.device)
+        counts = [_count(terms, mean, num_examples) for mean in sorted(means)]
+        self._counts.append(counts)
+        if not self._losses:
+            self._unit = num_examples if ROWS in means else terms[min(means)].most_terms
+        if isinstance(counts[0], torch.Tensor):
+            return counts[0].to(dtype) / self._unit
+        return torch.full((), counts[0] / self._unit, dtype=dtype, device=loss.device)
+
+    def are_shares_equal(self) -> bool:
+        """Whether each part has the same share in all means: else one weight is not right for all of them. Counts on the device are read."""
+        if not self._counts or len(self._counts[0]) < 2 or isinstance(self._losses[0], FakeTensor):
+            return True
+        if all(isinstance(count, int) for counts in self._counts for count in counts):
+            table = torch.tensor(self._counts, dtype=torch.float64)
+        else:
+            device = self._losses[0].device
+            rows = [[torch.as_tensor(c, dtype=torch.float64, device=device) for c in each] for each in self._counts]
+            table = torch.stack([torch.stack(row) for row in rows])
+        shares = table / table.sum(0)
+        is_rounded = any(isinstance(c, torch.Tensor) and c.is_floating_point() for c in self._counts[0])
+        return bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all())
+
+    def add(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
+        """One more part. The mean over no terms is no number, and counts for nothing."""
+        self._losses.append(torch.where(weight > 0, loss * weight, 0.0))
+        self._weights.append(weight)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the whole batch."""
+        total = torch.stack(self._losses).sum()
+        return total / self._total() if self._is_mean else total
+
+    def scale(self) -> torch.Tensor | float:
+        """What the sums of gradients are to be multiplied by."""
+        return 1.0 / (self._total() * self.loss_scale) if self._is_mean else 1.0 / self.loss_scale
+
+    def _total(self) -> torch.Tensor:
+        return torch.stack(self._weights).sum()
+
+
+def _count(terms: Sequence[Term], mean: int, num_examples: int) -> torch.Tensor | int:
+    found = num_examples if mean == ROWS else terms[mean].num_terms
+    assert found is not None
+    return found
+
+
+@dataclasses.dataclass(slots=True)
+class Outputs:
+    """What the parts returned besides their losses, as far as it is small."""
+
+    refuse: Refuse = ApplyError
+    kind: Any = None
+    keys: list[Any] = dataclasses.field(default_factory=list)
+    loss_key: Any = None
+    values: dict[Any, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    absent: set[Any] = dataclasses.field(default_factory=set)
+    num_bytes: int = 0
+
+    def add(self, output: Any, num_examples: int, loss_key: Any, joined: frozenset[Any]) -> None:
+        """Keeps what can be joined, detached: of the outputs in `joined`, which have a row for each example, those that are small."""
+        items = items_of(output)
+        self.kind, self.keys, self.loss_key = type(output), list(items), loss_key
+        for key, value in items.items():
+            if key == self.loss_key or key in self.absent:
+                continue
+            can_join = key in joined and isinstance(value, torch.Tensor) and value.shape[0] == num_examples
+            if can_join:
+                self.values.setdefault(key, []).append(value.detach())
+                self.num_bytes += value.numel() * value.element_size()
+            if not can_join or self.num_bytes > SMALL_OUTPUT_BYTES:
+                self.absent.add(key)
+                self.values.pop(key, None)
+
+    def joined(self, sums: Sums, parameters: Sequence[torch.Tensor]) -> Any:
+        """The output for the whole batch, of the type that the model returns."""
+        keys = list(self.values)
+        loss, *others = _Joined.apply(sums, [torch.cat(self.values[key]) for key in keys], *parameters)
+        found = dict(zip(keys, others, strict=True)) | {self.loss_key: loss}
+        items = {key: found[key] if key in found else LeftOut(key, self.refuse) for key in self.keys}
+        if issubclass(self.kind, torch.Tensor):
+            return loss
+        return tuple(items.values()) if self.kind is tuple else self.kind(**items)
+
+
+class LeftOut:
+    """Stands for an output that micro_batches does not put together; any use of it says so."""
+
+    def __init__(self, name: Any, refuse: Refuse) -> None:
+        self._name = name
+        self._error = refuse
+
+    def _refuse(self, *_: Any) -> Never:
+        raise self._error(
+            f"the program uses the output {self._name} of the model, of which micro_batches gives the loss alone; leave it out"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LeftOut))._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __sub__ = __matmul__ = __truediv__ = _refuse
+
+
+class _Joined(torch.autograd.Function):
+    """The loss of the whole batch, whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, others: Sequence[torch.Tensor], *parameters: torch.Tensor) -> Any:
+        ctx.sums, ctx.refuse = sums, sums.refuse
+        ctx.set_materialize_grads(False)
+        return sums.loss(), *others
+
+    @staticmethod
+    @first_order("micro_batches")
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
+        gradient, *others = grad_outputs
+        if any(other is not None for other in others):
+            raise ctx.refuse(
+                "the program computes a loss of its own from what the model returns, and micro_batches has only the gradients of the model's own; leave it out"
+            )
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")
+        changed = "" if sums.unchanged is None else sums.unchanged.what_changed()
+        if changed:
+            raise ctx.refuse(
+                f"{changed} between the forward and the backward pass, and micro_batches has run both; leave it out"
+            )
+        gradients, sums.gradients = sums.gradients, []
+        if gradient is None:
+            return None, None, *(None for _ in gradients)
+        scale = gradient * sums.scale()
+        _scale([value for value in gradients if value is not None], scale)
+        return None, None, *gradients
+
+
+def _scale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """In as few kernels as there can be; a scale in 16 bits would be rounded, so gradients in those are scaled one by one."""
+    together = [g for g in gradients if g.dtype == scale.dtype and g.device == scale.device]
+    if together:
+        torch._foreach_mul_(together, scale)
+    for gradient in gradients:
+        if gradient.dtype != scale.dtype or gradient.device != scale.device:
+            gradient.mul_(scale)
+
+
+def find_loss(output: Any) -> tuple[Any, torch.Tensor]:
+    """Which item of what a model returns is the loss, and the loss.
+
+    Raises:
+        ApplyError: it is not clear, or there is none.
+    """
+    items = items_of(output)
+    key = _loss_key(items, output)
+    return key, items[key]
+
+
+def items_of(output: Any) -> dict[Any, Any]:
+    """What a model returns, by key or position."""
+    if isinstance(output, torch.Tensor):
+        return {0: output}
+    if type(output) is tuple:
+        return dict(enumerate(output))
+    if isinstance(output, Mapping):
+        return dict(output)
+    raise ApplyError(f"the model returns a {type(output).__name__}, no loss; leave micro_batches out")
+
+
+def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
+    """Which item is the loss: the one that is called so, or the only number among them."""
+    if isinstance(items.get("loss"), torch.Tensor):
+        return "loss"
+    numbers = [key for key, value in items.items() if isinstance(value, torch.Tensor) and value.dim() == 0]
+    if len(numbers) != 1:
+        raise ApplyError(
+            f"the model returns {len(numbers) or 'no'} numbers ({type(output).__name__}), of which one must be the loss; leave micro_batches out"
+        )
+    return numbers[0]

@@ -1,0 +1,379 @@
+"""Updates of parameters within a backward pass: when they run, what they are refused for, and what the script finds on `p.grad` meanwhile.
+
+Nothing is trained before the optimizer is stepped: the first backward pass keeps norms, and a second one, within the step, updates and frees
+(`tightfit.techniques.lazy_tensors.retained_graphs`). So whatever the script does in between (reads of gradients or weights, new settings, edited states, a step that
+is left out) finds and does what it would without updates in the backward pass. Nothing else would be exact: an update that the script has not
+asked for yet cannot be taken back without a copy of what it wrote to.
+
+A backward pass whose gradients somebody else has a part in (hooks, a buffer of the script's own, second derivatives) is left to torch.
+"""
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, told_of_gradients
+from tightfit.techniques.optimizer.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
+from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.first_order import are_transforms_active
+from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
+from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
+
+# What one sees in a graph of hooks on modules, of a recomputation in a backward pass of its own, and of gradients that are all there already.
+_NODES_WITH_MORE = {
+    "BackwardHookFunctionBackward": "a module has a backward hook",
+    "CheckpointFunctionBackward": "torch.utils.checkpoint recomputes with use_reentrant=True",
+    "_JoinedBackward": "micro_batches have made all of them in the forward",
+}
+_USED = f"after the update that used it up; {REMEDY}"
+_MAX_READ_IN_A_ROW = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepper:
+    """One optimizer: how it updates a parameter, and whether that is to happen to all of them, and not by its own step."""
+
+    update: UpdateOne
+    updates_all: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Standing:
+    """What stood on parameters when a backward pass came: zeros, and what an update has used up, which nothing can be added to."""
+
+    zeros: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+    used: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Zeros where no gradient has come; what is used up stays so, for the script to clear before it can step again."""
+        for parameter, gradient in self.zeros.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        for parameter, gradient in self.used.items():
+            parameter.grad = gradient
+
+
+class Updates:
+    """Around the backward passes and the steps of the optimizers of one session, whose parameters `updates` update one by one.
+
+    `updates_all` says that what `updates` do is not what the step of the optimizer would do.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        updates: Mapping[torch.optim.Optimizer, UpdateOne],
+        *,
+        updates_all: bool = False,
+    ) -> None:
+        self.session = session
+        self._steppers = {o: _Stepper(update=update, updates_all=updates_all) for o, update in updates.items()}
+        self._kept: list[KeptPass] = []
+        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
+        self._num_checked = 0
+        self._reads_later = False
+        self._num_read = 0
+        self._why_kept = ""
+        self.is_over = False
+
+    def install(self) -> None:
+        """Hooks the optimizers, and has backward passes told, until the session is undone."""
+        for optimizer in self._steppers:
+            update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
+        self.session.wrap_forward(self.session.model, _Inputs(self))
+        leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
+
+        def leave() -> None:
+            for each in leaves:
+                each()
+
+        self.session.when_undone(leave)
+        self.session.when_undone(self._end)
+
+    def _end(self) -> None:
+        """Leaves the gradients that wait where the script finds them."""
+        self.is_over = True
+        try:
+            self._make_all()
+        except ApplyError as error:
+            # What the script has changed meanwhile stands against it; whoever reads one of these gradients is told.
+            for kept in self._kept:
+                kept.give_up(str(error))
+
+    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is stepped: one that is not of this session finds the gradients made."""
+        if optimizer in self._steppers:
+            return
+        if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
+            self._make_all()
+
+    # Backward passes
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return self._owned()
+
+    def before_node_hook(self, hook: object) -> None:
+        """Nothing yet: whether there is one is asked when a backward pass begins (`is_any_node_hooked`)."""
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        if backward.is_nested or backward.is_of_part or not backward.accumulates:
+            return backward.run()
+        self.session.check()
+        owned = self._owned()
+        reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
+        standing = self._clear_way(reached)
+        for parameter in standing.used:
+            del reached[parameter]
+        reason = self._reason_against(backward, reached)
+        try:
+            with told_of_gradients(standing.used, _drop):
+                if not reached:
+                    return backward.run()
+                if reason:
+                    self._left_to_torch(reason)
+                    return backward.run()
+                return self._run_and_keep(backward, reached, standing.zeros)
+        finally:
+            standing.put_back()
+
+    def _run_and_keep(
+        self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
+    ) -> Any:
+        known = weakref.ref(self)
+
+        def make_all() -> None:
+            if (live := known()) is not None:
+                live._make_all()
+
+        model = self.session.model
+        frozen = [parameter for parameter in model.parameters() if parameter not in reached]
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
+        self._inputs.clear()
+        result = kept.run_first(reached, zeroed, make_all)
+        self._kept.append(kept)
+        return result
+
+    def _owned(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
+        return {
+            parameter: optimizer
+            for optimizer in self._steppers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+
+    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+        """Makes place for the gradients that come, and returns what stood there: zeros that they are added to, and what is used up."""
+        self._kept = [kept for kept in self._kept if kept.waiting]
+        standing = _Standing()
+        for parameter in reached:
+            deferred = deferred_gradient(parameter)
+            if deferred is None or parameter.grad is None:
+                continue
+            if deferred.state == "deferred":
+                self._make_all()
+            if deferred.state == "zero":
+                standing.zeros[parameter], parameter.grad = parameter.grad, None
+            elif deferred.state == "used":
+                standing.used[parameter], parameter.grad = parameter.grad, None
+            settle(parameter)
+        return standing
+
+    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
+        """Why this pass is left to torch; empty where it is not."""
+        if backward.creates_graph:
+            return "a backward pass is run with create_graph=True"
+        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
+            return "a parameter is held by two optimizers"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
+        reasons = itertools.chain(
+            (self._why_kept, _reason_of_mode()), map(_reason_of_parameter, reached), map(_reason_of, backward.nodes())
+        )
+        return next(filter(None, reasons), "")
+
+    def _num_held(self) -> int:
+        return len({parameter for o in self._steppers for parameter in groups_by_parameter(o)})
+
+    def _left_to_torch(self, reason: str) -> None:
+        self.session.statistics["backward passes with all gradients kept"] += 1
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        note = f"gradients are kept, because {reason}: the run may hold more than the plan says ({REMEDY})"
+        if note not in self.session.notes:
+            self.session.notes.append(note)
+
+    def _update_one(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, group: int) -> None:
+        self._steppers[optimizer].update(parameter, group)
+        self.session.statistics["parameters updated in backward"] += 1
+
+    # Steps
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
+        """Runs within a step; the parameters that it has nothing to do for any more."""
+        stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
+        for parameter in groups:
+            deferred = deferred_gradient(parameter)
+            if deferred is None:
+                continue
+            if deferred.state == "used":
+                raise self.session.refuse(
+                    f"{type(optimizer).__name__} is stepped with gradients that an update has used up and that were not cleared since; {REMEDY}"
+                )
+            if deferred.state == "zero":
+                deferred.whole()
+        done = self._second_pass(optimizer, groups)
+        for parameter, group in groups.items():
+            settle(parameter)
+            if stepper.updates_all and parameter not in done and parameter.grad is not None:
+                stepper.update(parameter, group)
+                done[parameter] = None
+        return done
+
+    def _second_pass(
+        self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
+    ) -> dict[torch.Tensor, None]:
+        mine = [kept for kept in self._kept if any(parameter in groups for parameter in kept.waiting)]
+        others = [kept for kept in self._kept if kept.waiting and kept not in mine]
+        if not mine:
+            return {}
+        if len(mine) > 1 or others:
+            # What one pass updates, another one would see.
+            self._make_all()
+            return {}
+        (kept,) = mine
+        parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
+        through_host = not self._can_update_in(kept)
+        try:
+            updated = kept.use(
+                lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED, through_host=through_host
+            )
+        except BaseException:
+            self.session.refuse(
+                f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
+            )
+            raise
+        self._kept.remove(kept)
+        self._num_read = 0
+        if len(updated) < len(parameters):
+            self.session.statistics["gradients kept to the step"] += len(parameters) - len(updated)
+            self._tell("a parameter's memory is also held by something else when its gradient is there")
+        return updated
+
+    def _can_update_in(self, kept: KeptPass) -> bool:
+        """Whether parameters may be updated within the second pass: not in the first steps, in which that is tried out, nor where anything was
+        written to since the first pass, or where a function of the program's own may do and read what it likes.
+        """
+        if self._num_checked < self.session.check_steps:
+            self._num_checked += 1
+            self._reads_later = self._reads_later or not kept.try_out()
+            return False
+        if not self.session.check_steps:
+            return True
+        is_uncertain = self._reads_later or kept.runs_own_code()
+        if is_uncertain:
+            self.session.statistics["backward passes with gradients in host memory"] += 1
+            note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
+            if note not in self.session.notes:
+                self.session.notes.append(note)
+        return not is_uncertain and not kept.may_be_other()
+
+    def model_is_given(self, given: Any) -> None:
+        """The model is called with these arguments."""
+        self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+    def _make_all(self) -> None:
+        kept = list(self._kept)
+        for each in kept:
+            each.make_all()
+        self._kept.clear()
+        if kept:
+            self._num_read += 1
+        if self._num_read >= _MAX_READ_IN_A_ROW:
+            self._why_kept = "gradients are read or added to before the optimizer steps"
+
+
+def _reason_of_mode() -> str:
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+        return "what a graph has saved may be written to"
+    return "a node of a graph has a hook" if is_any_node_hooked() else ""
+
+
+def _reason_of(node: Any) -> str:
+    """Why a graph with this node is not run twice; empty for most."""
+    if is_hooked(node):
+        return "a tensor inside the model has a hook on its gradient, or keeps it"
+    return _NODES_WITH_MORE.get(type(node).__name__, "")
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _reason_of_parameter(parameter: torch.Tensor) -> str:
+    if parameter.grad is not None:
+        return "gradients are there before the backward pass, to be added to"
+    has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return "a parameter has a hook on its gradient" if has_hooks else ""
+
+
+def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
+    """How a gradient refuses, without keeping anything: Python's collector does not see what a parameter's gradient refers to."""
+    known = weakref.ref(updates)
+
+    def refuse(message: str) -> ApplyError:
+        live = known()
+        return ApplyError(message) if live is None or live.is_over else live.session.refuse(message)
+
+    return refuse
+
+
+def _before_other_steps(updates: Updates) -> Callable[[], None]:
+    """Has gradients made before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
+
+    What it returns ends that; so does the end of `updates`.
+    """
+    known = weakref.ref(updates)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (live := known()) is not None and not live.is_over:
+            live.other_steps(optimizer)
+
+    # A hook of torch's own for all optimizers: nothing is replaced.
+    handle = register_optimizer_step_pre_hook(before_step)
+    return weakref.finalize(updates, handle.remove)
+
+
+class _Inputs(OnlyHere):
+    """Around the model's forward; a copy of the model does without it."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        updates = self._updates()
+        if (
+            updates is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not are_transforms_active()
+        ):
+            updates.model_is_given((args, kwargs))
+        return forward(*args, **kwargs)

@@ -1,0 +1,109 @@
+"""8-bit states coded by the kernels of bitsandbytes, one for each direction, where that library is installed.
+
+It codes in the same blocks, to the nearest entry of a table that it is given (Dettmers et al., arXiv:2110.02861; csrc/kernels.cu, `dQuantize`),
+so it is given ours: the codes are those of `BlockCodec`, but for quotients that lie on a border. Nothing is held in between, and the float32
+copy is gone. The library is imported where a plan names it, and nowhere else.
+"""
+
+import importlib
+import importlib.metadata
+from contextlib import nullcontext
+from typing import final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.optimizer.state_codecs import (
+    BLOCK_SIZE,
+    AbstractCodec,
+    BlockCodec,
+    Encoded,
+    Tables,
+    is_coded_in_blocks,
+)
+from tightfit.torch_hooks.no_card import no_card
+
+LIBRARY = "bitsandbytes"
+
+_FIRST_WITH_OPERATORS = (0, 46)  # bitsandbytes/_ops.py registers them with torch.library since then
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_NUMBERS = 2**31 - 1  # the kernels count in 32 bits
+_REMEDY = "make the plan without it"
+
+
+def is_installed() -> bool:
+    """Whether the library is there, in a version with the operators; it is not imported."""
+    try:
+        version = importlib.metadata.version(LIBRARY)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= _FIRST_WITH_OPERATORS
+
+
+@final
+class BitsandbytesCodec(AbstractCodec):
+    """Codes of 8 bits, and a scale for each block of 256 numbers, made by the library for tensors of the kind of `beside`.
+
+    Raises:
+        ApplyError: the library is not there, cannot be loaded, or does not restore what it has coded.
+    """
+
+    def __init__(self, beside: torch.Tensor) -> None:
+        is_virtual = isinstance(beside, FakeTensor)
+        _load(is_virtual=is_virtual)
+        self._tables = Tables(8)
+        if not is_virtual:
+            self._try_out(beside.device)
+
+    def takes(self, name: str, shape: torch.Size) -> bool:
+        return is_coded_in_blocks(name, shape) and shape.numel() <= _MAX_NUMBERS
+
+    def encode(self, name: str, value: torch.Tensor) -> Encoded:
+        _check_stream(value.device)
+        flat = value.reshape(-1)
+        flat = flat if flat.dtype in _DTYPES else flat.float()
+        table = self._tables.table(name, flat.device)
+        # Its kernels for the host write to the first entry of the table (csrc/cpu_ops.cpp).
+        table = table if flat.is_cuda else table.clone()
+        codes, scales = torch.ops.bitsandbytes.quantize_blockwise(flat, table, BLOCK_SIZE[8])
+        return Encoded(main=codes, rest=scales)
+
+    def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        table = self._tables.table(name, encoded.main.device)
+        via = dtype if dtype in _DTYPES else torch.float32
+        whole = torch.ops.bitsandbytes.dequantize_blockwise(encoded.main, encoded.rest, table, BLOCK_SIZE[8], via)
+        return whole.view(shape).to(dtype)
+
+    def _try_out(self, device: torch.device) -> None:
+        """A kernel that is not made for this card would otherwise be found out in the middle of a run, or never."""
+        value = torch.linspace(0, 1, 16 * BLOCK_SIZE[8], device=device) ** 4
+        own = BlockCodec(8)
+        for name in ("exp_avg", "exp_avg_sq"):
+            try:
+                restored = self.decode(name, self.encode(name, value), value.shape, value.dtype)
+            except RuntimeError as error:
+                raise ApplyError(f"{LIBRARY} cannot code on {device}: {error}; {_REMEDY}") from error
+            expected = own.decode(name, own.encode(name, value), value.shape, value.dtype)
+            # Numbers on a border may be rounded either way: that is at most twice as far off as the nearest.
+            if (restored - value).abs().max() > 2 * (expected - value).abs().max():
+                raise ApplyError(f"{LIBRARY} does not restore on {device} what it has coded; {_REMEDY}")
+
+
+def _load(*, is_virtual: bool) -> None:
+    if not is_installed():
+        raise ApplyError(
+            f"the plan codes optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install it, or {_REMEDY}"
+        )
+    try:
+        # On virtual tensors only the shapes of its operators are asked for, and its kernels cannot be loaded where torch has no CUDA.
+        with no_card() if is_virtual else nullcontext():
+            importlib.import_module(LIBRARY)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise ApplyError(f"{LIBRARY} cannot be imported ({error}); {_REMEDY}") from error
+
+
+def _check_stream(device: torch.device) -> None:
+    """The library codes on the default stream whatever the current one is (csrc/ops.cu, `quantizeBlockwise`)."""
+    if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        raise ApplyError(f"{LIBRARY} codes on the default stream only, and the optimizer steps on another; {_REMEDY}")

@@ -1,0 +1,44 @@
+"""The squares that an optimizer averages, as the means of their rows and columns: Shazeer and Stern, "Adafactor" (arXiv:1804.04235).
+
+Only the form of the second moment is Adafactor's; the update is the script's own optimizer's, which sees `rows x columns / mean` in place of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
+from tightfit.techniques.optimizer.quantized_states import encode_states
+from tightfit.techniques.optimizer.state_codecs import FactoredCodec
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+# One of Adam's two states is an average of squares. It is read for the means of its rows and of its columns, and written again; the product
+# of a row and a column is in float32 first. Rows and columns themselves are next to nothing.
+_CODING = Coding(bytes_kept=0.0, part=0.5, bytes_moved=8, num_passes=3, kernels_per_piece=7, bytes_between=4)
+
+
+@final
+class FactoredStates(AbstractTechnique):
+    """Trades the single entries of Adam's second moment for nearly all of its bytes."""
+
+    name = "factored_states"
+    exact = False
+    needs = Needs.STEPS
+    exactness = "lossy: of the averages of squared gradients only the means of rows and columns are kept; vectors keep theirs whole"
+    tolerance = 0.15
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """For Adam and AdamW, with and without updates in the backward pass."""
+        run = OptimizerTape(tape, device)
+        if not run.stretches or run.updates_in_backward or run.family != "adam":
+            return []
+        return coded_options(run, _CODING, technique=self.name)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Takes over the optimizers' steps."""
+        (choice,) = chosen
+        encode_states(session, FactoredCodec(), self.name, choice.settings)

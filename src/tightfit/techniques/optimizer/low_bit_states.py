@@ -1,0 +1,86 @@
+"""An optimizer's states in 8 or 4 bits between its steps; see `tightfit.techniques.optimizer.state_codecs` for the form and its sources.
+
+Nothing has to be installed for it: the codes are made with operators of torch. Where bitsandbytes is there, its kernels can make those of 8 bits.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.optimizer.bitsandbytes_codec import LIBRARY, BitsandbytesCodec, is_installed
+from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
+from tightfit.techniques.optimizer.quantized_states import encode_states
+from tightfit.techniques.optimizer.state_codecs import BLOCK_SIZE, AbstractCodec, BlockCodec
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+# Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
+# up, scaled, rounded. 4 bits are also packed and unpacked. Lookups and maxima reach less of the bandwidth than what is read in order, so more
+# bytes are counted for them: as many as the same operators are priced at where they are traced.
+_CODINGS = {
+    8: Coding(
+        bytes_kept=1 + 4 / BLOCK_SIZE[8],
+        bytes_moved=80,
+        num_passes=2,
+        kernels_per_piece=11,
+        bytes_between=8,
+        bytes_more_in_16_bits=4,
+    ),
+    4: Coding(
+        bytes_kept=0.5 + 4 / BLOCK_SIZE[4],
+        bytes_moved=90,
+        num_passes=2,
+        kernels_per_piece=16,
+        bytes_between=8,
+        bytes_more_in_16_bits=4,
+    ),
+}
+_CODING_OF_LIBRARY = Coding(
+    bytes_kept=1 + 4 / BLOCK_SIZE[8],
+    bytes_moved=2,
+    num_passes=2,
+    kernels_per_piece=2,
+    numbers_per_piece=2**31,
+    bytes_between=0,
+)
+
+
+@final
+class LowBitStates(AbstractTechnique):
+    """Trades the last bits of an optimizer's averages, and time to code them, for three or seven eighths of their bytes."""
+
+    name = "low_bit_states"
+    exact = False
+    needs = Needs.STEPS
+    exactness = "lossy: averages of gradients and of their squares are rounded to 8 or 4 bits after each step; the update itself is that of the parameter's type"
+    tolerance = 0.15
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with averages."""
+        run = OptimizerTape(tape, device)
+        if not run.stretches or run.updates_in_backward or run.family == "adagrad":
+            return []
+        if not len(run.state(run.stretches[-1])):
+            return []
+        codings: list[tuple[dict[str, Any], Coding]] = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
+        if is_installed():
+            codings.append(({"bits": 8, "library": LIBRARY}, _CODING_OF_LIBRARY))
+        return [
+            option
+            for settings, coding in codings
+            for option in coded_options(run, coding, technique=self.name, settings=settings)
+        ]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Takes over the optimizers' steps."""
+        (choice,) = chosen
+        encode_states(session, _codec(session, choice), self.name, choice.settings)
+
+
+def _codec(session: Session, choice: Choice) -> AbstractCodec:
+    if choice.settings.get("library"):
+        return BitsandbytesCodec(next(session.model.parameters()))
+    return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)

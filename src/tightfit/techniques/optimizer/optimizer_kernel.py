@@ -1,0 +1,132 @@
+"""Which of torch's three implementations of an optimizer runs: one kernel for all, one per operation, or one per operation and tensor.
+
+The foreach implementation is torch's default on a card. It computes intermediate results of all parameters at once, so for Adam it holds as
+much again as the parameters while it steps; the for-loop holds those of one parameter, and the fused kernel none. The fused kernel also reads
+and writes everything once (torch/optim/optimizer.py, `_foreach_doc` and `_fused_doc`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from tightfit.allocator.pools import MIN_BLOCK_BYTES
+from tightfit.analysis.optimizer import OptimizerTape, Stretch, changes
+from tightfit.devices.device import Device
+from tightfit.planner.option import Change, Option
+from tightfit.tape import Tape
+from tightfit.techniques.optimizer.optimizer_kernels import Kernel, check_kernel, set_kernel
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+# A fused kernel takes the addresses of a limited number of tensors (ATen/native/cuda/MultiTensorApply.cuh: 30 to 110, by how many lists).
+TENSORS_PER_FUSED_KERNEL = 30
+
+
+SecondsOf = Callable[[OptimizerTape, Stretch], float]
+
+
+@final
+class OptimizerKernel(AbstractTechnique):
+    """Trades nothing (fused) or time (for-loop) for the intermediate results of the foreach implementation."""
+
+    name = "optimizer_kernel"
+    exact = True
+    exactness = (
+        "for-loop and foreach do the same operations on every element, bit for bit on a CPU; the fused kernel computes the same update and "
+        "may round its last bit otherwise"
+    )
+    tolerance = 0.1
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each implementation that did not run and that this optimizer is known to have."""
+        run = OptimizerTape(tape, device)
+        if not run.stretches:
+            return []
+        runs, family = run.implementation, run.family
+        options = []
+        if runs != "fused" and family != "other":
+            options.append(self._option(run, "fused", _without_temporaries(run), seconds_of_fused))
+        if runs == "foreach":
+            options.append(self._option(run, "for-loop", _one_at_a_time(run), _seconds_of_loop))
+        if runs == "for-loop" and family != "other":
+            options.append(self._option(run, "foreach", _all_at_once(run), _seconds_of_foreach))
+        return options
+
+    def _option(self, run: OptimizerTape, kernel: Kernel, changed: tuple[Change, ...], seconds_of: SecondsOf) -> Option:
+        added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.steady)
+        return Option(
+            technique=self.name,
+            where="optimizer",
+            settings={"kernel": kernel},
+            changes=changed,
+            seconds=added,
+            exact=self.exact,
+            slots=frozenset({"optimizer"}),
+        )
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Sets the flags of every optimizer's groups."""
+        (choice,) = chosen
+        kernel: Kernel = choice.settings["kernel"]
+        for optimizer in session.optimizers:
+            check_kernel(optimizer, session.model, kernel)
+        for optimizer in session.optimizers:
+            set_kernel(session, optimizer, kernel)
+
+
+def seconds_of_fused(run: OptimizerTape, stretch: Stretch, num_kernels: int = 0) -> float:
+    """What fused kernels take, as few as there can be or `num_kernels`: gradients are read, parameters and states read and written, once."""
+    updated = run.gradients(stretch)
+    parameter_bytes = int(run.block_bytes[updated].sum())
+    state_bytes = int(run.block_bytes[run.state(stretch)].sum())
+    num_kernels = num_kernels or 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
+    return run.seconds_of_update(3 * parameter_bytes + 2 * state_bytes, num_kernels)
+
+
+def _without_temporaries(run: OptimizerTape) -> tuple[Change, ...]:
+    removed = tuple(change for stretch in run.stretches for change in changes(run.held(stretch), -1.0))
+    if run.family == "sgd":
+        return removed
+    first = run.stretches[
+        0
+    ]  # Adam and Adagrad count steps, one number for each tensor, which the fused kernel wants on the card
+    count_bytes = MIN_BLOCK_BYTES * len(run.gradients(first))
+    return (*removed, Change(begin=first.begin_event, end=len(run.tape.events), num_bytes=count_bytes))
+
+
+def _one_at_a_time(run: OptimizerTape) -> tuple[Change, ...]:
+    """The for-loop in place of foreach: the intermediate results of the largest tensor in place of those of all."""
+    found: list[Change] = []
+    for stretch in run.stretches:
+        held = run.held(stretch)
+        if not held:
+            continue
+        largest = int(run.block_bytes[run.gradients(stretch)].max(initial=0))
+        most = max(num_bytes for _, _, num_bytes in held)
+        # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
+        instead = min(most, (2 if run.family == "adam" else 1) * largest)
+        found.extend(changes(held, -1.0))
+        found.append(Change(begin=held[0][0], end=held[-1][1], num_bytes=instead))
+    return tuple(found)
+
+
+def _all_at_once(run: OptimizerTape) -> tuple[Change, ...]:
+    """Foreach in place of the for-loop: one intermediate result of all tensors, where the loop has any of one tensor."""
+    found: list[Change] = []
+    for stretch in run.stretches:
+        held = run.held(stretch)
+        if held:
+            all_bytes = int(run.block_bytes[run.gradients(stretch)].sum())
+            found.extend(changes(held, -1.0))
+            found.append(Change(begin=held[0][0], end=held[-1][1], num_bytes=all_bytes))
+    return tuple(found)
+
+
+def _seconds_of_loop(run: OptimizerTape, stretch: Stretch) -> float:
+    num_tensors = max(1, len(run.gradients(stretch)))
+    num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
+    return run.seconds_of_kernels(stretch, num_kernels)
+
+
+def _seconds_of_foreach(run: OptimizerTape, stretch: Stretch) -> float:
+    num_kernels = len(run.names(stretch)) / max(1, len(run.gradients(stretch)))
+    return run.seconds_of_kernels(stretch, round(num_kernels) + 1)

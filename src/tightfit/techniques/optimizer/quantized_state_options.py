@@ -1,0 +1,155 @@
+"""What smaller states are worth on a tape, as the options of the techniques that keep them say it: between steps, or in the backward pass too.
+
+While a parameter is updated its states are whole, and either the optimizer's own intermediate results are held beside them or what a piece
+of a state is coded in. With updates in the backward pass that is so once a gradient is there; otherwise within the optimizer's step.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tightfit.analysis.optimizer import OptimizerTape, Stretch, changes
+from tightfit.analysis.updates import (
+    BACKWARD_SLOT,
+    either,
+    gradients_used_up,
+    moments_of_updates,
+    obstacle,
+    seconds_of_second_pass,
+    states_come_early,
+    waiting_for_second_pass,
+)
+from tightfit.planner.option import Change, Option
+from tightfit.tape import Column
+from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
+from tightfit.techniques.optimizer.state_codecs import MIN_NUMBERS, NUMBERS_PER_PIECE
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """A form of states, in numbers: `bytes_kept` of each, `part` of all states that it takes.
+
+    Coding and restoring one number moves `bytes_moved` besides the number itself, which is read or written `num_passes` times, and holds
+    `bytes_between` for each number of a piece, `bytes_more_in_16_bits` more where the state is not in float32.
+    """
+
+    bytes_kept: float
+    part: float = 1.0
+    bytes_moved: int
+    num_passes: int
+    kernels_per_piece: int
+    numbers_per_piece: int = NUMBERS_PER_PIECE
+    bytes_between: int
+    bytes_more_in_16_bits: int = 0
+
+
+def coded_options(
+    run: OptimizerTape, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
+) -> list[Option]:
+    """States in this form, with the optimizer's step as it is, and with updates in the backward pass where nothing stands against them.
+
+    Each is there with the optimizer's implementation that runs, tensor by tensor, and with the fused one.
+    """
+    clips, again = bool(run.looks_at_gradients), seconds_of_second_pass(run)
+    found = []
+    for is_fused in (False, True) if run.family != "other" and run.implementation != "fused" else (False,):
+        given = {**(settings or {}), **({"kernel": "fused"} if is_fused else {})}
+        seconds = _seconds(run, coding, is_fused=is_fused)
+        found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
+        if not obstacle(run):
+            changed = _changes_in_backward(run, coding, is_fused=is_fused)
+            given = {**given, "in_backward": True, "clips": clips}
+            found.append(_option(technique, given, changed, seconds + again))
+    return found
+
+
+def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, ...], seconds: float) -> Option:
+    return Option(
+        technique=technique,
+        where="optimizer",
+        settings=settings,
+        changes=tuple(change for change in changed if change.end > change.begin and change.num_bytes),
+        seconds=seconds,
+        exact=False,
+        slots=frozenset({"optimizer", BACKWARD_SLOT} if settings.get("in_backward") else {"optimizer"}),
+    )
+
+
+def _changes_of_step(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
+    found = list(_smaller_states(run, coding))
+    for stretch in run.stretches:
+        found += changes(run.held(stretch), -1.0)
+        most = int(_temporary_bytes(run, coding, stretch, is_fused=is_fused).max(initial=0))
+        found.append(Change(begin=stretch.begin_event, end=stretch.end_event, num_bytes=most))
+    return tuple(found)
+
+
+def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
+    while_updated = list(states_come_early(run, _fraction_left(run, coding)))
+    for stretch in run.stretches:
+        moments = moments_of_updates(run, run.gradients(stretch)).tolist()
+        temporary = _temporary_bytes(run, coding, stretch, is_fused=is_fused).tolist()
+        while_updated += changes((at, at + 1, num_bytes) for at, num_bytes in zip(moments, temporary, strict=True))
+    held = either(waiting_for_second_pass(run), tuple(while_updated))
+    return (*_smaller_states(run, coding), *gradients_used_up(run), *held)
+
+
+def _smaller_states(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
+    """States shrink to what is kept, but for small ones."""
+    large = _large(run, run.state(run.stretches[-1]))
+    begins = np.maximum(run.born[large], run.stretches[0].begin_event)
+    sizes = run.tape.storages.num_bytes[large]
+    stretches = zip(begins.tolist(), run.died[large].tolist(), sizes.tolist(), strict=True)
+    return changes(stretches, -coding.part * (1.0 - _fraction_kept(run, coding)))
+
+
+def _fraction_left(run: OptimizerTape, coding: Coding) -> float:
+    """The part that is left of the bytes of all states, small ones among them."""
+    states = run.state(run.stretches[-1])
+    total, large = int(run.block_bytes[states].sum()), int(run.block_bytes[_large(run, states)].sum())
+    return 1.0 - coding.part * (1.0 - _fraction_kept(run, coding)) * large / max(1, total)
+
+
+def _fraction_kept(run: OptimizerTape, coding: Coding) -> float:
+    return min(1.0, coding.bytes_kept / run.bytes_per_number)
+
+
+def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
+    """What is held besides gradients and small states while each parameter with a gradient is updated."""
+    size = run.bytes_per_number
+    gradients = run.gradients(stretch)
+    numbers = run.block_bytes[gradients] / size
+    state_bytes, gradient_bytes = (
+        int(run.block_bytes[which].sum()) for which in (run.state(stretch), run.gradients(stretch))
+    )
+    num_coded = round(state_bytes / max(1, gradient_bytes)) * coding.part * (numbers >= MIN_NUMBERS)
+    # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
+    num_results = (2 if run.family == "adam" else 1) if run.held(stretch) and not is_fused else 0
+    results = num_results * size * numbers
+    between = coding.bytes_between + (coding.bytes_more_in_16_bits if size < np.dtype(np.float32).itemsize else 0)
+    coded = coding.bytes_kept * numbers + between * np.minimum(numbers, coding.numbers_per_piece)
+    restored = num_coded * max(0.0, size - coding.bytes_kept) * numbers
+    return (restored + np.where(num_coded > 0, np.maximum(results, coded), results)).astype(np.int64)
+
+
+def _seconds(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> float:
+    """Seconds per step that are added: the updates one by one, and the traffic and kernels of coding."""
+    total = 0.0
+    for stretch in run.steady:
+        num_tensors = len(run.gradients(stretch))
+        if is_fused or run.implementation == "fused":
+            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
+        else:
+            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
+            total += run.seconds_of_kernels(stretch, kernels)
+        numbers = run.block_bytes[_large(run, run.state(stretch))] / run.bytes_per_number
+        num_pieces = int(np.ceil(numbers / coding.numbers_per_piece).sum())
+        moved = coding.part * (coding.bytes_moved + coding.num_passes * run.bytes_per_number) * float(numbers.sum())
+        total += run.seconds_of_update(moved, round(coding.part * coding.kernels_per_piece * num_pieces))
+    return total - run.seconds
+
+
+def _large(run: OptimizerTape, states: Column) -> Column:
+    return states[run.block_bytes[states] >= MIN_NUMBERS * run.bytes_per_number]

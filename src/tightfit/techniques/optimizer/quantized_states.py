@@ -1,0 +1,138 @@
+"""An optimizer of torch.optim whose states are kept in a smaller form between its steps: each is restored for the update of its parameter.
+
+The optimizer stays the script's own and does the arithmetic. Whoever else reads or writes a state, by any operator, finds it whole; a copy and a
+pickle of the optimizer have whole states. So have its checkpoints, in float32 as those of a plain run, and on the host, where they take no device
+memory; what is loaded is made small again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractSource, LazyTensor
+from tightfit.techniques.optimizer.backward_updates import Updates
+from tightfit.techniques.optimizer.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer.optimizer_settings import UpdateSettings
+from tightfit.techniques.optimizer.optimizer_steps import (
+    check_separable,
+    groups_by_parameter,
+    update_alone,
+    update_within_step,
+)
+from tightfit.techniques.optimizer.state_codecs import AbstractCodec
+from tightfit.techniques.session import Session
+
+
+@final
+class EncodedState(AbstractSource):
+    """One state in the form of `codec`."""
+
+    def __init__(self, codec: AbstractCodec, name: str, value: torch.Tensor) -> None:
+        self._codec = codec
+        self._name = name
+        self._shape, self._dtype = value.shape, value.dtype
+        self.encoded = codec.encode(name, value)
+
+    def whole(self) -> torch.Tensor:
+        return self._codec.decode(self._name, self.encoded, self._shape, self._dtype)
+
+    def was_written(self, whole: torch.Tensor) -> None:
+        self.encoded = self._codec.encode(self._name, whole)
+
+    def held(self) -> Sequence[torch.Tensor]:
+        return self.encoded.main, self.encoded.rest
+
+
+class EncodedStates:
+    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are in its form."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, codec: AbstractCodec) -> None:
+        self._optimizer = optimizer
+        self._codec = codec
+        self._update_whole = update_alone(optimizer)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Updates all parameters that have a gradient, and returns them."""
+        groups = groups_by_parameter(self._optimizer)
+        updated = [parameter for parameter in groups if parameter.grad is not None]
+        for parameter in updated:
+            self.update(parameter, groups[parameter])
+        return updated
+
+    def update(self, parameter: torch.Tensor, group: int) -> None:
+        """Updates one parameter, whose states are whole meanwhile."""
+        self.decode(parameter)
+        try:
+            self._update_whole(parameter, group)
+        finally:
+            self.encode(parameter)
+
+    def encode(self, parameter: torch.Tensor) -> None:
+        """Makes the states of one parameter small."""
+        state = self._optimizer.state.get(parameter, {})
+        for name in [name for name, value in state.items() if self._is_whole(name, value, parameter)]:
+            state[name] = LazyTensor(EncodedState(self._codec, name, state[name]), state[name])
+
+    def decode(self, parameter: torch.Tensor) -> None:
+        """Makes the states of one parameter whole again."""
+        state = self._optimizer.state.get(parameter, {})
+        for name, value in list(state.items()):
+            if isinstance(value, LazyTensor):
+                state[name] = value.whole()
+
+    def _is_whole(self, name: str, value: Any, parameter: torch.Tensor) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, LazyTensor)
+            and value.shape == parameter.shape
+            and self._codec.takes(name, parameter.shape)
+        )
+
+    def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with whole states, on the host."""
+        states = {index: {n: _on_host(v) for n, v in state.items()} for index, state in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes what was loaded small."""
+        for parameter in groups_by_parameter(optimizer):
+            self.encode(parameter)
+
+
+def _on_host(value: Any) -> Any:
+    return value.whole().cpu() if isinstance(value, LazyTensor) else value
+
+
+def encode_states(session: Session, codec: AbstractCodec, technique: str, settings: Mapping[str, Any]) -> None:
+    """Keeps the states of all the session's optimizers in the form of `codec` until it is undone.
+
+    With the setting `in_backward` each parameter is updated as soon as its gradient is there, which is freed then; `clips` says that the script
+    clips gradients by their norm, for which the backward pass runs twice. With `kernel: fused` the optimizer runs its fused implementation.
+
+    Raises:
+        ApplyError: an optimizer is not known to update each parameter by itself, or has no fused implementation.
+    """
+    given = UpdateSettings.of(settings)
+    for optimizer in session.optimizers:
+        check_separable(optimizer, technique)
+        if given.kernel == "fused":
+            check_kernel(optimizer, session.model, "fused")
+    states = {optimizer: EncodedStates(optimizer, codec) for optimizer in session.optimizers}
+    for optimizer, encoded in states.items():
+        if given.kernel == "fused":
+            set_kernel(session, optimizer, "fused")
+
+        def undo(encoded: EncodedStates = encoded, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for parameter in list(optimizer.state):
+                encoded.decode(parameter)
+
+        session.when_undone(undo)
+        encoded.loaded(optimizer)
+        if not given.in_backward:
+            update_within_step(session, optimizer, encoded)
+        session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+        session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
+    if given.in_backward:
+        updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
+        Updates(session, updates, updates_all=True).install()

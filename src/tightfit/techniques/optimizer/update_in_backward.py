@@ -1,0 +1,113 @@
+"""Each parameter is updated as soon as its gradient is there, and the gradient freed: they are never all alive at once.
+
+Lv et al., "Full parameter fine-tuning for large language models with limited resources" (LOMO, arXiv:2306.09782); the hook is torch's
+`register_post_accumulate_grad_hook`. Clipping by the norm of all gradients needs that norm before the first update, and a step that the script leaves
+out must not be made: so the backward pass runs twice, as in that paper with clipping, the first time for the norms alone, the second time in the
+optimizer's step.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.updates import (
+    BACKWARD_SLOT,
+    gradients_used_up,
+    obstacle,
+    seconds_of_second_pass,
+    states_come_early,
+    waiting_for_second_pass,
+)
+from tightfit.devices.device import Device
+from tightfit.planner.option import Advice, Change, Option
+from tightfit.tape import Tape
+from tightfit.techniques.optimizer.backward_updates import Updates
+from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
+from tightfit.techniques.optimizer.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer.optimizer_settings import UpdateSettings
+from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_alone
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+
+@final
+class UpdateInBackward(AbstractTechnique):
+    """Trades kernel launches (all tensors are updated one by one), and a second backward pass, for the gradients."""
+
+    name = "update_in_backward"
+    exact = True
+    needs = Needs.GRADIENTS
+    exactness = (
+        "bit for bit: the same update of every parameter from the same gradient; with the fused kernel up to rounding, and where gradients "
+        "are clipped on a card, up to the order in which their norm is summed"
+    )
+    tolerance = 0.15
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """With the implementation of the optimizer that runs, and with the fused one."""
+        run = OptimizerTape(tape, device)
+        if not run.stretches or run.updates_in_backward or obstacle(run):
+            return []
+        clips, longer = bool(run.looks_at_gradients), waiting_for_second_pass(run)
+        kernels = ["same", *(["fused"] if run.family != "other" and run.implementation != "fused" else [])]
+        again = seconds_of_second_pass(run)
+        return [
+            Option(
+                technique=self.name,
+                where="optimizer",
+                settings={"kernel": kernel, "clips": clips},
+                changes=(*_changes(run, kernel), *longer),
+                seconds=_update_seconds(run, kernel) - run.seconds + again,
+                exact=self.exact,
+                slots=frozenset({"optimizer", BACKWARD_SLOT}),
+            )
+            for kernel in kernels
+        ]
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """What keeps gradients from being freed as they come."""
+        run = OptimizerTape(tape, device)
+        reason = obstacle(run)
+        if not run.stretches or run.updates_in_backward or not reason:
+            return []
+        held = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
+        what = f"gradients cannot be used up within the backward pass, because {reason}"
+        return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Takes over the gradients of every parameter that an optimizer holds."""
+        (choice,) = chosen
+        settings = UpdateSettings.of(choice.settings, in_backward=True)
+        for optimizer in session.optimizers:
+            check_separable(optimizer, self.name)
+            if settings.kernel == "fused":
+                check_kernel(optimizer, session.model, "fused")
+        for optimizer in session.optimizers:
+            if settings.kernel == "fused":
+                set_kernel(session, optimizer, "fused")
+        updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
+        Updates(session, updates).install()
+
+
+def _update_seconds(run: OptimizerTape, kernel: str) -> float:
+    """What the updates take per step of the loop when every tensor has its own kernels."""
+    total = 0.0
+    for stretch in run.steady:
+        num_tensors = len(run.gradients(stretch))
+        if kernel == "fused" or run.implementation == "fused":
+            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
+        else:
+            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
+            total += run.seconds_of_kernels(stretch, kernels)
+    return total
+
+
+def _changes(run: OptimizerTape, kernel: str) -> tuple[Change, ...]:
+    """Gradients and what the optimizer's step holds are gone, but for what the update of one tensor takes."""
+    found = [*gradients_used_up(run), *states_come_early(run)]
+    for stretch in run.stretches:
+        gradients = run.gradients(stretch)
+        if run.held(stretch) and kernel == "same":
+            largest = int(run.block_bytes[gradients].max(initial=0))
+            found.append(Change(begin=int(run.born[gradients].min()), end=stretch.begin_event, num_bytes=largest))
+    return tuple(change for change in found if change.end > change.begin)

@@ -1,0 +1,111 @@
+"""Matrix products, convolutions and attention in bfloat16: `torch.autocast` around the model's forward pass.
+
+Micikevicius et al., "Mixed precision training" (arXiv:1710.03740). Parameters, gradients and optimizer states stay in float32; bfloat16 has the
+range of float32, so losses need no scaling. With float16 they do, and a `GradScaler` changes the training loop: that is only advised.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.cost.classes import operator_class
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Change, Option
+from tightfit.tape import Category, Tape
+from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+
+# What autocast leaves in, or raises to, float32 (torch's "CUDA Ops that can autocast to float32"): those results stay as large.
+_STAYS_LARGE = ("reduction", "other", "embedding")
+
+
+@final
+class Autocast(AbstractTechnique):
+    """Trades seven to sixteen bits of the products' mantissas for half of most activations and the speed of tensor cores."""
+
+    name = "autocast"
+    exact = False
+    exactness = "lossy: products are computed from operands rounded to 8 significant bits, and summed in float32; parameters stay float32"
+    tolerance = 0.6
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One, in bfloat16, for a run that computes in float32."""
+        run = OptimizerTape(tape, device)
+        if not can_be_lowered(run):
+            return []
+        parameter_bytes = _parameter_bytes(run)
+        # Each weight is read in float32 and written in bfloat16 once per forward pass.
+        casting = run.seconds_of_update(1.5 * parameter_bytes, 0)
+        return [
+            Option(
+                technique=self.name,
+                where="precision",
+                settings={"dtype": "bfloat16"},
+                changes=(*_smaller_activations(run), *_copies_of_weights(run, parameter_bytes)),
+                seconds=casting - seconds_saved_in_bfloat16(run, device, everything=False),
+                exact=self.exact,
+                slots=frozenset({"precision"}),
+                is_coarse=True,
+            )
+        ]
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """float16 where the card has no bfloat16."""
+        run = OptimizerTape(tape, device)
+        low = run.fraction_in_low_precision
+        if (
+            low > 0
+            or run.scales_loss
+            or can_be_lowered(run)
+            or device.vendor != "nvidia"
+            or not tape.operators.flops.any()
+        ):
+            return []
+        saved = int(run.block_bytes[tape.storages.category == Category.ACTIVATIONS].sum()) // (2 * run.num_steps)
+        what = (
+            "this card has no bfloat16: torch.autocast in float16 with a torch.amp.GradScaler around backward and step"
+        )
+        return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Runs the model's forward under autocast and gives its results back in float32, as the loss outside expects them."""
+        first = next((p for p in session.model.parameters() if p.is_floating_point()), None)
+        if first is None:
+            raise ApplyError(
+                f"{type(session.model).__name__} has no floating-point parameter to run in bfloat16; leave autocast out"
+            )
+        device_type = first.device.type
+
+        def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if torch.is_autocast_enabled(device_type):
+                return forward(*args, **kwargs)
+            with torch.autocast(device_type, dtype=torch.bfloat16):
+                result = forward(*args, **kwargs)
+            return cast(result, torch.bfloat16, torch.float32)
+
+        session.wrap_forward(session.model, around)
+
+
+def _parameter_bytes(run: OptimizerTape) -> int:
+    return int(run.block_bytes[run.tape.storages.category == Category.PARAMETERS].sum())
+
+
+def _smaller_activations(run: OptimizerTape) -> tuple[Change, ...]:
+    tape = run.tape
+    names, name_of = np.unique(tape.operators.name, return_inverse=True)
+    stays = np.array([operator_class(tape.strings[n]) in _STAYS_LARGE for n in names], dtype=bool)[name_of]
+    halved = born_in_float32(tape) & (tape.storages.category == Category.ACTIVATIONS)
+    halved[halved] = ~stays[tape.storages.operator[halved]]
+    at = np.flatnonzero(halved)
+    return changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -0.5)
+
+
+def _copies_of_weights(run: OptimizerTape, parameter_bytes: int) -> tuple[Change, ...]:
+    """Weights in bfloat16 are made as the forward pass goes and kept for the backward pass."""
+    passes = run.passes()
+    return tuple(Change(begin=begin, end=end, num_bytes=parameter_bytes // 2) for begin, end in passes)

@@ -1,0 +1,72 @@
+"""A model's forward in another floating-point type: what goes in and what comes out is cast, and what that is worth on a tape."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.tape import Column, Phase, Tape
+
+# Cards from this compute capability on multiply in bfloat16 (CUDA C++ programming guide, table of arithmetic instructions).
+_FIRST_WITH_BFLOAT16 = (8, 0)
+# Below this part of all FLOPs in 16 bits a run is one in float32.
+_IS_FULL_PRECISION = 0.05
+
+
+def can_be_lowered(run: OptimizerTape) -> bool:
+    """Whether a run computes in float32 what this card could compute in bfloat16."""
+    operators = run.tape.operators
+    has_bfloat16 = run.device.vendor != "nvidia" or run.device.compute_capability >= _FIRST_WITH_BFLOAT16
+    return (
+        has_bfloat16
+        and float(operators.flops.sum()) > 0
+        and run.fraction_in_low_precision < _IS_FULL_PRECISION
+        and not run.scales_loss
+    )
+
+
+def seconds_saved_in_bfloat16(run: OptimizerTape, device: Device, *, everything: bool) -> float:
+    """Seconds that a step's passes are shorter by: with matrix products, convolutions and attention in bfloat16, or everything."""
+    tape = run.tape
+    lowered = _is_pass(tape) & (np.isin(tape.operators.dtype, indices_of(tape, "float32")))
+    if not everything:
+        cores = [i for i in np.unique(tape.operators.name) if operator_class(tape.strings[i]) in TENSOR_CORE_CLASSES]
+        lowered &= np.isin(tape.operators.name, cores)
+    operators = dataclasses.replace(
+        tape.operators,
+        dtype=np.where(lowered, len(tape.strings), tape.operators.dtype).astype(np.int32),
+        bytes_read=np.where(lowered, tape.operators.bytes_read // 2, tape.operators.bytes_read),
+        bytes_written=np.where(lowered, tape.operators.bytes_written // 2, tape.operators.bytes_written),
+    )
+    lower = dataclasses.replace(tape, operators=operators, strings=(*tape.strings, "bfloat16"))
+    return float((operator_seconds(tape, device) - operator_seconds(lower, device)).sum()) / run.num_steps
+
+
+def indices_of(tape: Tape, text: str) -> list[int]:
+    """Where `text` stands among the strings of a tape."""
+    return [i for i, known in enumerate(tape.strings) if known == text]
+
+
+def born_in_float32(tape: Tape) -> Column:
+    """Which storages were made by an operator of a forward or backward pass that computes in float32."""
+    born_of = tape.storages.operator
+    known = born_of >= 0
+    found = np.zeros(len(born_of), dtype=bool)
+    operators = born_of[known]
+    found[known] = _is_pass(tape)[operators] & np.isin(tape.operators.dtype[operators], indices_of(tape, "float32"))
+    return found
+
+
+def _is_pass(tape: Tape) -> Column:
+    return np.isin(tape.operators.phase, (Phase.FORWARD, Phase.BACKWARD))
+
+
+def cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """`values`, however nested, with the tensors of type `source` as tensors of type `target`."""
+    return tree_map(lambda v: v.to(target) if isinstance(v, torch.Tensor) and v.dtype == source else v, values)

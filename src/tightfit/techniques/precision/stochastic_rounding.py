@@ -1,0 +1,135 @@
+"""Parameters in bfloat16 that are trained as if they had more bits: updates in float32, rounded at random or with the rest kept.
+
+bfloat16 has 8 significant bits: an update below half of the last one would be lost at every step. Rounding up with a probability that is the
+part cut off makes it right on average (Gupta et al., arXiv:1502.02551; Zamirai et al., "Revisiting BFloat16 training", arXiv:2010.06192);
+keeping what was cut off in a second bfloat16 makes it right to 16 bits (Kahan summation, the second form in Zamirai et al.).
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from tightfit.techniques.optimizer.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
+
+Rounding = Literal["stochastic", "compensated"]
+
+_BITS_CUT_OFF = 16  # float32 has 24 significant bits, bfloat16 the upper 8 of them
+
+
+def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`value` (float32, any shape) in bfloat16, rounded up or down with the probabilities that keep its expectation.
+
+    Adding a random number to the bits that are cut off carries into those that stay just that often.
+    """
+    noise = torch.randint(1 << _BITS_CUT_OFF, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(1 << _BITS_CUT_OFF))
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+@dataclasses.dataclass(slots=True)
+class _Rest:
+    """What was cut off of a parameter, and a sum over the bits of what was left: one that was written to since, also through `.data`, has no rest."""
+
+    value: torch.Tensor
+    bits: torch.Tensor
+
+
+def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """A sum over the elements of a tensor in bfloat16 as integers."""
+    return value.detach().view(torch.int16).sum(dtype=torch.int64)
+
+
+class LowPrecisionUpdate:
+    """Steps an optimizer over parameters of which those in `lowered` are kept in bfloat16, each in float32 for the time of its update."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None], rounding: Rounding
+    ) -> None:
+        self._optimizer = optimizer
+        self._lowered = lowered
+        self._rounding = rounding
+        self._step = step_of(optimizer)
+        self._update_whole = update_alone(optimizer)
+        self._rests: dict[torch.Tensor, _Rest] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Updates all parameters that have a gradient, and returns them."""
+        groups = groups_by_parameter(self._optimizer)
+        updated = [parameter for parameter in groups if parameter.grad is not None]
+        for parameter in updated:
+            if parameter in self._lowered:
+                self._update(parameter, groups[parameter])
+            else:
+                self._update_whole(parameter, groups[parameter])
+        return updated
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether there is a rest of this parameter."""
+        return parameter in self._rests
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter in float32, with its rest."""
+        value = parameter.detach().float()
+        rest = self._rests.get(parameter)
+        if rest is not None and rest.value.shape == value.shape:
+            # No branch, for which the host would wait: a parameter that was written to since gets nothing.
+            value.add_(rest.value * (rest.bits == _sum_of_bits(parameter)))
+        return value
+
+    def _update(self, parameter: torch.Tensor, group: int) -> None:
+        optimizer = self._optimizer
+        value = self.whole(parameter)
+        assert parameter.grad is not None
+        value.grad = parameter.grad.float()
+        states: dict[torch.Tensor, Any] = defaultdict(dict)
+        if parameter in optimizer.state:
+            states[value] = {name: _wide(state) for name, state in optimizer.state[parameter].items()}
+        self._step(beside(optimizer, [{**optimizer.param_groups[group], "params": [value]}], states))
+        if value in states:
+            optimizer.state[parameter] = states[value]
+        value.grad = None
+        self._write(parameter, value)
+
+    def _write(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        if self._rounding == "stochastic":
+            parameter.copy_(round_stochastically(value, self._generator(value.device)))
+            return
+        parameter.copy_(value)
+        rest = value.sub_(parameter).to(torch.bfloat16)
+        self._rests[parameter] = _Rest(rest, _sum_of_bits(parameter))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """A generator of our own: the script's random numbers stay what they were."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].manual_seed(0)
+        return self._generators[device]
+
+
+def _wide(state: Any) -> Any:
+    """A state in float32, also one that an optimizer made for a parameter in bfloat16."""
+    return state.float() if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16 else state
+
+
+class WideStates:
+    """Keeps an optimizer's states in float32 when a checkpoint is loaded: torch casts them to the type of their parameter."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, Any] = {}
+
+    def before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Remembers what is about to be loaded."""
+        self._saved = state_dict
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the states back that were narrowed."""
+        saved, self._saved = self._saved, {}
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], saved_group["params"], strict=True):
+                for name, value in saved["state"].get(index, {}).items():
+                    if name != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                        optimizer.state[parameter][name] = value.to(parameter.device)

@@ -1,0 +1,45 @@
+"""Checkpointing: a block's activations are dropped after its forward pass and computed again when its backward pass needs them.
+
+Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), per block of the module tree, whichever blocks the plan names.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.recomputable import blocks, recompute_option
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+
+
+@final
+class Checkpointing(AbstractTechnique):
+    """Trades a second forward pass of a block for all that the block keeps for its backward pass but its input."""
+
+    name = "checkpointing"
+    exact = True
+    needs = Needs.REPEATABLE
+    exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each block, slots shared with what lies inside and around it."""
+        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        return [recompute_option(self.name, anatomy, block, seconds) for block in blocks(anatomy)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Wraps the forward of each block."""
+        modules = check_each(chosen, lambda choice: session.module(choice.where))
+        for choice, module in zip(chosen, modules, strict=True):
+            around = Recomputed(
+                module,
+                where=choice.where,
+                technique=self.name,
+                verdict=session.verdict,
+                check_steps=session.check_steps,
+            )
+            session.wrap_forward(module, around)

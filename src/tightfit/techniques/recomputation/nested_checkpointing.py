@@ -1,0 +1,137 @@
+"""Nested checkpointing: of a run of blocks, only the first one's input is kept; those of the others are computed again from it.
+
+Checkpointing every block keeps an input per block, which in a very deep stack is what is left. Chen et al., "Training deep nets with sublinear memory
+cost" (arXiv:1604.06174), section 4.3: recompute inside what is recomputed. Here a segment costs one more forward pass of its blocks but the last.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+import torch
+
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.recomputable import Block, blocks
+from tightfit.analysis.sequences import waiting_bytes
+from tightfit.cost.roofline import operator_seconds
+from tightfit.cost.steps import step_operators
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Change, Option
+from tightfit.tape import Column, Tape
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.recomputation.recomputed_inputs import Segment
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+
+_LENGTHS = (2, 4, 8, 16)
+_FEWEST_BLOCKS = 6
+# Of all that waits for the backward pass: what the inputs of a stack's blocks must come to.
+_SMALLEST_SHARE = 0.02
+
+
+@final
+class NestedCheckpointing(AbstractTechnique):
+    """Trades about two more forward passes of some blocks for all that they keep, their inputs included but for the first."""
+
+    name = "nested_checkpointing"
+    exact = True
+    needs = Needs.REPEATABLE
+    exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """Segments of several lengths, of each stack of blocks that do the same one after the other."""
+        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        least = _SMALLEST_SHARE * waiting_bytes(anatomy)
+        for stack in _stacks(anatomy):
+            inputs = sum(_outputs_bytes(anatomy, block) for block in stack)
+            if len(stack) < _FEWEST_BLOCKS or inputs < least:
+                continue
+            for length in _LENGTHS:
+                for begin in range(0, len(stack) - length + 1, length):
+                    yield _option(self.name, anatomy, stack[begin : begin + length], seconds)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Wraps the forward of each block of each segment."""
+        segments = check_each(chosen, lambda choice: _modules(session, choice))
+        for choice, modules in zip(chosen, segments, strict=True):
+            around = [
+                Recomputed(
+                    module,
+                    where=choice.where,
+                    technique=self.name,
+                    verdict=session.verdict,
+                    check_steps=session.check_steps,
+                )
+                for module in modules
+            ]
+            segment = Segment(around)
+            for number, module in enumerate(modules):
+                session.wrap_forward(module, segment.around(number))
+
+
+def _modules(session: Session, choice: Choice) -> list[torch.nn.Module]:
+    container = session.module(choice.where)
+    names = [str(number) for number in range(choice.settings["begin"], choice.settings["end"])]
+    modules = [container._modules.get(name) for name in names]
+    found = [module for module in modules if module is not None]
+    if len(found) < len(names):
+        raise ApplyError(f"{choice.where} has no children {names[0]} to {names[-1]}; make a plan for this model")
+    for module in found:
+        for name, part in module.named_modules():
+            if getattr(part, "running_mean", None) is not None and part.training:
+                raise ApplyError(
+                    f"{choice.where} contains {name or 'itself'}, a {type(part).__name__} whose statistics a third run would change; use checkpointing there"
+                )
+    return found
+
+
+def _stacks(anatomy: Anatomy) -> Iterator[list[Block]]:
+    """Blocks with consecutive numbers in one list, that do the same and ran equally often."""
+    by_list: dict[tuple[str, str, int], dict[int, Block]] = {}
+    for block in blocks(anatomy):
+        parent, _, last = block.path.rpartition(".")
+        visit = block.visits[-1]
+        names = anatomy.operator_names(visit.begin, visit.end)
+        if last.isdigit() and "." in parent and not any("batch_norm" in name for name in names):
+            by_list.setdefault((parent, block.alike, len(block.visits)), {})[int(last)] = block
+    for found in by_list.values():
+        stack: list[Block] = []
+        for number in sorted(found):
+            if stack and number - 1 not in found:
+                yield stack
+                stack = []
+            stack.append(found[number])
+        yield stack
+
+
+def _outputs_bytes(anatomy: Anatomy, block: Block) -> int:
+    output = block.visits[-1].output
+    return int(anatomy.block_bytes[output]) if output >= 0 and anatomy.waits[output] else 0
+
+
+def _option(technique: str, anatomy: Anatomy, segment: Sequence[Block], seconds: Column) -> Option:
+    changes, added = [], 0.0
+    for visits in zip(*(block.visits for block in segment), strict=True):
+        again = [float(seconds[visit.begin : visit.end].sum()) for visit in visits]
+        added += sum(again) + sum(again[:-1])
+        for visit in visits:
+            gone = anatomy.bytes_of(visit.waiting)
+            changes.append(Change(begin=visit.end_event, end=visit.back_event, num_bytes=-gone))
+        back = visits[-1].back_event
+        for visit, following in itertools.pairwise(visits):
+            output = visit.output
+            if output >= 0 and anatomy.waits[output] and following.end_event < back:
+                size = int(anatomy.block_bytes[output])
+                changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))
+    parent, _, first = segment[0].path.rpartition(".")
+    return Option(
+        technique=technique,
+        where=parent,
+        alike=f"{technique}:{segment[0].alike}:{len(segment)}",
+        settings={"begin": int(first), "end": int(first) + len(segment)},
+        changes=tuple(changes),
+        seconds=added / max(1, len(step_operators(anatomy.tape))),
+        exact=True,
+        slots=frozenset[str]().union(*(block.slots for block in segment)),
+    )

@@ -1,0 +1,223 @@
+"""Runs a segment of blocks so that each is computed again in its backward pass, from an input that is itself computed again.
+
+Each block is checkpointed, but where its input would be kept there is a handle. When the last block's second run asks its handle, all blocks before
+it run once more, saving nothing for a backward pass, from the input of the first, each with the random state of its first run; what they give is
+kept until their own second run takes it. A block whose input is not what the block before it returned begins again, and keeps its input.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from tightfit.effects.fingerprints import paused
+from tightfit.techniques.recomputation.recompute import Call, Recomputed
+from tightfit.techniques.wrappers.forwards import Around
+from tightfit.techniques.wrappers.unwrap_model import module_of
+
+_INPUT = object()
+
+
+class _Replay:
+    """The first run of one block, and all that it takes to run it again. In its arguments `_INPUT` stands for its input, but for the first block
+    of a pass: a handle there would hold the pass that holds it, and with it the input of the first block."""
+
+    def __init__(self, recomputed: Recomputed, forward: Callable[..., Any], given: Sequence[Any]) -> None:
+        self.recomputed = recomputed
+        self.forward = forward
+        self.call: Call | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: Mapping[str, Any] = {}
+        # Whether the next block took the first element of what this one returned, rather than all of it.
+        self.is_tuple = False
+        # What the next block takes, and its version when this block returned it.
+        self.output: Callable[[], torch.Tensor | None] = lambda: None
+        self.output_version = 0
+        self._cpu_state = torch.get_rng_state()
+        self._devices, self._device_states = get_device_states(*given)
+        tensors = [v for v in (*given, *recomputed.owner().parameters()) if isinstance(v, torch.Tensor)]
+        self._device_type = tensors[0].device.type if tensors else "cpu"
+
+    def again(self, value: torch.Tensor | None) -> torch.Tensor:
+        """What the next block takes, for the input `value`."""
+
+        def resolved(argument: Any) -> Any:
+            return value if argument is _INPUT else argument
+
+        autocast = {
+            "dtype": torch.get_autocast_dtype(self._device_type),
+            "enabled": torch.is_autocast_enabled(self._device_type),
+        }
+        assert self.call is not None, "the first run is over"
+        # Gradients are on, as code may ask, and kernels are chosen by it. The cache is off: what is cast here has a graph of which nothing was saved.
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
+            torch.autocast(self._device_type, cache_enabled=False, **autocast),
+            torch.random.fork_rng(self._devices, device_type=self._device_type if self._devices else "cuda"),
+        ):
+            torch.set_rng_state(self._cpu_state)
+            set_device_states(self._devices, self._device_states, device_type=self._device_type)
+            args, kwargs = _each(resolved, self.args, self.kwargs)
+            with self.call.again():
+                result = self.forward(*args, **kwargs)
+        output = result[0] if self.is_tuple else result
+        return output.detach().requires_grad_(output.requires_grad)
+
+    def begins(self, call: Call) -> None:
+        """Takes in what the first run sees."""
+        self.call = call
+
+    def returned(self, result: Any) -> None:
+        """Takes in what the first run returned."""
+        self.is_tuple = isinstance(result, tuple | list)
+        output = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(output, torch.Tensor):
+            self.output, self.output_version = weakref.ref(output), output._version
+
+    def unchanged_output(self) -> torch.Tensor | None:
+        """What was returned, if nobody has written to it since: a replay gives what was returned, and not what became of it."""
+        output = self.output()
+        return output if output is not None and output._version == self.output_version else None
+
+
+class _Pass:
+    """One forward pass through the segment, or through what is left of it."""
+
+    def __init__(self) -> None:
+        self.replays: list[_Replay] = []
+        self._inputs: dict[int, torch.Tensor] = {}
+
+    def last_output(self) -> torch.Tensor | None:
+        """What the last block returned, where it can be computed again."""
+        return self.replays[-1].unchanged_output() if self.replays else None
+
+    def input(self, number: int) -> torch.Tensor:
+        """The input of the block that was called as number `number`, computed again."""
+        if number not in self._inputs:
+            value = None
+            for position, replay in enumerate(self.replays[:number]):
+                value = replay.again(value)
+                self._inputs[position + 1] = value
+        return self._inputs.pop(number)
+
+
+class _Handle:
+    """Stands for an input: the tensor itself during the first run, and after it what `_Pass.input` gives."""
+
+    def __init__(self, owner: _Pass, number: int, value: torch.Tensor) -> None:
+        self._owner = owner
+        self._number = number
+        self._requires_grad = value.requires_grad
+        self.value: torch.Tensor | None = value
+
+    def get(self) -> torch.Tensor:
+        """The input."""
+        if self.value is not None:
+            return self.value
+        # The blocks before this one run inside of its own second run, and are no part of it.
+        with paused():
+            return self._owner.input(self._number).requires_grad_(self._requires_grad)
+
+
+class Segment:
+    """Consecutive blocks that share the kept input of the first. `recomputed` is the code around each of them."""
+
+    def __init__(self, recomputed: Sequence[Recomputed]) -> None:
+        self._recomputed = recomputed
+        self._current: _Pass | None = None
+
+    def around(self, number: int) -> Around:
+        """The code around the forward of block `number`."""
+        return _Around(self, number)
+
+    def is_of(self, number: int, module: torch.nn.Module) -> bool:
+        """Whether block `number` is this very module, and not that of a copy of the model."""
+        return self._recomputed[number].is_of(module)
+
+    def is_left_alone(self, number: int) -> bool:
+        """Whether block `number` is run as it is in this call."""
+        return self._recomputed[number].is_left_alone()
+
+    def run(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of block `number` in a forward pass with gradients."""
+        previous = None if self._current is None or number == 0 else self._current.last_output()
+        given = [*args, *kwargs.values()]
+        if self._current is None or previous is None or not any(value is previous for value in given):
+            self._current = _Pass()
+            previous = None
+        current, recomputed = self._current, self._recomputed[number]
+        handle = None if previous is None else _Handle(current, len(current.replays), previous)
+        replay = _Replay(recomputed, forward, given)
+        current.replays.append(replay)
+        version = -1 if previous is None else previous._version
+        if handle is not None:
+            args = tuple(handle if value is previous else value for value in args)
+            kwargs = {name: handle if value is previous else value for name, value in kwargs.items()}
+        # A checkpoint keeps the random state of the devices of its arguments; a handle has none.
+        anchor = next(recomputed.owner().parameters(), previous)
+        try:
+            result = recomputed.run(_resolving(replay), (anchor, *args), kwargs, replay.begins)
+        except BaseException:
+            # What was begun is not to be gone on with.
+            self._current = None
+            raise
+        if handle is not None:
+            handle.value = None
+        if previous is not None and previous._version != version:
+            raise recomputed.refusal("writes over its own input, which a second run would find changed")
+        if number + 1 == len(self._recomputed):
+            self._current = None
+        else:
+            replay.returned(result)
+        return result
+
+
+class _Around:
+    """The code around the forward of one block. A copy of the model runs its blocks as they are."""
+
+    def __init__(self, segment: Segment, number: int) -> None:
+        self._segment = segment
+        self._number = number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Around":
+        return self
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        is_ours = self._segment.is_of(self._number, module_of(forward))
+        if (
+            not torch.is_grad_enabled()
+            or not is_ours
+            or torch.compiler.is_compiling()
+            or self._segment.is_left_alone(self._number)
+        ):
+            return forward(*args, **kwargs)
+        return self._segment.run(self._number, forward, args, kwargs)
+
+
+def _resolving(replay: _Replay) -> Callable[..., Any]:
+    """The block's forward for arguments among which a handle is; it remembers them at the first run, as a checkpoint hands them on."""
+    is_first = True
+
+    def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            replay.args, replay.kwargs = _each(lambda a: _INPUT if isinstance(a, _Handle) else a, args, kwargs)
+            is_first = False
+        args, kwargs = _each(lambda a: a.get() if isinstance(a, _Handle) else a, args, kwargs)
+        return replay.forward(*args, **kwargs)
+
+    return run
+
+
+def _nothing(_: Any) -> Any:
+    """What is kept of a tensor that no backward pass will ask for."""
+
+
+def _each(
+    change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, each changed; a list or a dict among them stays the caller's own."""
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}

@@ -1,0 +1,116 @@
+"""Selective checkpointing: a block keeps the results of its matrix products and attention, and computes the cheap rest again.
+
+Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv:2205.05198), section 5, with the choice made
+per operator: those that do more than a few operations for each byte are kept.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.recomputable import blocks, recompute_option
+from tightfit.cost.classes import operator_class
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Column, Tape
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.torch_hooks.backward import keeps_graph
+
+_PRODUCTS = frozenset({"matmul", "attention", "convolution"})
+
+
+@final
+class SelectiveCheckpointing(AbstractTechnique):
+    """Trades the cheap part of a second forward pass for the cheap part of what a block keeps."""
+
+    name = "selective_checkpointing"
+    exact = True
+    needs = Needs.REPEATABLE
+    exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each block, where keeping some is another thing than keeping all or none.
+
+        Of the products, those are kept whose results the plain run keeps; they are told apart by their number in the block's forward.
+        """
+        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        is_product = np.array([operator_class(name) in _PRODUCTS for name in tape.strings], dtype=bool)
+
+        def kept(visit: Visit) -> Column:
+            return is_product[tape.operators.name[tape.storages.operator[visit.waiting]]]
+
+        for block in blocks(anatomy):
+            visit = block.visits[-1]
+            stays = kept(visit)
+            if stays.any() and not stays.all():
+                products = visit.begin + np.flatnonzero(is_product[tape.operators.name[visit.begin : visit.end]])
+                keeping = np.flatnonzero(np.isin(products, tape.storages.operator[visit.waiting[stays]]))
+                option = recompute_option(self.name, anatomy, block, seconds, kept)
+                yield dataclasses.replace(option, settings={"keep": keeping.tolist()})
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Wraps the forward of each block."""
+        modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
+        for choice, (module, keep) in zip(chosen, modules, strict=True):
+            contexts = functools.partial(_contexts, keep)
+            around = Recomputed(
+                module,
+                where=choice.where,
+                technique=self.name,
+                verdict=session.verdict,
+                check_steps=session.check_steps,
+                contexts=contexts,
+            )
+            session.wrap_forward(module, around)
+
+
+def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What one forward and its second run go through: each counts its products, and those whose number is in `keep` are kept."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *_: Any, **__: Any) -> Any:
+        if operator_class(str(operator)) not in _PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        number = counts[context.is_recompute]
+        counts[context.is_recompute] += 1
+        if torch.is_inference_mode_enabled():
+            # Torch keeps the versions of what it saves, and these have none.
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, later = create_selective_checkpoint_contexts(policy)
+    return first, _Later(later, counts)
+
+
+class _Later:
+    """`mode`, torch's own around a second run, which uses up what was kept as it goes; where the graph is kept, all is put back for a third run."""
+
+    def __init__(self, mode: Any, counts: Counter[bool]) -> None:
+        self._mode = mode
+        self._counts = counts
+        self._before: dict[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._counts[True] = 0
+        self._before = {key: copy.copy(kept) for key, kept in self._mode.storage.items()} if keeps_graph() else None
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._mode.__exit__(*error)
+        finally:
+            if self._before is not None:
+                self._mode.storage.update(self._before)
+                self._before = None

@@ -1,0 +1,71 @@
+"""Sequential checkpointing: consecutive children of a Sequential are computed again together, cut where little is handed on.
+
+Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), for chains that have no blocks: a stack of convolutions, norms and
+activations in one Sequential. Segments are halves, halves of halves and so on, each cut where the boundary is smallest (after a pooling, say).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.recomputable import Block, recompute_option
+from tightfit.analysis.sequences import Stretch, rows, segments, waiting_bytes, with_settings
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+
+# Of all that waits; a segment that saves less is noise in a plan, and there are many.
+_SMALLEST_SHARE = 0.01
+
+
+@final
+class SequentialCheckpointing(AbstractTechnique):
+    """Trades a second forward pass of some children of a Sequential for all that they keep but the input of the first."""
+
+    name = "sequential_checkpointing"
+    exact = True
+    needs = Needs.REPEATABLE
+    exactness = "bit for bit: the same operators on the same values, random state and autocast included"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """One for each segment of each row of children; segments lie inside one another or apart."""
+        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        least = _SMALLEST_SHARE * waiting_bytes(anatomy)
+        for row in rows(anatomy):
+            for stretch in segments(row, 0, len(row)):
+                if anatomy.bytes_of(stretch.visits[-1].waiting) >= least:
+                    yield _option(self.name, anatomy, stretch, seconds)
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Puts one code around each Sequential, that runs its segments."""
+        check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
+        for choice in chosen:
+            begin, end = choice.settings["begin"], choice.settings["end"]
+            put_range(session, choice.where, begin, end, _maker(session, choice.where))
+
+
+def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) -> Option:
+    alike = stretch.alike(anatomy)
+    block = Block(path=stretch.path, alike=alike, visits=stretch.visits, slots=stretch.slots)
+    return with_settings(recompute_option(technique, anatomy, block, seconds), stretch, alike)
+
+
+def _maker(session: Session, where: str) -> MakeRunner:
+    """Makes the code that runs a segment twice; it keeps the session's verdict, and not the session."""
+    verdict, check_steps = session.verdict, session.check_steps
+
+    def make(children: Sequence[torch.nn.Module]) -> Runner:
+        chain = torch.nn.Sequential(*children)
+        around = Recomputed(
+            chain, where=where, technique=SequentialCheckpointing.name, verdict=verdict, check_steps=check_steps
+        )
+        return lambda value: around(chain.forward, value)
+
+    return make

@@ -1,0 +1,93 @@
+"""What is proved of one module that runs in tiles: proved again after any change of shape, mode or module, and compared by value in the first steps."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.code import Code
+from tightfit.effects.fingerprints import paused
+from tightfit.effects.rows import Mixes
+from tightfit.effects.state import Difference, RegionState, Snapshot, differences
+from tightfit.effects.value_checks import halves_differ, has_values
+from tightfit.techniques.tiling.tile_function import Tile
+from tightfit.techniques.tiling.token_wise_check import check_token_wise
+from tightfit.techniques.wrappers.first_order import Refuse
+
+
+class TileProofs:
+    """The proofs about one module, which it refers to weakly. `refuse` makes the error to raise; `check_steps` calls are compared by value."""
+
+    def __init__(self, module: torch.nn.Module, refuse: Refuse, check_steps: int) -> None:
+        self._module = weakref.ref(module)
+        self._refuse = refuse
+        self._check_steps = check_steps
+        self._checks_left = check_steps
+        self._state = RegionState()
+        self._key: Any = None
+        # Whether the last call is one of those that are compared by value.
+        self.is_checked = False
+        self._before: Snapshot | None = None
+        self._code: Code | None = None
+
+    def prove(
+        self, run: Callable[[torch.Tensor], Any], value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any
+    ) -> Callable[[], str]:
+        """Makes sure that `value` may be run in `tiles` along `dim`; what it returns says what has changed since, in words, or nothing.
+
+        Raises:
+            ApplyError: it may not.
+        """
+        module = self._owner()
+        now = self._state.snapshot(module, is_kept=True)
+        key = _key(value, dim, tiles, others)
+        hooked = [name for name, p in module.named_parameters() if p._backward_hooks]
+        if hooked:
+            raise self._refuse(f"has a hook on the gradient of {hooked[0]}, which would see each tile's")
+        is_new = self._code is None or not self._code.is_same()
+        if is_new or key != self._key or self._before is None or structural(self._before, now):
+            part = tiles[0].of(value.detach(), dim)
+
+            def first_call() -> None:
+                with torch.no_grad(), paused():
+                    run(part)
+
+            try:
+                check_token_wise(module, run, value, dim, [t.end - t.begin for t in tiles], first_call=first_call)
+            except Mixes as error:
+                raise self._refuse(f"cannot be run in tiles: {error}") from None
+            now = self._state.snapshot(module, is_kept=True)
+            self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, Code(module)
+        self.is_checked = self._checks_left > 0 and has_values(value)
+        if self.is_checked:
+            self._checks_left -= 1
+            with paused():
+                told = halves_differ(module, run, tiles[0].of(value.detach(), dim), dim)
+            if told:
+                raise self._refuse(f"cannot be run in tiles: {told}")
+        return lambda: self._changed(now)
+
+    def _changed(self, then: Snapshot) -> str:
+        if self._code is not None and not self._code.is_same():
+            return "the code of the module was replaced"
+        if any(p._backward_hooks for p in self._owner().parameters()):
+            return "a hook was put on a gradient"
+        found = structural(then, self._state.snapshot(self._owner(), is_kept=True))
+        return str(found[0]) if found else ""
+
+    def _owner(self) -> torch.nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+
+def structural(before: Snapshot, after: Snapshot) -> list[Difference]:
+    """What changed, but for values of tensors, which an optimizer changes in every step, and random states, from which others draw."""
+    return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]
+
+
+def _key(value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any) -> Any:
+    device = value.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return value.shape, value.dtype, value.device, dim, len(tiles), repr(others), autocast

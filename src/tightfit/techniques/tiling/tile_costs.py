@@ -1,0 +1,168 @@
+"""What running a module tile by tile does to memory and time, from the tape of the plain run.
+
+Memory: what the module makes on the way, in its forward and its backward pass, is gone; what one tile of it makes is there while either pass runs,
+and the gradients of the weights from the first tile on, beside those of a single tile. Time: the forward pass once more, more launches, and a
+pass over the gradients of the weights for each tile.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.cost.efficiency import efficiency_of
+from tightfit.devices.device import Device
+from tightfit.planner.option import Change
+from tightfit.tape import Category, Column, EventKind, Tape
+
+# Of the largest storage inside: smaller ones are left where they are.
+_SMALLEST_STORAGE = 0.01
+_SUM_BYTES = 4
+_HALF = frozenset({"float16", "bfloat16"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """What one visit makes on the way: `storages`, with the most of them alive at once in its forward and in its backward pass.
+
+    `around` is the visit of the module that may be recomputed around it, the same as `visit` where there is none.
+    `weight_gradients` are storages too, as are the gradients that are `handed_on`, and what was there before the backward pass, dies in it, and is
+    `held` to its end by tiles. `sum_bytes` is what their sums take, `cast_bytes` what copies of the weights take that autocast makes.
+    """
+
+    visit: Visit
+    around: Visit
+    storages: Column
+    forward_bytes: int
+    backward_bytes: int
+    output: int
+    output_bytes: int
+    weight_gradients: Column
+    handed_on: Column
+    held: Column
+    sum_bytes: int
+    cast_bytes: int
+
+
+def births_of(tape: Tape) -> Column:
+    """The event at which each storage is born."""
+    births = np.zeros(len(tape.storages), dtype=np.int64)
+    allocations = tape.events.kind == EventKind.ALLOCATE
+    births[tape.events.storage[allocations]] = np.flatnonzero(allocations)
+    return births
+
+
+def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | None = None) -> Inside:
+    """What `visit` makes on the way; neither its output, nor the gradients that it hands on. `around` is the visit of the module around it."""
+    tape = anatomy.tape
+    born, died = tape.storages.operator, anatomy.died
+    output = visit.output
+    made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
+    back = np.flatnonzero((born >= visit.back_begin) & (born < visit.back_end))
+    gradients = back[tape.storages.category[back] == Category.GRADIENTS]
+    # What the last operator of the backward pass leaves behind dies with the next one.
+    storages = np.r_[made[made != output], back[died[back] < visit.back_end_event]]
+    storages = storages[~np.isin(storages, gradients)]
+    handed_on = back[(died[back] >= visit.back_end_event) & ~np.isin(back, gradients)]
+    was_there = (births < visit.back_event) & (died > visit.back_event) & (died < visit.back_end_event)
+    held = np.flatnonzero(was_there)
+    held = held[~np.isin(held, np.r_[storages, output])]
+    sizes = anatomy.block_bytes[storages]
+    storages = storages[sizes >= _SMALLEST_STORAGE * sizes.max(initial=0)]
+    gradient_bytes = anatomy.bytes_of(gradients)
+    names = {tape.strings[n] for n in np.unique(tape.operators.name[visit.begin : visit.end]).tolist()}
+    kinds = {tape.strings[n] for n in np.unique(tape.operators.dtype[visit.begin : visit.end]).tolist()}
+    is_half, casts = bool(kinds & _HALF), "aten._to_copy" in names
+    return Inside(
+        visit=visit,
+        around=around or visit,
+        storages=storages,
+        forward_bytes=_most_alive(anatomy, births, storages, visit.begin_event, visit.end_event),
+        backward_bytes=_most_alive(anatomy, births, storages, visit.back_event, visit.back_end_event),
+        output=output,
+        output_bytes=int(anatomy.block_bytes[output]) if output >= 0 else 0,
+        weight_gradients=gradients,
+        handed_on=handed_on,
+        held=held,
+        sum_bytes=gradient_bytes * (2 if is_half and not casts else 1),
+        cast_bytes=gradient_bytes // 2 if is_half and casts else 0,
+    )
+
+
+def _most_alive(anatomy: Anatomy, births: Column, storages: Column, begin: int, end: int) -> int:
+    steps = np.zeros(end - begin + 1, dtype=np.int64)
+    sizes = anatomy.block_bytes[storages]
+    starts, ends = np.clip(births[storages], begin, end), np.clip(anatomy.died[storages], begin, end)
+    np.add.at(steps, starts - begin, sizes)
+    np.subtract.at(steps, ends - begin, sizes)
+    return int(steps.cumsum().max(initial=0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TileAccount:
+    """The account of `num_tiles` tiles. Where they overlap, each is `share` of the whole, and all of them are `work` times as much to compute."""
+
+    num_tiles: int
+    anatomy: Anatomy
+    births: Column
+    device: Device
+    seconds: Column
+    kernels: Column
+    share: float = 0.0
+    work: float = 1.0
+
+    @property
+    def _share(self) -> float:
+        return self.share or 1 / self.num_tiles
+
+    def changes(self, one: Inside, *, is_alone: bool) -> Iterator[Change]:
+        """What is gone, and what is there instead. Where it is not alone, a recomputed module around it accounts for all between the passes."""
+        visit, around, anatomy = one.visit, one.around, self.anatomy
+        passes = [(visit.begin_event, visit.end_event), (visit.back_event, visit.back_end_event)]
+        windows = [(visit.begin_event, around.end_event), (around.back_event, visit.back_end_event)]
+        for storage in one.storages.tolist():
+            size = int(anatomy.block_bytes[storage])
+            born, died = int(self.births[storage]), int(anatomy.died[storage])
+            for begin, end in [(born, died)] if is_alone else windows:
+                if max(born, begin) < min(died, end):
+                    yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
+        # Of a tile, its input, its output and the gradient of its input are there beside what it makes on the way.
+        beside = round(self._share * (one.output_bytes + 2 * anatomy.bytes_of(one.handed_on)))
+        (begin, end), (back, back_end) = passes
+        # The output is there from the first tile on.
+        yield Change(begin=begin, end=end, num_bytes=self._tile(one, one.forward_bytes) + one.output_bytes)
+        gradients = anatomy.bytes_of(one.weight_gradients)
+        extra = one.sum_bytes - gradients + gradients * (self.num_tiles > 1)
+        yield Change(begin=back, end=back_end, num_bytes=self._tile(one, one.backward_bytes) + beside + extra)
+        if one.output >= 0 and back < anatomy.died[one.output] < back_end:
+            # What comes after has used it before, and the module itself keeps it no more.
+            yield Change(begin=back, end=int(anatomy.died[one.output]), num_bytes=-one.output_bytes)
+        for storage in one.held.tolist():
+            yield Change(begin=int(anatomy.died[storage]), end=back_end, num_bytes=int(anatomy.block_bytes[storage]))
+        for storage in (*one.weight_gradients.tolist(), *one.handed_on.tolist()):
+            if back < self.births[storage]:
+                yield Change(begin=back, end=int(self.births[storage]), num_bytes=int(anatomy.block_bytes[storage]))
+
+    def _tile(self, one: Inside, most_bytes: int) -> int:
+        """What one tile holds where the whole holds `most_bytes`: weights are not cut."""
+        uncut = min(one.cast_bytes, most_bytes)
+        return round(self._share * (most_bytes - uncut)) + uncut
+
+    def added_seconds(self, one: Inside) -> float:
+        """What one visit takes longer."""
+        visit, efficiency = one.visit, efficiency_of(self.device)
+        once = float(self.seconds[visit.begin : visit.end].sum())
+        again = once * self.work
+        more = (once + float(self.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
+        kernels = self.kernels
+        num_kernels = int(2 * kernels[visit.begin : visit.end].sum() + kernels[visit.back_begin : visit.back_end].sum())
+        # An output and a gradient of the input are copied into place for each tile.
+        launches = (self.num_tiles - 1) * (num_kernels + 2) * efficiency.launch_seconds
+        traffic = (self.num_tiles - 1) * 3 * one.sum_bytes + 4 * one.output_bytes
+        return (
+            again
+            + more
+            + launches
+            + traffic / (self.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
+        )

@@ -1,0 +1,156 @@
+"""A function of tensors and parameters, computed tile by tile in both passes: what it makes on the way exists for one tile at a time.
+
+The forward pass keeps its inputs alone. The backward pass runs each tile again with gradients, writes (or, where tiles overlap, adds) the
+gradient of the inputs in place, and sums those of the parameters: in float32, where they are in half precision.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.ambient import Ambient
+from tightfit.effects.value_checks import checksum, sums_differ
+from tightfit.errors import ApplyError
+from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """From `begin` to before `end` of the input, `out_begin` to before `out_end` of the output, along the tiled dimension."""
+
+    begin: int
+    end: int
+    out_begin: int
+    out_end: int
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This tile of the input, contiguous: modules may view it in another shape."""
+        return tensor.narrow(dim, self.begin, self.end - self.begin).contiguous()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output.
+
+    `changed` says what of the modules is not what it was at the forward pass, in words, or nothing; `refuse` makes the error to raise then.
+    With `is_checked`, values of what it is given are compared too.
+    """
+
+    run: Callable[[Tile, torch.Tensor], torch.Tensor]
+    tiles: Sequence[Tile]
+    dim: int
+    parameters: Sequence[torch.nn.Parameter]
+    overlap: bool = False
+    changed: Callable[[], str] = str
+    is_checked: bool = False
+    refuse: Refuse = ApplyError
+
+
+def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
+    """The output of all tiles for the input `value`, with one node in the graph.
+
+    Raises:
+        ApplyError: it is transformed by torch.func. The backward pass raises it where it is differentiated, or the modules have changed since.
+    """
+    check_transforms("tiles", tiling.refuse)
+    if not all(p.is_leaf for p in tiling.parameters):
+        raise tiling.refuse(
+            "has weights that are computed from others (functional_call), which its tiles would not find in the backward pass"
+        )
+    trained = [p for p in tiling.parameters if p.requires_grad]
+    return _Tiled.apply(tiling, _autocast(value.device.type), value, *trained)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiling: Tiling, autocast: dict[str, Any], value: torch.Tensor, *trained: Any) -> torch.Tensor:
+        ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
+        ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
+        ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
+        ctx.save_for_backward(value, *trained)
+        length = max(tile.out_end for tile in tiling.tiles)
+        output = None
+        ctx.sums = []
+        with torch.autocast(**autocast):
+            for tile in tiling.tiles:
+                part = tiling.run(tile, tile.of(value, tiling.dim))
+                if tiling.is_checked:
+                    ctx.sums.append(checksum([part]))
+                if output is None:
+                    shape = list(part.shape)
+                    shape[tiling.dim] = length
+                    output = part.new_empty(shape)
+                output.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin).copy_(part)
+        assert output is not None
+        return output
+
+    @staticmethod
+    @first_order("tiles")
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        (gradient,) = grad_outputs
+        tiling = ctx.tiling
+        value, *trained = ctx.saved_tensors
+        changed = tiling.changed()
+        if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
+            changed = "a weight was given other data"
+        if not changed and ctx.checksum is not None and ctx.checksum != checksum([value, *tiling.parameters]):
+            changed = "the input or a weight was written to past autograd (through .data)"
+        if changed:
+            raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
+        whole = None
+        if ctx.needs_input_grad[2]:
+            whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
+        sums: list[torch.Tensor | None] = [None] * len(trained)
+        for number, tile in enumerate(tiling.tiles):
+            part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
+            with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
+                result = tiling.run(tile, part)
+            if ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
+                raise tiling.refuse("gave another result when a tile was run again in the backward pass")
+            wanted = [part, *trained] if whole is not None else trained
+            along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
+            found: list[torch.Tensor | None] = list(torch.autograd.grad(result, wanted, along, allow_unused=True))
+            del result
+            if whole is not None:
+                _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
+            _add(sums, found)
+        return (None, None, whole, *(_cast(s, p) for s, p in zip(sums, trained, strict=True)))
+
+
+def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None:
+    if adds:
+        if found is not None:
+            place.add_(found)
+    elif found is None:
+        place.zero_()
+    else:
+        place.copy_(found)
+
+
+def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
+    """Adds to the sums in place, and lets go of what was added one by one."""
+    for number in range(len(sums)):
+        one, found[number] = found[number], None
+        total = sums[number]
+        if one is None:
+            continue
+        if total is not None:
+            total.add_(one)
+        else:
+            sums[number] = one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
+
+
+def _cast(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if total is None else total.to(parameter.dtype)
+
+
+def _autocast(device_type: str) -> dict[str, Any]:
+    """The autocast that is on now. Its cache is off: what it casts without gradients would be found by what needs them."""
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,
+    }

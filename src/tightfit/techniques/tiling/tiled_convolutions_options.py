@@ -1,0 +1,113 @@
+"""What running chains of convolutions on slabs saves and costs, from the tape of the plain run.
+
+A tape has no shapes. The positions of a convolution's output follow from its FLOPs, two for each of them and each number of its weight; the length
+of a side is taken for the cube root of that (the square root where a pooling or an upsampling says that images are flat) and kernels for
+three wide, which reach one position to either side.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.sequences import Row, Stretch, rows, segments, waiting_bytes
+from tightfit.cost.classes import operator_class
+from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.steps import step_operators
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Category, Column, Tape
+from tightfit.techniques.tiling.tile_costs import TileAccount, births_of, inside_of
+
+SMALLEST_SHARE = 0.02
+"""Of all that waits for a backward pass: what a chain must hold on the way to be offered."""
+
+NUMBERS_OF_TILES = (4, 16)
+_MOST_SHARE = 0.75  # of the whole, that a tile with its halos may be
+_MORE_THAN_OUTPUT = 1.5
+_WEIGHT_BYTES = 4  # of a number in a gradient: convolutions are trained in float32
+_LOCAL = ("max_pool", "avg_pool", "upsample_nearest", "pixel_shuffle")
+_FLAT = ("pool2d", "nearest2d", "pixel_shuffle")
+
+
+def tiled_convolutions_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
+    """The options of all chains of a run."""
+    anatomy, seconds, births, kernels = Anatomy(tape), operator_seconds(tape, device), births_of(tape), is_kernel(tape)
+    least = SMALLEST_SHARE * waiting_bytes(anatomy)
+    for row in rows(anatomy):
+        for begin, end in _chains(row):
+            for stretch in segments(row, begin, end):
+                found = [inside_of(anatomy, births, visit) for visit in stretch.visits]
+                largest = max(found, key=lambda one: one.backward_bytes)
+                if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
+                    continue
+                halo, mean_halo = _halo_shares(anatomy, stretch, seconds)
+                for num_tiles in NUMBERS_OF_TILES:
+                    share = 1 / num_tiles + halo
+                    if share > _MOST_SHARE:
+                        continue
+                    account = TileAccount(
+                        num_tiles=num_tiles,
+                        anatomy=anatomy,
+                        births=births,
+                        device=device,
+                        seconds=seconds,
+                        kernels=kernels,
+                        share=share,
+                        # The first and the last tile have one neighbour.
+                        work=1 + mean_halo * (num_tiles - 1),
+                    )
+                    yield Option(
+                        technique=technique,
+                        where=stretch.path,
+                        alike=f"{technique}:{stretch.alike(anatomy)}:{num_tiles}",
+                        settings={**stretch.settings, "num_tiles": num_tiles},
+                        changes=(*(c for one in found for c in account.changes(one, is_alone=True)), *stretch.inputs),
+                        seconds=sum(account.added_seconds(one) for one in found) / max(1, len(step_operators(tape))),
+                        exact=True,
+                        slots=stretch.slots,
+                    )
+
+
+def _chains(row: Row) -> Iterator[tuple[int, int]]:
+    """The longest stretches of children that look at neighbourhoods alone, with a convolution among them."""
+    local = [all(map(is_local, row.operator_names(position))) for position in range(len(row))]
+    begin = 0
+    while begin < len(row):
+        end = begin
+        while end < len(row) and local[end]:
+            end += 1
+        names = [name for position in range(begin, end) for name in row.operator_names(position)]
+        if end - begin >= 2 and any(operator_class(name) == "convolution" for name in names):
+            yield begin, end
+        begin = end + 1
+
+
+def is_local(name: str) -> bool:
+    """Whether an operator looks at a neighbourhood, or at each position by itself, as far as its name tells."""
+    if any(part in name for part in _LOCAL) and "adaptive" not in name:
+        return True
+    return operator_class(name) in ("convolution", "elementwise", "copy") and "dropout" not in name
+
+
+def _halo_shares(anatomy: Anatomy, stretch: Stretch, seconds: Column) -> tuple[float, float]:
+    """What the halos of a tile on both sides add, as a share of the whole: to the output of the first convolution (those of all others, that is),
+    and to the mean convolution by time."""
+    tape, visit = anatomy.tape, stretch.visits[-1]
+    names = anatomy.operator_names(visit.begin, visit.end)
+    num_axes = 2 if any(part in name for name in names for part in _FLAT) else 3
+    forward = [visit.begin + i for i, name in enumerate(names) if operator_class(name) == "convolution"]
+    storages = tape.storages
+    back = (storages.operator >= visit.back_begin) & (storages.operator < visit.back_end)
+    gradients = np.flatnonzero(back & (storages.category == Category.GRADIENTS))
+    share, added = 0.0, [0.0]
+    for operator in reversed(forward[1:]):
+        module = tape.operators.module[operator]
+        own = gradients[tape.operators.module[storages.operator[gradients]] == module]
+        weight = storages.num_bytes[own].max(initial=0) / _WEIGHT_BYTES
+        if weight:
+            positions = tape.operators.flops[operator] / (2 * weight)
+            share += 2 / max(1.0, positions ** (1 / num_axes))
+        added.append(share)
+    times = seconds[forward[::-1]]
+    return share, float((times * added).sum() / max(times.sum(), 1e-12)) if forward else 0.0

@@ -1,0 +1,118 @@
+"""What running token-wise modules in tiles saves and costs, from the tape of the plain run.
+
+A module is offered twice: alone, where its activations do not wait for the backward pass either, and for inside a module that is computed
+again as a whole, where only what is there while its own passes run is counted. `tile_costs` has the numbers.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.recomputable import input_kept
+from tightfit.analysis.sequences import waiting_bytes
+from tightfit.cost.classes import operator_class
+from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.steps import step_operators
+from tightfit.devices.device import Device
+from tightfit.planner.option import Option
+from tightfit.tape import Tape
+from tightfit.techniques.tiling.tile_costs import Inside, TileAccount, births_of, inside_of
+
+SMALLEST_SHARE = 0.01
+"""Of all that waits for a backward pass: what a module must hold on the way to be offered."""
+
+NUMBERS_OF_TILES = (4, 16, 64)
+_LEAST_TILE_BYTES = 4 << 20  # less does not fill a card
+_MORE_THAN_OUTPUT = 1.5  # what a module holds on the way, next to its output
+_WAITING = 0.5  # what of it waits for the backward pass, next to its output: a norm keeps next to nothing
+_DEEP = 3.0  # the same, to be worth tiles inside a module that is recomputed anyway
+_PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation"})
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
+_RANDOM = frozenset(
+    {
+        "native_dropout",
+        "dropout",
+        "bernoulli",
+        "bernoulli_",
+        "normal",
+        "normal_",
+        "uniform",
+        "uniform_",
+        "rand",
+        "randn",
+        "randint",
+    }
+)
+_CLASSES = frozenset({"elementwise", "copy", "reduction"})
+
+
+def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
+    """The options of all modules of a run."""
+    anatomy, seconds, births = Anatomy(tape), operator_seconds(tape, device), births_of(tape)
+    kernels, num_steps = is_kernel(tape), max(1, len(step_operators(tape)))
+    is_token_wise = np.array([keeps_tokens_apart(name) for name in tape.strings], dtype=bool)
+    least = SMALLEST_SHARE * waiting_bytes(anatomy)
+    for path in anatomy.paths:
+        visits = anatomy.visits(path) if "." in path else ()
+        if not visits or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in visits):
+            continue
+        found = [
+            inside_of(anatomy, births, v, around) for v, around in zip(visits, _around(anatomy, visits), strict=True)
+        ]
+        largest = max(found, key=lambda one: one.backward_bytes)
+        if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
+            continue
+        if anatomy.bytes_of(largest.visit.waiting) < _WAITING * largest.output_bytes:
+            continue
+        modules = anatomy.modules_inside(path)
+        for num_tiles in NUMBERS_OF_TILES:
+            if num_tiles > NUMBERS_OF_TILES[0] and largest.backward_bytes < num_tiles * _LEAST_TILE_BYTES:
+                continue
+            account = TileAccount(
+                num_tiles=num_tiles, anatomy=anatomy, births=births, device=device, seconds=seconds, kernels=kernels
+            )
+            is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
+            for recomputed in (False, True) if is_deep else (False,):
+                slots = {f"tiles@{m}" for m in modules} | (
+                    {f"activations@{m}" for m in modules} if not recomputed else set()
+                )
+                settings = {"num_tiles": num_tiles, **({"recomputed": True} if recomputed else {})}
+                yield Option(
+                    technique=technique,
+                    where=path,
+                    alike=f"{technique}:{_alike(anatomy, largest)}:{sorted(settings.items())}",
+                    settings=settings,
+                    changes=(
+                        *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
+                        *(change for one in found if not recomputed for change in input_kept(anatomy, one.visit)),
+                    ),
+                    seconds=sum(account.added_seconds(one) for one in found) / num_steps,
+                    exact=True,
+                    slots=frozenset(slots),
+                )
+
+
+def keeps_tokens_apart(name: str) -> bool:
+    """Whether an operator can belong to a token-wise module, as far as its name tells."""
+    base = name.split(".")[1] if name.startswith("aten.") else name
+    if base in _PRODUCTS or base in _NORMS:
+        return True
+    return operator_class(name) in _CLASSES and base not in _RANDOM
+
+
+def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]:
+    """Of each visit, that of the module around it; None where a list or the model itself is around it."""
+    parent, _, last = visits[0].path.rpartition(".")
+    candidates = anatomy.visits(parent) if "." in parent and not last.isdigit() else ()
+    for visit in visits:
+        yield next((c for c in candidates if c.begin <= visit.begin and visit.end <= c.end), None)
+
+
+def _alike(anatomy: Anatomy, one: Inside) -> str:
+    """The same for modules that do the same."""
+    names = hashlib.sha1(repr(anatomy.operator_names(one.visit.begin, one.visit.end)).encode()).hexdigest()[:8]
+    sizes = anatomy.block_bytes[one.storages].sum()
+    return f"{re.sub(r'[0-9]+', '*', one.visit.path)}#{names}:{sizes}"

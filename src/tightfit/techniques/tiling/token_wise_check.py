@@ -1,0 +1,76 @@
+"""Whether a module may be run on some of the tokens at a time: proved by following them through its operators, before any result is used."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tightfit.effects.dependence import NeedsValues
+from tightfit.effects.independence import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.state import RegionState, differences
+from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
+
+__all__ = ["Mixes", "check_token_wise"]
+
+
+def check_token_wise(
+    module: torch.nn.Module,
+    run: Callable[[torch.Tensor], Any],
+    value: torch.Tensor,
+    dim: int,
+    parts: Iterable[int],
+    *,
+    first_call: Callable[[], Any] | None = None,
+) -> None:
+    """Proves that `run`, which is what `module` does, gives for `value` what it gives for parts of these lengths along `dim`, put together.
+
+    `first_call` is run if something is left behind that is the same for any tokens: what a module makes in its first call and finds in all later
+    ones is no obstacle; and an error of its own is raised as it is.
+
+    Raises:
+        Mixes: it is not proved. The message says by which operator, at which line.
+    """
+    check_hooks(module)
+    subject = Subject(
+        call=lambda inputs: run(inputs[0]),
+        inputs=[value.detach()],
+        dims=[dim],
+        module=module,
+        is_contiguous=True,
+        around=without_node_hooks,
+    )
+    parts = list(parts)
+    try:
+        with plain_forwards():
+            try:
+                proof = prove(subject, value.shape[dim], parts)
+            except (Leaves, Unfollowed) as error:
+                if first_call is None:
+                    raise
+                _run_first(module, first_call, is_followed=isinstance(error, Leaves))
+                proof = prove(subject, value.shape[dim], parts)
+    except NeedsValues:
+        raise Mixes("it reads a value, and may do something else for another") from None
+    result = proof.result
+    if not isinstance(result, torch.Tensor):
+        raise Mixes(f"it returns a {type(result).__name__}")
+    if proof.flow.is_uniform(result) or proof.flow.layout(result) != Layout(dim=dim):
+        raise Mixes("its output has not a row for each row of the input")
+    reached = check_graph(result, [*proof.inputs, *module.parameters()])
+    if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):
+        # Tiles would give a gradient of zeros, for which an optimizer does more than for none.
+        raise Mixes("it gives its input no gradient")
+
+
+def _run_first(module: torch.nn.Module, first_call: Callable[[], Any], *, is_followed: bool) -> None:
+    """Runs the first call. Where no proof could follow what it leaves behind, it may leave nothing."""
+    state = RegionState()
+    before = state.snapshot(module)
+    first_call()
+    if is_followed:
+        return
+    found = differences(before, state.snapshot(module))
+    if found:
+        raise Mixes(f"{found[0]} in its first call, which cannot be followed")

@@ -1,0 +1,1 @@
+"""Training fewer parameters: freezing, adapters."""

@@ -1,0 +1,127 @@
+"""Adapters: what low-rank adapters on the linear layers would need in place of training the weights themselves.
+
+Hu et al., "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685): a weight of K x N is kept as it is and two factors of K x r and r x N
+are trained beside it. That adds parameters that the program's optimizer and its checkpoints do not know, so it is advice and no part of a plan.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Never, final
+
+import numpy as np
+
+from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.trained_parts import TrainedParts
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Change, Option
+from tightfit.tape import Phase, Tape
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.units import format_bytes
+
+RANKS = (8, 64)
+
+_PRODUCTS = ("aten.addmm", "aten.mm", "aten.linear")
+_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# peft keeps adapters in float32: a weight, a gradient, and as many states as the optimizer has for each weight.
+_ADAPTER_BYTES = 4
+
+
+@final
+class Adapters(AbstractTechnique):
+    """Trades what all weights could learn for what two thin factors beside each can."""
+
+    name = "adapters"
+    exact = False
+    exactness = "lossy: another model is trained"
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """None: the adapters' parameters would be new to the program."""
+        return ()
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """What adapters of each rank would hold, and what to write."""
+        parts = TrainedParts(OptimizerTape(tape, device))
+        linears = _linears(parts)
+        if not parts.run.stretches or not linears:
+            return []
+        held = [
+            f"rank {rank}: {format_bytes(parts.peak_with(_changes(parts, linears, rank)))} "
+            f"with {sum(linear.numbers(rank) for linear in linears):,} trained numbers"
+            for rank in RANKS
+        ]
+        what = (
+            f"LoRA on {len(linears)} linear layers would leave allocated, instead of {format_bytes(parts.peak_with(()))}: {'; '.join(held)} "
+            '(lossy; in the program, before the optimizer is made: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")))'
+        )
+        return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
+        """There is nothing to put on a model."""
+        raise ApplyError(
+            "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Linear:
+    """A linear layer of `num_inputs` x `num_outputs`, and how many rows go through it."""
+
+    num_inputs: int
+    num_outputs: int
+    num_rows: int
+
+    def numbers(self, rank: int) -> int:
+        """Elements of both factors."""
+        return rank * (self.num_inputs + self.num_outputs)
+
+
+def _linears(parts: TrainedParts) -> list[_Linear]:
+    """The linear layers with trained weights, but for the last product, which is the head: as `all-linear` of peft leaves it out.
+
+    Of a product of M x K by K x N, the FLOPs are 2 M K N and the result has M N numbers; the gradient of the weight has K N.
+    """
+    tape, operators = parts.tape, parts.tape.operators
+    by_module: dict[str, list[int]] = {}
+    gradients = parts.gradients
+    for storage, module in zip(gradients.tolist(), parts.modules_of(gradients), strict=True):
+        by_module.setdefault(module, []).append(storage)
+    known = [i for i, text in enumerate(tape.strings) if text.startswith(_PRODUCTS)]
+    products = np.flatnonzero(np.isin(operators.name, known) & (operators.phase == Phase.FORWARD))
+    found: dict[str, _Linear] = {}
+    for operator in products.tolist():
+        module = tape.strings[operators.module[operator]]
+        item_bytes = _BYTES.get(tape.strings[operators.dtype[operator]])
+        if module not in by_module or module in found or item_bytes is None or not operators.bytes_written[operator]:
+            continue
+        results = int(operators.bytes_written[operator]) // item_bytes
+        weight_bytes = max(int(parts.tape.storages.num_bytes[s]) for s in by_module[module])
+        num_inputs = round(float(operators.flops[operator]) / 2 / results)
+        if not num_inputs:
+            continue
+        num_outputs = round(weight_bytes / _item_bytes_of(weight_bytes, num_inputs, results) / num_inputs)
+        if num_outputs:
+            found[module] = _Linear(
+                num_inputs=num_inputs, num_outputs=num_outputs, num_rows=max(1, results // num_outputs)
+            )
+    return list(found.values())[:-1]
+
+
+def _item_bytes_of(weight_bytes: int, num_inputs: int, results: int) -> int:
+    """Of a weight's gradient: 4, or 2 where only that divides the results into whole rows."""
+    numbers = weight_bytes // 4
+    outputs = numbers // num_inputs
+    return 4 if outputs and numbers % num_inputs == 0 and results % outputs == 0 else 2
+
+
+def _changes(parts: TrainedParts, linears: Sequence[_Linear], rank: int) -> tuple[Change, ...]:
+    """No gradients and states of the weights; the adapters with theirs through the whole run."""
+    num_events = len(parts.tape.events)
+    gradient_bytes = int(parts.run.block_bytes[parts.run.gradients(parts.run.stretches[-1])].sum())
+    state_bytes = int(parts.run.block_bytes[parts.run.state(parts.run.stretches[-1])].sum())
+    times = 2 + (state_bytes / gradient_bytes if gradient_bytes else 0.0)
+    numbers = sum(linear.numbers(rank) for linear in linears)
+    inner = sum(linear.num_rows * rank for linear in linears)
+    held = Change(begin=0, end=num_events, num_bytes=round(_ADAPTER_BYTES * (times * numbers + inner)))
+    return (*parts.untrained(np.ones(len(parts.gradients), dtype=bool)), held)

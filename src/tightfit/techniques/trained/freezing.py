@@ -1,0 +1,158 @@
+"""Freezing: the first blocks of a stack, and what works before them, are not trained.
+
+Their gradients and states are gone, and the backward pass ends where the first trained block begins, so nothing before it waits for it. What
+that does to what the model learns nobody can say in advance: it is lossy, and only taken where it is allowed. Lee, Tang and Lin, "What would Elsa
+do? Freezing layers during transformer fine-tuning" (arXiv:1911.03090) keep 90 % of the quality with a quarter of the layers trained.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from tightfit.analysis.modules import Visit
+from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.trained_parts import Blocks, TrainedParts
+from tightfit.cost.roofline import operator_seconds
+from tightfit.devices.device import Device
+from tightfit.errors import ApplyError
+from tightfit.planner.option import Advice, Change, Option, merged
+from tightfit.tape import Category, Phase, Tape
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import AbstractTechnique, Choice
+from tightfit.units import format_bytes, format_seconds
+
+PARTS = (1, 2, 3)
+"""Quarters of the blocks."""
+
+
+@final
+class Freezing(AbstractTechnique):
+    """Trades what the first blocks would have learned for their gradients, states and activations, and for their backward pass."""
+
+    name = "freezing"
+    exact = False
+    exactness = "lossy: the first blocks keep the weights that they have"
+    tolerance = 0.2
+
+    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+        """A quarter, a half and three quarters of the blocks.
+
+        The time that is saved is not counted as a gain: a plan would freeze as much as it may. The fewer are frozen the sooner they are tried.
+        """
+        parts = TrainedParts(OptimizerTape(tape, device))
+        blocks = parts.blocks
+        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+            return
+        for number in _numbers(blocks):
+            yield Option(
+                technique=self.name,
+                where=blocks.path,
+                settings={"num_blocks": number, "before": ",".join(blocks.before)},
+                changes=_changes(parts, blocks, number),
+                seconds=number * 1e-9,
+                exact=False,
+                slots=frozenset({"trained"}),
+                is_coarse=True,
+            )
+
+    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+        """What each number of blocks would hold, and what a step would take less."""
+        parts = TrainedParts(OptimizerTape(tape, device))
+        blocks = parts.blocks
+        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+            return []
+        seconds = operator_seconds(tape, device)
+        held = [
+            f"{number} of {blocks.number}: {format_bytes(parts.peak_with(_changes(parts, blocks, number)))}, "
+            f"{format_seconds(_saved_seconds(parts, blocks, number, seconds))} less a step"
+            for number in _numbers(blocks)
+        ]
+        what = (
+            f"freezing the first blocks of {blocks.path} (and what works before them) would leave allocated, instead of "
+            f"{format_bytes(parts.peak_with(()))}: {'; '.join(held)} (lossy: --allow freezing)"
+        )
+        return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
+
+    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+        """Takes the parameters out of the graph; an optimizer passes over what has no gradient."""
+        (choice,) = chosen
+        before = [name for name in str(choice.settings["before"]).split(",") if name]
+        names = [f"{choice.where}.{i}" for i in range(int(choice.settings["num_blocks"]))]
+        # What contains the blocks works before them too, with parameters of its own: the token and the positions of a vision transformer.
+        held = [p for name in before for p in session.module(name).parameters(recurse=False)]
+        held += [p for name in names for p in session.module(name).parameters()]
+        frozen = {id(p): p for p in held if p.requires_grad}
+        if not frozen:
+            raise ApplyError("none of the first blocks is trained anyway; leave freezing out")
+        if all(id(p) in frozen for p in session.model.parameters() if p.requires_grad):
+            raise ApplyError("all that is trained would be frozen; leave freezing out")
+        if any(p.grad is not None for p in frozen.values()):
+            raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
+        for parameter in frozen.values():
+            parameter.requires_grad_(False)
+        session.notes.append(
+            f"freezing: {sum(p.numel() for p in frozen.values()):,} parameters are not trained ({names[0]} to {names[-1]}, and what works before them)"
+        )
+        session.when_undone(lambda: _thaw(list(frozen.values())))
+
+
+def _thaw(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+
+
+def _numbers(blocks: Blocks) -> list[int]:
+    return sorted({max(1, blocks.number * part // 4) for part in PARTS})
+
+
+def _frozen_names(parts: TrainedParts, blocks: Blocks, number: int) -> frozenset[str]:
+    """The paths of all modules that would be frozen, as operators have them; what contains the blocks works after them too."""
+    inside = [name for i in range(number) for name in parts.anatomy.modules_inside(f"{blocks.path}.{i}")]
+    return frozenset((*inside, *(name for name in blocks.before if not f"{blocks.path}.".startswith(f"{name}."))))
+
+
+def _changes(parts: TrainedParts, blocks: Blocks, number: int) -> tuple[Change, ...]:
+    frozen = _frozen_names(parts, blocks, number)
+    gradients = np.array([name in frozen for name in parts.modules_of(parts.gradients)], dtype=bool)
+    return merged((*parts.untrained(gradients), *_no_graph(parts, blocks, number, frozen)))
+
+
+def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:
+    """Nothing waits for a backward pass that does not come, and that pass has no temporaries either."""
+    run, tape, anatomy = parts.run, parts.tape, parts.anatomy
+    is_frozen = np.array([text in frozen for text in tape.strings], dtype=bool)[tape.operators.module]
+    born = tape.storages.operator
+    by_operator = born >= 0
+    inside = np.zeros(len(born), dtype=bool)
+    inside[by_operator] = is_frozen[born[by_operator]]
+    phase = np.where(by_operator, tape.operators.phase[born], Phase.OTHER)
+    waiting = inside & anatomy.waits
+    begin = run.born.copy()
+    for visits in (anatomy.visits(f"{blocks.path}.{i}") for i in range(number)):
+        for visit in visits:
+            _until_left(begin, visit)
+    waiting &= begin < run.died
+    gone = np.flatnonzero(waiting)
+    temporary = inside & (phase == Phase.BACKWARD) & (tape.storages.category == Category.TEMPORARIES)
+    temporary = np.flatnonzero(temporary)
+    return (
+        *changes(levels(begin[gone], run.died[gone], run.block_bytes[gone]), -1.0),
+        *changes(levels(run.born[temporary], run.died[temporary], run.block_bytes[temporary]), -1.0),
+    )
+
+
+def _until_left(begin: np.ndarray, visit: Visit) -> None:
+    """What a block makes lives while it runs, and its result until it is read: as if it was gone when the block is left."""
+    begin[visit.waiting] = visit.end_event
+    if visit.output >= 0:
+        begin[visit.output] = visit.end_event + (visit.end_event - visit.begin_event)
+
+
+def _saved_seconds(parts: TrainedParts, blocks: Blocks, number: int, seconds: np.ndarray) -> float:
+    """The backward pass of what is frozen, per step."""
+    frozen = _frozen_names(parts, blocks, number)
+    operators = parts.tape.operators
+    is_frozen = np.array([text in frozen for text in parts.tape.strings], dtype=bool)[operators.module]
+    return float(seconds[is_frozen & (operators.phase == Phase.BACKWARD)].sum()) / parts.run.num_steps

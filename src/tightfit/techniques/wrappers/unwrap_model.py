@@ -1,0 +1,18 @@
+"""The module whose `forward` a wrapper was handed as what comes next."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.techniques.wrappers.forwards import WrappedForward
+
+
+def module_of(forward: Callable[..., Any]) -> torch.nn.Module:
+    """The module itself, not the one that the wrapper was made for: in a copy of a model these are two."""
+    if isinstance(forward, functools.partial):
+        return forward.args[0]
+    if isinstance(forward, WrappedForward):
+        return forward.module
+    return forward.__self__  # type: ignore[attr-defined]
