@@ -10,7 +10,7 @@ CARD = "RTX 4090"
 
 
 def arguments_of_bench(target: Target, label: str) -> dict[str, Any]:
-    """The arguments of `Bench` for two steps of `target` on `CARD`, with torch's own settings of the allocator."""
+    """The arguments of `TracedRuns` for two steps of `target` on `CARD`, with torch's own settings of the allocator."""
     return {
         "target": target,
         "label": label,

@@ -5,7 +5,9 @@ Numbers only; `tightfit.techniques.optimizer.backward_updates` does it.
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels, runs_of
+from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
+from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, EventKind, Phase
 
@@ -16,25 +18,25 @@ BACKWARD_SLOT = "gradients"
 """What takes over the gradients of a backward pass, of which there can be one: micro-batches have made all of them before it."""
 
 
-def obstacle(run: OptimizerTape) -> str:
+def obstacle(run: OptimizerProfile) -> str:
     """Why it cannot be done, as far as a tape shows; empty where it can."""
-    if run.scales_loss:
+    if scales_loss(run):
         return "a GradScaler looks at all of them before it lets the optimizer step; bfloat16 needs none"
-    if run.num_backwards_per_update > 1:
-        return f"they are accumulated over {run.num_backwards_per_update} backward passes; a larger batch that is split otherwise needs none"
-    looks = run.looks_at_gradients
+    if num_backwards_per_update(run) > 1:
+        return f"they are accumulated over {num_backwards_per_update(run)} backward passes; a larger batch that is split otherwise needs none"
+    looks = readers_of_gradients(run)
     if looks and not (looks & _NORMS and looks <= _NORMS | _SCALING):
         return f"the script reads them before the optimizer steps ({', '.join(sorted(looks))})"
     return ""
 
 
-def seconds_of_second_pass(run: OptimizerTape) -> float:
+def seconds_of_second_pass(run: OptimizerProfile) -> float:
     """What a backward pass takes that runs once more, per step of the loop."""
     stretches = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     return sum(run.seconds_of(begin, end) for begin, end in stretches) / run.num_steps
 
 
-def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
+def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:
     """Gradients die once the next but one is there, and the optimizer's step holds nothing."""
     found: list[Change] = []
     seen: set[int] = set()
@@ -49,7 +51,7 @@ def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(change for change in found if change.end > change.begin)
 
 
-def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change, ...]:
+def states_come_early(run: OptimizerProfile, fraction: float = 1.0) -> tuple[Change, ...]:
     """In the first step a parameter's states are made when its gradient is there; `fraction` of their bytes is left of them."""
     stretch = run.stretches[0]
     gradients, state = run.gradients(stretch), run.state(stretch)
@@ -65,9 +67,9 @@ def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change
     return (*changes(early, fraction), *changes(late, fraction))
 
 
-def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
+def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
     """What the backward pass frees as it goes is still needed by the second one while the first one runs."""
-    passes = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
+    passes = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     activation = run.tape.storages.category == Category.ACTIVATIONS
     found: list[Change] = []
     for begin, end in passes:
@@ -76,7 +78,7 @@ def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def moments_of_updates(run: OptimizerTape, gradients: Column) -> Column:
+def moments_of_updates(run: OptimizerProfile, gradients: Column) -> Column:
     """The event after which each gradient's parameter is updated: all that follows its birth up to the next one is freed by then."""
     births = np.flatnonzero(run.tape.events.kind == EventKind.ALLOCATE)
     after = np.searchsorted(births, run.born[gradients], side="right")
