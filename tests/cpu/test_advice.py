@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cpu.benches import arguments_of_bench
+from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.fit import advice
@@ -53,7 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trial(file: Path, **parameters: int) -> TracedRun:
     target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
-    return TracedRuns(**arguments_of_bench(target, "decoder")).run_with(())
+    return TracedRuns(**run_arguments(target, "decoder")).run_with(())
 
 
 def size_in(text: str) -> int:

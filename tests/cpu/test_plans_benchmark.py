@@ -49,31 +49,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench(folder: Path) -> StoredRuns:
+def runs(folder: Path) -> StoredRuns:
     made = bench_of(TINY, folder)
     made.run_with(())
     return made
 
 
-def test_a_tape_that_was_kept_serves_again(bench: StoredRuns, folder: Path):
+def test_a_tape_that_was_kept_serves_again(runs: StoredRuns, folder: Path):
     again = bench_of(TINY, folder)
-    assert again.run_with(()).estimate == bench.run_with(()).estimate
+    assert again.run_with(()).estimate == runs.run_with(()).estimate
     assert again.num_traced == 0
     assert bench_of(TINY, folder, 2)._place(frozenset()) != again._place(frozenset())
 
 
-def test_the_solver_misses_no_combination_of_a_traced_model(bench: StoredRuns):
-    for comparison in against_all_promises(bench):
+def test_the_solver_misses_no_combination_of_a_traced_model(runs: StoredRuns):
+    for comparison in against_all_promises(runs):
         assert comparison.above == pytest.approx(0.0, abs=1e-4)
 
 
-def test_every_block_twice_is_every_block_once(bench: StoredRuns):
-    options = Search(bench, 0, Allowed()).candidates.variant(bench.run_with(())).problem.options
+def test_every_block_twice_is_every_block_once(runs: StoredRuns):
+    options = Search(runs, 0, Allowed()).candidates.variant(runs.run_with(())).problem.options
     assert [option.where for option in outermost_repeated(options)] == ["_Small.blocks.0", "_Small.blocks.1"]
 
 
-def test_activations_are_what_is_neither_parameter_nor_gradient_nor_state(bench: StoredRuns):
-    trial = bench.run_with(())
+def test_activations_are_what_is_neither_parameter_nor_gradient_nor_state(runs: StoredRuns):
+    trial = runs.run_with(())
     held = trial.estimate.at_peak
     assert activations(trial.tape) >= held["activations"] + held["temporaries"]
     assert activations(trial.tape) < trial.estimate.peak.allocated_bytes

@@ -78,7 +78,7 @@ def plan(
         raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
     if steps < 1:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
-    bench = TracedRuns(
+    runs = TracedRuns(
         target=parse_target(target, arguments=arguments, parameters=parameters, options=options),
         label=target,
         device=device,
@@ -91,19 +91,19 @@ def plan(
         say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    search = Search(bench, budget_bytes, allowed(allow, without))
-    return _proven(search, bench, card, prove=prove)
+    search = Search(runs, budget_bytes, allowed(allow, without))
+    return _proven(search, runs, card, prove=prove)
 
 
-def _proven(search: Search, bench: TracedRuns, card: Device, *, prove: bool) -> Plan:
+def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> Plan:
     """The plan that a search finds, with its proof; made again without the techniques whose values are others."""
     prover: Prover | None = None
     while True:
         found = search.run()
-        plan = _plan(found, bench, card, search.budget_bytes)
+        plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices):
             return plan
-        prover = prover or Prover(bench.target, found.base.tape, seconds=DEFAULT_SECONDS, say=bench.say)
+        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say)
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:
@@ -153,11 +153,11 @@ def _bytes(size: str | int) -> int:
     return parse(size) if isinstance(size, str) else size
 
 
-def _plan(found: Found, bench: TracedRuns, card: Device, budget_bytes: int) -> Plan:
+def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
     taken = best.all_options()
     return Plan(
-        target=bench.label,
+        target=runs.label,
         device=card.name,
         capacity_bytes=card.capacity_bytes,
         budget_bytes=budget_bytes,
@@ -168,7 +168,7 @@ def _plan(found: Found, bench: TracedRuns, card: Device, budget_bytes: int) -> P
         promised_bytes=_promised(found),
         choices=tuple(_choice(found, option) for option in taken),
         bound=_bound(found),
-        alternatives=tuple(_alternatives(found, bench, budget_bytes)),
+        alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         frontier=tuple(_frontier(found.variant)) if found.variant is not None else (),
         advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
@@ -212,9 +212,9 @@ def _bound(found: Found) -> Bound:
     return Bound(seconds_per_step=min(seconds, found.best.seconds), is_proven=found.solution.is_proven)
 
 
-def _alternatives(found: Found, bench: TracedRuns, budget_bytes: int) -> Iterable[Alternative]:
+def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable[Alternative]:
     """The plain run, other combinations that fit but are slower, the simple baseline, and what could not be put on this workload."""
-    for trial in bench.all():
+    for trial in runs.all():
         fits = trial.high_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
             continue
