@@ -15,6 +15,7 @@ import torch
 from tests.cpu.applied import CHOICES, Net, choice, plan_of
 
 import tightfit
+from tightfit.capture import trace as capture_trace
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
@@ -127,6 +128,17 @@ def is_internal(code: int, said: str, *words: str) -> bool:
     kept = Path(file[1]).read_text()
     assert "Traceback (most recent call last)" in kept and "KeyError: 'injected'" in kept
     return code == 4
+
+
+def test_a_tape_that_breaks_a_rule_is_a_fault_of_the_capture(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capture_trace, "verify_tape", lambda _: ["a storage that is freed twice"])
+    code = run(["estimate", "work.py:workload", "--device", "RTX 4090"])
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert code == 4
+    assert line.startswith("tightfit: internal error in the capture: AssertionError at tightfit/capture/trace.py")
+    assert ": a storage that is freed twice; " in line
 
 
 @pytest.mark.parametrize("name", NAMES)
