@@ -6,7 +6,7 @@ The means of the parts are weighted by the number of their terms, so that the su
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -24,7 +24,9 @@ from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
+from tightfit.techniques.random_operators import draws
 from tightfit.techniques.session import Session
+from tightfit.techniques.settings import truth
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 NUMS_PARTS = (2, 4, 8)
@@ -34,12 +36,6 @@ _LOSSES = (
     *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
 )
 _BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
-# Operators that draw, by how their names begin: those that torch tags `nondeterministic_seeded`, and factories.
-_DRAWS = (
-    *("aten.native_dropout", "aten._fused_dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.uniform"),
-    *("aten.multinomial", "aten.exponential", "aten.geometric", "aten.cauchy", "aten.log_normal", "aten.poisson"),
-    *("aten.binomial", "aten.rrelu", "aten.gumbel"),
-)
 
 
 @final
@@ -57,16 +53,16 @@ class MicroBatches(AbstractTechnique):
         run = profile.optimizer
         if not run.stretches or _obstacle(run):
             return
-        draws = bool(len(_operators(profile.tape, _DRAWS)))
+        is_random = any(map(draws, _names_of_forward(profile.tape)))
         loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
             yield Option(
                 technique=self.name,
                 where="batch",
-                settings={"num_parts": num_parts, "draws_anew": draws, **loop},
+                settings={"num_parts": num_parts, "draws_anew": is_random, **loop},
                 changes=_changes(run, num_parts),
                 seconds=_seconds(run, num_parts),
-                exact=not draws,
+                exact=not is_random,
                 slots=frozenset({"batch", BACKWARD_SLOT}),
                 is_coarse=True,
                 leaves_share=1 / num_parts,
@@ -113,15 +109,15 @@ class MicroBatches(AbstractTechnique):
         def counted() -> None:
             statistics["micro-batches"] += 1
 
-        num_parts, draws = int(choice.settings["num_parts"]), choice.settings["draws_anew"] in (True, "True")
+        num_parts, may_draw = int(choice.settings["num_parts"]), truth("draws_anew", choice.settings["draws_anew"])
         refuse = functools.partial(session.verdict.refuse, technique=self.name)
         if loop:
-            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted, refuse=refuse)
+            split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
             return
         split = SplitForward(
             model,
             num_parts,
-            allows_randomness=draws,
+            allows_randomness=may_draw,
             counted=counted,
             refuse=refuse,
             check_steps=session.check_steps,
@@ -132,6 +128,11 @@ class MicroBatches(AbstractTechnique):
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
     known = [i for i, text in enumerate(tape.strings) if text.startswith(names)]
     return np.flatnonzero(np.isin(tape.operators.name, known) & (tape.operators.phase == Phase.FORWARD))
+
+
+def _names_of_forward(tape: Tape) -> Iterator[str]:
+    is_forward = tape.operators.phase == Phase.FORWARD
+    return (tape.strings[name] for name in np.unique(tape.operators.name[is_forward]).tolist())
 
 
 def _obstacle(run: OptimizerProfile) -> str:

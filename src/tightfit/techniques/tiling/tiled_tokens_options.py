@@ -16,6 +16,7 @@ from tightfit.analysis.recomputable import input_kept
 from tightfit.analysis.sequences import waiting_bytes
 from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Option
+from tightfit.techniques.random_operators import draws
 from tightfit.techniques.tiling.tile_costs import Inside, TileAccount, inside_of
 
 SMALLEST_SHARE = 0.01
@@ -28,21 +29,6 @@ _WAITING = 0.5  # what of it waits for the backward pass, next to its output: a 
 _DEEP = 3.0  # the same, to be worth tiles inside a module that is recomputed anyway
 _PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation"})
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
-_RANDOM = frozenset(
-    {
-        "native_dropout",
-        "dropout",
-        "bernoulli",
-        "bernoulli_",
-        "normal",
-        "normal_",
-        "uniform",
-        "uniform_",
-        "rand",
-        "randn",
-        "randint",
-    }
-)
 _CLASSES = frozenset({"elementwise", "copy", "reduction"})
 
 
@@ -92,7 +78,7 @@ def keeps_tokens_apart(name: str) -> bool:
     base = name.split(".")[1] if name.startswith("aten.") else name
     if base in _PRODUCTS or base in _NORMS:
         return True
-    return operator_class(name) in _CLASSES and base not in _RANDOM
+    return operator_class(name) in _CLASSES and not draws(name)
 
 
 def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]:
