@@ -1,8 +1,8 @@
-"""What a tape tells of the optimizer: when it steps, which implementation ran, how much it updates and what it holds meanwhile.
+"""The optimizer steps of a tape: which implementation ran, the gradients and states it used, its temporaries, and its seconds.
 
-A stretch is a run of operators of the phase OPTIMIZER. torch.optim writes each algorithm three times: one kernel per tensor and operation
-(for-loop), one per operation over all tensors (foreach), one for everything (fused); their operators have different names. Bytes are those of
-the allocator's blocks.
+A `Stretch` is a range of consecutive operators of the phase OPTIMIZER. torch.optim implements each algorithm three times: one kernel per tensor
+and operation (for-loop), one per operation over many tensors (foreach), one for everything (fused); their operators have different names. Bytes
+are those of the allocator's blocks.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 Implementation = Literal["fused", "foreach", "for-loop"]
 Family = Literal["adam", "sgd", "adagrad", "other"]
 
-# A lookup of the gradients between backward pass and optimizer reads about all of them; a loss that is printed reads next to nothing.
+# Clipping or logging gradient norms between backward and step reads about all gradients; printing a loss reads next to nothing.
 _FRACTION_THAT_IS_A_LOOK = 0.3
 _LOW_PRECISION = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """One run of the optimizer: operators `begin` to before `end`, events `begin_event` to before `end_event`; `seconds` it takes."""
+    """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated `seconds`."""
 
     begin: int
     end: int
@@ -39,7 +39,7 @@ class Stretch:
 
 
 class OptimizerTape:
-    """The optimizer's part of a tape, on a card."""
+    """The optimizer steps of a tape, with their time on a device."""
 
     def __init__(self, tape: Tape, device: Device) -> None:
         self.tape = tape
@@ -65,33 +65,35 @@ class OptimizerTape:
                 seconds=self.seconds_of(begin, end),
             )
             for begin, end in runs
+            # A step that finds no gradient can leave views and host operators in the phase, but launches no kernel.
             if self._is_kernel[begin:end].any()
         )
 
     def seconds_of(self, begin: int, end: int) -> float:
-        """What these operators take: the card's time or the host's to issue them, whichever is longer."""
+        """Seconds of these operators: the GPU's time, or the host's time to issue them where that is longer."""
+        # A for-loop optimizer over many small parameters is bound by the host: thousands of kernels of a few microseconds each.
         issued = efficiency_of(self.device).issue_seconds * int(self._is_kernel[begin:end].sum())
         return max(float(self._seconds[begin:end].sum()), issued)
 
     def seconds_of_update(self, num_bytes: float, num_kernels: int) -> float:
-        """What `num_kernels` kernels take that read and write `num_bytes` between them."""
+        """Seconds of `num_kernels` kernels that together read and write `num_bytes`."""
         efficiency = efficiency_of(self.device)
         traffic = num_bytes / (self.device.dram_bytes_per_second * efficiency.of_bandwidth["optimizer"])
         return max(traffic + num_kernels * efficiency.launch_seconds, num_kernels * efficiency.issue_seconds)
 
     def seconds_of_kernels(self, stretch: Stretch, num_kernels: int) -> float:
-        """What a stretch would take if it did the same with this many kernels."""
+        """Seconds of an optimizer step if it did the same with this many kernels."""
         efficiency = efficiency_of(self.device)
         more = num_kernels - int(self._is_kernel[stretch.begin : stretch.end].sum())
         on_card = float(self._seconds[stretch.begin : stretch.end].sum()) + more * efficiency.launch_seconds
         return max(on_card, num_kernels * efficiency.issue_seconds)
 
     def events_of(self, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Stretches of operators as stretches of events."""
+        """Ranges of operators as ranges of events."""
         return [(int(self._anatomy.event_of(begin)), int(self._anatomy.event_of(end))) for begin, end in runs]
 
     def passes(self) -> list[tuple[int, int]]:
-        """Each forward pass with the backward pass that follows it, as a stretch of events."""
+        """Each forward pass with the backward pass that follows it, as a range of events."""
         phases = self.tape.operators.phase
         at = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
         if not len(at):
@@ -102,7 +104,7 @@ class OptimizerTape:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether updates run within a backward pass: it goes on after one, or a step finds no gradient. Then there is no step to change."""
+        """Whether updates run within a backward pass: it continues after one, or a step finds no gradient. Then there is no step to change."""
         if not all(len(self.gradients(stretch)) for stretch in self.stretches):
             return True
         phases = self.tape.operators.phase
@@ -117,7 +119,7 @@ class OptimizerTape:
 
     @property
     def steady(self) -> tuple[Stretch, ...]:
-        """The stretches of the last step of the user's loop, which stands for all: the first one makes states as well."""
+        """The optimizer steps of the last step of the user's loop, which stands for all: the first one allocates the states as well."""
         spans = self.tape.spans
         begins = spans.begin[spans.kind == SpanKind.STEP]
         last = tuple(s for s in self.stretches if len(begins) and s.begin_event >= begins[-1])
@@ -125,25 +127,25 @@ class OptimizerTape:
 
     @property
     def seconds(self) -> float:
-        """What the optimizers take per step of the user's loop."""
+        """Seconds of the optimizers per step of the user's loop."""
         return sum(s.seconds for s in self.steady)
 
     def names(self, stretch: Stretch) -> list[str]:
-        """The operators of a stretch that run kernels, without namespace and overload: `_foreach_add_`."""
+        """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
         at = np.flatnonzero(self._is_kernel[stretch.begin : stretch.end]) + stretch.begin
         return [self.tape.strings[n].split(".")[1] for n in self.tape.operators.name[at].tolist()]
 
     def gradients(self, stretch: Stretch) -> Column:
-        """The gradients, as indices of storages, that live when a stretch begins."""
+        """The gradients, as indices of storages, that are allocated when an optimizer step begins."""
         return self._alive(stretch.begin_event, Category.GRADIENTS)
 
     def state(self, stretch: Stretch) -> Column:
-        """The optimizer states, as indices of storages, that live when a stretch ends."""
+        """The optimizer states, as indices of storages, that are allocated when an optimizer step ends."""
         return self._alive(stretch.end_event, Category.OPTIMIZER_STATE)
 
     @property
     def bytes_per_number(self) -> int:
-        """Of what the optimizer updates: 2 where its kernels are in 16 bits, else 4."""
+        """Bytes per element of what the optimizer updates: 2 where most of its kernels are in 16 bits, else 4."""
         stretch = self.stretches[-1]
         dtypes = self.tape.operators.dtype[stretch.begin : stretch.end][self._is_kernel[stretch.begin : stretch.end]]
         return 2 if self.tape.strings[int(np.bincount(dtypes).argmax())] in _LOW_PRECISION else 4
@@ -162,9 +164,9 @@ class OptimizerTape:
 
     @property
     def family(self) -> Family:
-        """The algorithm, as far as its operators tell: those that torch has a fused kernel for, and others.
+        """The algorithm, inferred from its operators: those that torch has a fused kernel for, and "other".
 
-        The sequences are those of `torch/optim/{adam,sgd,adagrad}.py`.
+        The operator sequences are those of `torch/optim/{adam,sgd,adagrad}.py`.
         """
         kinds = {
             name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_"): None
@@ -174,6 +176,7 @@ class OptimizerTape:
         for family in ("adam", "sgd", "adagrad"):
             if any(kind.startswith(family) for kind in kinds):
                 return family
+        # torch updates the first moment of Adam and NAdam by lerp. RMSprop (mul, addcmul, sqrt, addcdiv) is none of the three.
         if {"lerp", "addcmul", "sqrt", "addcdiv"} <= set(kinds) and self._updates_once():
             return "adam"
         if {"addcmul", "sqrt", "addcdiv"} <= set(kinds) and not {"lerp", "mul", "sub"} & set(kinds):
@@ -183,20 +186,20 @@ class OptimizerTape:
         return "other"
 
     def _updates_once(self) -> bool:
-        """Whether a parameter is moved as often as its average is: NAdam moves it twice."""
+        """Whether each parameter is updated as often as its first moment: NAdam calls addcdiv twice."""
         names = self.names(self.stretches[-1])
         counts = {kind: sum(kind in name for name in names) for kind in ("lerp", "addcdiv")}
         return counts["addcdiv"] == counts["lerp"]
 
     def held(self, stretch: Stretch) -> list[tuple[int, int, int]]:
-        """What the optimizer holds besides its states while it steps: (event, event, bytes), disjoint, in order."""
+        """The optimizer's temporaries during a step, states not included: (begin event, end event, bytes), disjoint, in order."""
         inside = (self.born >= stretch.begin_event) & (self.died <= stretch.end_event)
         temporary = np.flatnonzero(inside & (self.tape.storages.category == Category.TEMPORARIES))
         return levels(self.born[temporary], self.died[temporary], self.block_bytes[temporary])
 
     @property
     def num_backwards_per_update(self) -> int:
-        """The most backward passes that come before one run of the optimizer."""
+        """The largest number of backward passes before one optimizer step."""
         phases = self.tape.operators.phase
         passes = [end for _, end in runs_of(_joined(phases) == Phase.BACKWARD)]
         most, before = 0, 0
@@ -207,7 +210,7 @@ class OptimizerTape:
 
     @property
     def looks_at_gradients(self) -> frozenset[str]:
-        """What reads the gradients between backward pass and optimizer, without namespace and overload; nothing reads as much there."""
+        """The operators that read most of the gradients between backward pass and optimizer step, without namespace and overload."""
         operators = self.tape.operators
         found: set[str] = set()
         for stretch in self.stretches:
@@ -226,12 +229,13 @@ class OptimizerTape:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a `GradScaler` is at work."""
+        """Whether the run uses a `GradScaler`."""
+        # GradScaler.unscale_ calls _amp_foreach_non_finite_check_and_unscale_, and update() _amp_update_scale_.
         return any("_amp_" in self.tape.strings[n] for n in np.unique(self.tape.operators.name).tolist())
 
     @property
     def fraction_in_low_precision(self) -> float:
-        """The part of all FLOPs that is done in 16 bits."""
+        """The share of all FLOPs that is computed in 16 bits."""
         operators = self.tape.operators
         low = np.isin(operators.dtype, [i for i, text in enumerate(self.tape.strings) if text in _LOW_PRECISION])
         total = float(operators.flops.sum())
@@ -239,13 +243,13 @@ class OptimizerTape:
 
 
 def runs_of(is_member: Column) -> list[tuple[int, int]]:
-    """The stretches of consecutive true values: (first, first after)."""
+    """The ranges of consecutive true values: (first, one past the last)."""
     edges = np.flatnonzero(np.diff(np.r_[False, is_member, False].astype(np.int8)))
     return [(int(b), int(e)) for b, e in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def levels(born: Column, died: Column, num_bytes: Column) -> list[tuple[int, int, int]]:
-    """How much is alive of blocks with these lives: (event, event, bytes) where it is not nothing, disjoint, in order."""
+    """The memory timeline of blocks with these lifetimes: (begin event, end event, bytes) where bytes are allocated, disjoint, in order."""
     moments, index = np.unique(np.r_[born, died], return_inverse=True)
     difference = np.zeros(len(moments), dtype=np.int64)
     np.add.at(difference, index, np.r_[num_bytes, -num_bytes].astype(np.int64))
@@ -258,13 +262,13 @@ def levels(born: Column, died: Column, num_bytes: Column) -> list[tuple[int, int
 
 
 def changes(stretches: Iterable[tuple[int, int, int]], factor: float = 1.0) -> tuple[Change, ...]:
-    """Changes of `factor` times the bytes of these stretches of events; none where that is nothing."""
+    """Changes of `factor` times the bytes of these ranges of events, without empty ones."""
     found = (Change(begin=b, end=e, num_bytes=round(factor * n)) for b, e, n in stretches if e > b)
     return tuple(change for change in found if change.num_bytes)
 
 
 def _joined(phases: Column) -> Column:
-    """Phases with what happens aside (OTHER) left out of backward passes that it interrupts: no forward pass or optimizer comes between."""
+    """The phases with OTHER replaced by the phase before it, so that a hook or a callback inside of a backward pass does not split it."""
     known: Sequence[int] = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
     matters = np.isin(phases, known)
     if not matters.any():
