@@ -51,6 +51,7 @@ def host(instruments: Instruments) -> Findings:
                 [sizes.num_host_parameters / seconds for seconds in samples],
             )
             rows.append(row)
+            # The runtime reads these by position: one entry for each entry of `adamw_threads`.
             rates[key].append(row.median)
             step_seconds = sizes.num_host_parameters / row.median
     torch.set_num_threads(before)

@@ -51,8 +51,7 @@ def efficiencies(instruments: Instruments, fixed_seconds: Mapping[str, float]) -
         if uses_flops and _is_bound_by_bandwidth(instruments, work):
             continue
         (by_type[work.dtype][work.kind] if uses_flops else fractions[work.kind]).append(fraction)
-    # The fraction without a dtype stands for types that are not measured (float8, int8), whose kernels resemble those of half
-    # precision.
+    # The fraction without a dtype is what efficiency_of takes for dtypes that are not measured, such as float8 and int8.
     for kind in TENSOR_CORE_CLASSES:
         halves = [f for dtype in ("bfloat16", "float16") for f in by_type[dtype][kind]]
         fractions[kind] += halves
@@ -69,6 +68,7 @@ def _affordable(instruments: Instruments) -> Iterator[Work]:
     card = instruments.card
     room = torch.cuda.mem_get_info()[0] // 4
     for work in works():
+        # Types that a GPU computes in float32 anyway would only measure float32 once more.
         has_units = work.dtype == "float32" or work.dtype in card.flops
         efficiency = efficiency_of(card)
         seconds = kernel_seconds(card, efficiency, work.kind, work.dtype, flops=work.flops, num_bytes=work.num_bytes)

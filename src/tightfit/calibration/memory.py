@@ -94,6 +94,7 @@ def allocation(instruments: Instruments) -> Findings:
     torch.cuda.empty_cache()
     for size in sizes:
         samples: dict[str, list[float]] = {name: [] for name in seconds}
+        # Keeps the tensor alive while cudaMalloc is timed, so that freeing it is not part of the sample.
         held: list[torch.Tensor] = []
         for _ in range(instruments.sizes.num_samples):
 

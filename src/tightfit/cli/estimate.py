@@ -1,6 +1,6 @@
-"""`tightfit estimate`: what a workload would hold on a card, found by running it on a virtual one.
+"""`tightfit estimate`: the memory of a workload on a GPU, found by running it on a virtual one.
 
-What computes is imported when the command runs, so that its `--help` is instant.
+Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
+# One value per use of the option (-p a=1 -p b=2); cyclopts would otherwise let a list swallow the words that follow.
 _SEVERAL = Parameter(consume_multiple=False)
 
 
@@ -66,7 +67,7 @@ class ModelOptions:
     gradient_checkpointing: bool = False
 
     def given(self) -> dict[str, Any]:
-        """Those that were given, by name."""
+        """The options that were given, by name."""
         values = dataclasses.asdict(self).items()
         return {name: value for name, value in values if value is not None and value is not False}
 
@@ -128,6 +129,7 @@ def estimate(
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
     options = model.given()
+    # Before the trace, which may take minutes, rather than when its result is to be written.
     _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
@@ -138,6 +140,7 @@ def estimate(
     else:
         tape = fit.capture(
             target,
+            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
             device=devices[0],
             arguments=arguments,
             parameters=parameter,

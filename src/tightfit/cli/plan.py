@@ -1,4 +1,4 @@
-"""`tightfit plan`: the fastest combination of techniques with which a workload fits a card, found and checked without the card."""
+"""`tightfit plan`: the fastest combination of techniques with which a workload fits a GPU, found and verified without the GPU."""
 
 import dataclasses
 import json as jsonlib
@@ -118,6 +118,7 @@ def plan(
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,
+        # The line is rewritten in place, which makes no sense in a log file.
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
@@ -132,6 +133,7 @@ def plan(
 
 
 def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
+    # elapsed_seconds is printed but not saved: the same plan gives the same file.
     from tightfit.reports.plans import write_plan
 
     if json:

@@ -1,4 +1,4 @@
-"""`tightfit run`: a user's own script, unmodified, with a plan on it."""
+"""`tightfit run`: runs a user's unmodified script with a plan applied."""
 
 import sys
 from pathlib import Path
@@ -63,6 +63,7 @@ def run(
         raise DoesNotFit(
             f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: at least {format_bytes(chosen.run.peak.device_high_bytes)} are needed; tightfit plan says what would help"
         )
+    # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments)
     from tightfit.capture.targets import Script

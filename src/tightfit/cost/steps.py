@@ -37,6 +37,7 @@ def step_operators(tape: Tape) -> list[tuple[int, int]]:
 
     Spans are ranges of events, and an event knows how many operators were issued before it; operators after the last event belong to the last span.
     """
+    # One entry more than there are events, for spans that end with the tape.
     issued_before = np.append(tape.events.operator, len(tape.operators))
     spans = tape.spans
     steps = spans.kind == SpanKind.STEP
