@@ -172,6 +172,7 @@ class _Seen:
                 what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
                 where="",
                 saves="allocated",
+                # The gradient that is being used is still there, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=None if self.costs is None else 0.0,
                 is_exact=True,
