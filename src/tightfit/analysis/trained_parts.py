@@ -67,6 +67,7 @@ class TrainedParts:
         """What freezing saves: the gradients that `frozen` marks, and their share of optimizer states and of the optimizer's temporaries."""
         run, gone = self.run, self.gradients[frozen]
         total = int(run.block_bytes[self.gradients].sum())
+        # Adam's states have the size of the gradients; for factored states this is an approximation.
         share = int(run.block_bytes[gone].sum()) / total if total else 0.0
         state = np.flatnonzero(self.tape.storages.category == Category.OPTIMIZER_STATE)
         found = changes(levels(run.born[gone], run.died[gone], run.block_bytes[gone]), -1.0)

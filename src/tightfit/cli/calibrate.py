@@ -52,6 +52,7 @@ def calibrate(
     content = measure(device=simulated if virtual else device, virtual=virtual, disk_folder=folder)
     # The file is checked like any other before it is written, so what a later estimate reads is valid.
     found = Calibration.from_content(content, where="what was measured")
+    # The name of the GPU, so that calibrations of several machines can lie in one folder.
     path = output or Path(f"{re.sub(r'[^a-z0-9]+', '-', found.device.lower())}{'-virtual' if virtual else ''}.toml")
     remark = f"made by tightfit calibrate{' --virtual: simulated, no measurement' if virtual else ''}"
     path.write_text(to_toml(content, remark=remark), encoding="utf-8")

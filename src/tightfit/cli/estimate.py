@@ -129,7 +129,6 @@ def estimate(
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
     options = model.given()
-    # Before the trace, which may take minutes, rather than when its result is to be written.
     _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
@@ -159,6 +158,7 @@ def estimate(
 
 
 def _check_folders(files: Mapping[str, Path | None]) -> None:
+    # Checked before the trace, which may take minutes, rather than when its result is to be written.
     for option, file in files.items():
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"{option} {file}: there is no folder {file.parent}")

@@ -66,6 +66,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Here, where a closed pipe can be caught, and not when the interpreter shuts down.
         sys.stdout.flush()
     except CycloptsError as error:
+        # Messages of cyclopts can span several lines.
         line = " ".join(str(error).split())
         hint = "a script's own options go after --; " if isinstance(error, UnknownOptionError) else ""
         return _say(UsageError(f"{line} ({hint}see tightfit --help)"), is_debug=is_debug)
@@ -79,6 +80,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + _SIGPIPE
     except Exception as error:  # noqa: BLE001 - what a program raises that a command runs ends in `tightfit.cli.programs`
+        # Nothing but our own code runs up to here: programs of the user end in `exit_code_of`.
         return _say(_own(error, words), is_debug=is_debug)
     # --help and --version return None.
     return result if isinstance(result, int) else 0

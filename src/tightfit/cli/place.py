@@ -61,6 +61,7 @@ def _as_json(solution: Solution) -> dict[str, object]:
 
 def _text(solution: Solution, capacity: int) -> str:
     crowd = solution.crowd
+    # Thousands of buffers can be live at the peak.
     names = ", ".join(crowd.names[:_MOST_NAMES])
     more = len(crowd.names) - _MOST_NAMES
     who = f"{names} and {more} more" if more > 0 else names

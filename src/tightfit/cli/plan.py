@@ -118,7 +118,6 @@ def plan(
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,
-        # The line is rewritten in place, which makes no sense in a log file.
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
@@ -159,5 +158,6 @@ def _search(parameter: str, target: str, device: str, *, output: Path | None, js
 
 
 def _say(what: str) -> None:
+    # The line is rewritten in place, which makes no sense in a log file, so this is used on a terminal only.
     sys.stderr.write(f"\r\x1b[K{what}\r")
     sys.stderr.flush()

@@ -78,6 +78,7 @@ def report(
     is_recording = _is_recording(target)
     if is_recording and (arguments or parameter):
         raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+    # The two clocks can be compared only for a recording: a tape's times are estimates.
     if merge is not None:
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
@@ -174,6 +175,7 @@ def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
 
     cards = [find(name) for name in names]
     if len(cards) < 2:
+        # So that the page compares at least a few GPUs without being asked to.
         cards += sorted((find(name) for name in _COMMON_CARDS), key=lambda card: card.capacity_bytes)
     if own is not None:
         cards.insert(0, own)
@@ -234,6 +236,7 @@ def _to_file_or_stdout(output: Path | None, show: Callable[[], None]) -> int:
         show()
     else:
         said = io.StringIO()
+        # `show` prints, as the commands estimate and replay do; a file gets the same text.
         with contextlib.redirect_stdout(said):
             show()
         _write(output, said.getvalue())
@@ -250,6 +253,7 @@ def _default_output(target: str, ending: str) -> Path:
 def _write(path: Path, content: str) -> None:
     """Writes the file atomically and logs it on stderr."""
     existed = path.exists()
+    # A page that is being written must not be opened half done.
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(content, encoding="utf-8")

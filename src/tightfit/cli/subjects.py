@@ -31,6 +31,7 @@ def subject_of(
         RecordingError: the file cannot be read.
         CaptureError: the workload could not be traced.
     """
+    # By its ending too, so that a misspelt name of a recording is not taken for a module to import.
     is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
     is_tape = target.endswith(".npz")
     if is_recording or is_tape:

@@ -71,6 +71,7 @@ def _entry(technique: Any) -> Entry:
         exactness=technique.exactness,
         # The first sentence of the class's docstring is what users read, here and in the docs.
         trades=_first_sentence(inspect.getdoc(kind) or ""),
+        # Techniques of other packages come through entry points and have no page here.
         page=f"{_PAGES}/{technique.name}.md" if is_ours else None,
         defined_in=f"{kind.__module__}:{kind.__qualname__}",
     )

@@ -29,6 +29,7 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Stretch]:
     found: list[Stretch] = []
     at_a = at_b = 0
     while at_a < len(a) or at_b < len(b):
+        # Greedy: equal entries are paired at once. It is linear where the runs agree, which is nearly everywhere.
         num_same = 0
         while at_a + num_same < len(a) and at_b + num_same < len(b) and a[at_a + num_same] == b[at_b + num_same]:
             num_same += 1

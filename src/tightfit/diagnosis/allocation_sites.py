@@ -33,6 +33,7 @@ def holders_of(history: History, places: Sequence[Place], chosen: Column) -> tup
     at = np.flatnonzero(chosen)
     columns = (blocks.category[at], blocks.stack[at], blocks.module[at], blocks.block_bytes[at])
     for category, stack, module, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
+        # By Place and not by stack: stacks that differ only inside of libraries are one site.
         group = groups.setdefault((category, places[stack], modules[module]), [0, 0])
         group[0] += 1
         group[1] += num_bytes

@@ -116,6 +116,7 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
     subject.again(look)
     alive = history.alive_at(peak)
     every_step = steps_of(history)
+    # Set-up and evaluations in between do not repeat, so growth is looked for among steps only.
     steps = tuple(step for step in every_step if step.kind == "step")
     settings = subject.try_settings(seconds)
     found = look.found
@@ -180,6 +181,7 @@ def _most_reserved(subject: Subject) -> int:
 
 def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
     blocks = history.blocks
+    # Allocated bytes rise only with an allocation, so the event of a peak allocates a block.
     at = np.flatnonzero(blocks.born == event) if event >= 0 else []
     place = places[int(blocks.stack[at[0]])] if len(at) else None
     step = next((span.name for span in history.spans if span.begin <= event < span.end), "")
@@ -196,10 +198,12 @@ def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
 def _pinned_by(history: History, places: tuple[Place, ...], event: int, found: Fragmentation) -> tuple[PinnedBy, ...]:
     """The allocation sites that pin most bytes at the event."""
     alive = np.flatnonzero(history.alive_at(event))
+    # A pin is a block of the replayed allocator; its address leads to the block of the history, which knows its site.
     block_at = dict(zip(history.blocks.address[alive].tolist(), alive.tolist(), strict=True))
     groups: dict[tuple[str, str], list[int]] = {}
     for pin in found.pins:
         block = block_at.get(pin.address)
+        # The neighbour may be a freed block that waits for another stream, which the history counts as freed.
         where = "" if block is None else places[int(history.blocks.stack[block])].name
         category = "unknown" if block is None else CATEGORIES[int(history.blocks.category[block])]
         group = groups.setdefault((where, category), [0, 0, 0])
@@ -235,6 +239,7 @@ def _ranked(remedies: list[Remedy], settings: tuple[SettingTried, ...]) -> tuple
             where="",
             saves="reserved",
             saves_bytes=one.saves_bytes,
+            # A setting of the allocator changes no operator.
             adds_seconds=0.0,
             is_exact=True,
             note="a setting of the allocator",

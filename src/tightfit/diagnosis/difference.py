@@ -25,6 +25,7 @@ NUM_CHANGES = 16
 NUM_PARTINGS = 8
 # Two versions of a program share most lines; two different programs at best those of a library.
 _LEAST_SHARED = 0.2
+# 64 KiB: below it differences are the rounding of small blocks.
 _LEAST_CHANGE_BYTES = MIB // 16
 
 Kind = Literal["grown", "shrunk", "new", "gone"]
@@ -132,6 +133,7 @@ def difference(a: Subject, b: Subject) -> Difference:
         b=_side(b),
         changes=_changes(a_spots, b_spots),
         steps=tuple(pair.summary() for pair in pairs),
+        # The first step that differs stands for all: later ones repeat its differences.
         partings=tuple(next((found for pair in pairs if (found := pair.partings())), [])[:NUM_PARTINGS]),
         matched_by=matched_by,
     )
@@ -256,6 +258,7 @@ def _by_size(stretch: Stretch, a: Sequence[int], b: Sequence[int]) -> Iterator[S
     are_same = [a[stretch.a_begin + at] == b[stretch.b_begin + at] for at in range(num_places)]
     while begin < num_places:
         end = begin + 1
+        # Different sizes stay single, so that each is reported with its own partner.
         while are_same[begin] and end < num_places and are_same[end]:
             end += 1
         yield Stretch(
@@ -278,6 +281,7 @@ def _share_lines(a: Subject, b: Subject) -> bool:
     known = {_file_and_line(place.line) for place in b.places if place.line}
     blocks = a.history.blocks
     num_bytes = np.bincount(blocks.stack, weights=blocks.num_bytes, minlength=len(a.places))
+    # Weighted by bytes: the lines that matter are few, and libraries have many small ones in common.
     lines = [_file_and_line(place.line) for place in a.places]
     named_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line)
     shared_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line in known)
@@ -328,6 +332,7 @@ class _Spots:
 
     def name_as(self, other: "_Spots", partners: Sequence[tuple[int, int]]) -> None:
         """Renames sites after `other`: each block after its partner, the rest after what most blocks of their line are called there."""
+        # Only some blocks of a line have partners (those of the compared steps); the others are named after the majority.
         by_line: dict[str, Counter[str]] = {}
         for ours, theirs in partners:
             by_line.setdefault(self.where[ours], Counter())[other.where[theirs]] += 1

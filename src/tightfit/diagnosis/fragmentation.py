@@ -56,6 +56,7 @@ def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -
     held: Counter[int] = Counter()
     for block in blocks.values():
         held[block.pool.stream] += block.size
+    # Pools are per stream: what another stream has cached cannot serve the main one before the cache is emptied.
     main = max(held, key=lambda stream: (held[stream], -stream), default=0)
     causes: Counter[str] = Counter()
     pinned: Counter[Block] = Counter()
@@ -67,6 +68,7 @@ def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -
         largest_bytes = max(largest_bytes, block.size)
         if block.pool.stream != main:
             causes["other"] += block.size
+        # Free memory in 2 MiB segments cannot serve a request above 1 MiB.
         elif block.pool.is_small:
             causes["small"] += block.size
         else:

@@ -39,6 +39,7 @@ def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ..
     blocks = history.blocks
     ends = [step.end - 1 for step in steps[1:]]
     lasting = np.flatnonzero((blocks.died > ends[0]) & (blocks.category != Category.GRADIENTS))
+    # By allocation site: a list that grows gets a new block in each step, all from one line.
     held: dict[tuple[Place, int], list[int]] = {}
     for block in lasting.tolist():
         held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)

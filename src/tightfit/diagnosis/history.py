@@ -114,6 +114,7 @@ def history_of_recording(
     """
     chosen = device_of(recording, device_index)
     follower = _Follower(chosen, watch)
+    # Replayed rather than read off: events have requested sizes, and only the allocator knows the size of a block.
     replay(recording, settings=settings, device=chosen.device, watch=follower.look)
     columns = {name: np.asarray(column, dtype=np.int64) for name, column in follower.rows.items()}
     columns["died"] = np.where(columns["died"] < 0, chosen.num_events, columns["died"])
@@ -121,6 +122,7 @@ def history_of_recording(
     # Marks are of one device; the others of the same file are guessed.
     marks = marks if marks is not None and marks.trace == chosen.device else None
     named = _as_guessed(recording, columns, chosen) if marks is None else _as_marked(marks, columns, chosen)
+    # Recordings have Unix time; histories begin at 0.
     begin_us = int(chosen.time_us[0]) if chosen.num_events else 0
     return History(
         label=Path(recording.path).name,
@@ -173,6 +175,7 @@ class _Follower:
         """A `Watch`."""
         if event < 0:
             for address in sorted(blocks):
+                # A block that waits for another stream is freed already, as far as the program is concerned.
                 if blocks[address].is_live:
                     self._add(event, address, blocks[address], 0)
         else:
@@ -181,6 +184,7 @@ class _Follower:
             if action == Action.ALLOC:
                 self._add(event, address, blocks[address], self._stacks[event])
             elif action == Action.FREE_REQUESTED and address in self._alive:
+                # At free_requested, when the program lets go of it, whatever streams still use it.
                 self.rows["died"][self._alive.pop(address)] = event
             # Only now is it known which blocks outlast the recording.
             if event + 1 == len(self._actions):
@@ -218,6 +222,7 @@ def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: Dev
         num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
     )
     phases = phases_of(places, lives)
+    # Frees after the last allocation belong to the end of the program, not to a step.
     last_request = int(lives.born.max(initial=-1))
     told = annotated_spans(recording.annotations, chosen.device, chosen.time_us, last_request)
     spans = told or guess_spans(lives, phases)

@@ -86,6 +86,7 @@ def subject_of_tape(
     seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
     phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
 
+    # A tape is replayed once per setting, in well under a second, so no time limit is needed.
     def try_settings(_: float) -> tuple[SettingTried, ...]:
         card = device if calibration is None else calibration.applied_to(device)
         prepared = with_workspaces_of(card, tape, calibration)
@@ -137,12 +138,14 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
         stack=blocks.stack,
         num_events=history.num_events,
     )
+    # The first error: what follows it, if the program caught it, is another story.
     failed = np.flatnonzero(chosen.action == Action.OOM)
 
     def try_settings(seconds: float) -> tuple[SettingTried, ...]:
         if not chosen.num_events:
             return ()
         tuning = tune(recording, device=chosen.device, seconds=seconds)
+        # Trials start from an empty cache, so they are compared with a trial and not with the recorded peak.
         now_bytes = (tuning.as_recorded or tuning.default).peak_reserved_bytes
         recommended = None if tuning.recommended is None else tuning.recommended.settings
         return _better(
@@ -194,6 +197,7 @@ def _forward_seconds(tape: Tape, seconds: Column) -> dict[str, float]:
     steps = step_operators(tape)
     if not steps:
         return {}
+    # The last step, which is the most like all later ones.
     begin, end = steps[-1]
     found: dict[str, float] = {}
     for operator in range(begin, end):

@@ -22,6 +22,7 @@ LEAST_SHARE = 0.005
 """Suggestions that save less than this share of the peak are left out."""
 _NUM_KEPT = 3
 _NUM_CHUNKS = 8
+# The first number of a path: the index of the layer, not of an expert inside of it.
 _NUMBERED = re.compile(r"^(.*?\.)(\d+)(?=\.|$)")
 _SMALL_STATE_BYTES = 4096 * 4
 """bitsandbytes keeps the state of tensors with fewer than 4096 elements (`min_8bit_size`) in float32."""
@@ -44,6 +45,7 @@ class Remedy:
     def rank(self) -> tuple[float, int]:
         """The sort key, best first: bytes per second lost, then bytes; those of unknown cost last."""
         if self.adds_seconds is None:
+            # Above every known rate, which is negative.
             return (1.0, -self.saves_bytes)
         return (-self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf, -self.saves_bytes)
 
@@ -184,6 +186,7 @@ class _Seen:
         blocks = self.blocks
         chosen = (blocks.category == Category.OPTIMIZER_STATE) & (blocks.num_bytes > _SMALL_STATE_BYTES)
         if chosen.any():
+            # A quarter of the float32 states is left, 8 bits of 32; the scales of the blocks are neglected.
             spared = np.flatnonzero(chosen)
             yield Remedy(
                 what="an optimizer with 8-bit state",
@@ -200,6 +203,7 @@ class _Seen:
     def loss(self) -> Iterable[Remedy]:
         """Logits and the tensors that the loss derives from them, which a chunked loss never allocates as a whole."""
         blocks = self.blocks
+        # Above 1 MiB: the heads of small classifiers are not worth chunking.
         softmax = np.char.startswith(self.operators, "aten._log_softmax") & (blocks.num_bytes > MIB)
         if not softmax.any():
             return
@@ -244,6 +248,7 @@ class _Seen:
                 is_exact=True,
                 note="runs their forward pass once more",
             )
+        # A recording without modules: the saving is an upper bound, and says so.
         if not groups and waits.any():
             yield Remedy(
                 what="checkpoint the layers (torch.utils.checkpoint)",
@@ -263,6 +268,7 @@ class _Seen:
             visits.setdefault((int(self.step_of[block]), int(member[block])), []).append(block)
         largest_bytes = 0
         for visit in visits.values():
+            # Blocks are in the order of allocation, and a module allocates its output last.
             outputs[visit[-1]] = True
             largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
         return outputs, largest_bytes

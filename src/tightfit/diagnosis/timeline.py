@@ -61,6 +61,7 @@ def saved_bytes(history: History, num_bytes: Column, begin: Column, end: Column,
         return 0
     changes = np.zeros(history.num_events + 1, dtype=np.int64)
     lasting = begin < end
+    # add.at and not +=, which would count repeated indices once.
     np.add.at(changes, np.maximum(begin[lasting], 0), num_bytes[lasting])
     np.add.at(changes, end[lasting], -num_bytes[lasting])
     removed = np.cumsum(changes)[:-1]

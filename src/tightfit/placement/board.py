@@ -51,6 +51,7 @@ class Board:
         upper = np.array([moments[buffer.upper] for buffer in buffers], dtype=np.int64)
         meets = (lower[:, None] < upper[None]) & (lower[None] < upper[:, None])
         members = _sections(lower, upper)
+        # Added to heights before a minimum is taken, it masks what does not meet, without an array of conditions.
         apart = np.where(meets, 0, FAR)
         apart_or_self = apart.copy()
         np.fill_diagonal(apart_or_self, FAR)

@@ -26,11 +26,13 @@ def place_in_order(buffers: Sequence[Buffer], alignment: int) -> dict[str, int]:
     for buffer in buffers:
         offset = 0
         for begin, end, lower, upper in sorted(placed):
+            # Sorted by begin address, so the first gap that is large enough is the lowest.
             if lower < buffer.upper and buffer.lower < upper:
                 if offset + buffer.size <= begin:
                     break
                 offset = max(offset, end + -end % alignment)
         offsets[buffer.name] = offset
+        # A buffer of 0 bytes is in nobody's way.
         if buffer.size:
             placed.append((offset, offset + buffer.size, buffer.lower, buffer.upper))
     return offsets

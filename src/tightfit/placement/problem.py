@@ -13,6 +13,7 @@ from pathlib import Path
 from tightfit.errors import UsageError
 
 _COLUMNS = ("id", "lower", "upper", "size")
+# A solution can be read as a problem again.
 _ALLOWED = {*_COLUMNS, "offset"}
 _MOST_BYTES = 1 << 48
 """The largest size of one buffer, so that sums over thousands of them fit 64 bits."""

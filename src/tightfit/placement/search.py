@@ -25,6 +25,7 @@ import numpy.typing as npt
 from tightfit.placement.board import FAR, Board, Flags, Numbers
 
 _FRAMES_PER_BUFFER = 4
+# A set of one buffer leaves no choice, so it costs nothing to take it first.
 _FORCED = 1
 _NOT_A_CHOICE = 1e18
 _LOWEST_FIRST = 1e-19
@@ -117,6 +118,7 @@ class Search:
         if tightened is None:
             return Outcome.EXHAUSTED
         choices = np.flatnonzero(self._choices(tightened))
+        # Lowest start first, then by the order of the run.
         order = np.lexsort((self.ranks[choices], tightened.starts[choices]))
         for position, buffer in enumerate(choices[order]):
             if position:
@@ -126,6 +128,7 @@ class Search:
                 tightened = self._tighten(dataclasses.replace(tightened, is_held=is_held))
                 if tightened is None:
                     return Outcome.EXHAUSTED
+            # Inference has shown meanwhile that it cannot be placed at its start.
             if tightened.is_held[buffer]:
                 continue
             self.offsets[buffer] = tightened.starts[buffer]

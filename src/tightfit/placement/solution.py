@@ -57,6 +57,7 @@ def faults(problem: Problem, offsets: Mapping[str, int]) -> list[str]:
         buffer, offset = placed[index]
         entry = (offset, offset + buffer.size, buffer.name)
         if not is_birth:
+            # Sorted by offset, though removal by value is linear: at most some hundred buffers are live at once.
             live.remove(entry)
             continue
         found += [

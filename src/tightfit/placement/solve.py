@@ -50,6 +50,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
     if capacity is None:
         _descend(problem, best, begin + seconds)
     elif not is_infeasible and best.height > capacity:
+        # The search counts in units of the alignment.
         units = capacity // problem.alignment
         outcome = _attempt(problem, best, units, begin + seconds * _CAPACITY_SHARE)
         # Below a capacity that is no multiple of the alignment, the topmost buffer may use a part of a unit.
@@ -103,6 +104,7 @@ def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outc
     """Searches for a placement below `units` times the alignment, group by group, and keeps it if it is better."""
     offsets = {buffer.name: 0 for buffer in problem.buffers}
     for group in _groups([buffer for buffer in problem.buffers if buffer.size]):
+        # Left to the greedy planners: the tables of 2,000 buffers are 32 MB each.
         if len(group) > _MOST_BUFFERS:
             return Outcome.STOPPED
         outcome, found = place_below(Board.of(group, problem.alignment), units, deadline=deadline)

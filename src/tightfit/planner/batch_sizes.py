@@ -91,6 +91,7 @@ def close_in(
         value = excess(size)
         if value is not None:
             values[size] = value
+        # A size that does not run (a batch norm with one example) counts as too large.
         if value is not None and value <= 0:
             low = max(low, size)
         else:
@@ -98,6 +99,7 @@ def close_in(
         if high is not None and high - low <= max(1, close_enough * high):
             break
         size = _next(values, low, high, max(1, int(close_enough * low)))
+        # The line leads to a size that was tried before: nothing closer can be found by it.
         if size in values:
             break
     return low, high
@@ -105,6 +107,7 @@ def close_in(
 
 def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> int:
     """Where the line through the two tried sizes nearest to the budget crosses it, between the ends; at least `step` up without an upper end."""
+    # The two nearest to the budget: memory is nearly linear in the batch only locally, because segments come in steps.
     nearest = sorted(values, key=lambda size: abs(values[size]))[:2]
     if len(nearest) == 2 and values[nearest[0]] != values[nearest[1]]:
         slope = (values[nearest[1]] - values[nearest[0]]) / (nearest[1] - nearest[0])

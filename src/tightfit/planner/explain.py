@@ -126,6 +126,7 @@ def _next_gib(plan: Plan) -> Iterator[str]:
         return
     step = more[0].device_bytes - now[-1].device_bytes
     if step > 0:
+        # The slope between the two neighbouring points of the curve, which is convex only roughly.
         rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
         yield f"Around here a GiB more would save about {format_seconds(max(0.0, rate))} a step."
 

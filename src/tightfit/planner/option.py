@@ -29,6 +29,7 @@ def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
     borders = sorted(steps)
     for begin, end in itertools.pairwise(borders):
         level += steps[begin]
+        # Ranges in which the changes cancel are left out.
         if level:
             found.append(Change(begin=begin, end=end, num_bytes=level))
     return tuple(found)

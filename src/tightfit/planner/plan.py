@@ -168,6 +168,7 @@ class Plan:
         """Writes the plan as JSON, atomically."""
         partial = Path(f"{os.fspath(path)}.partial")
         partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        # os.replace is atomic: `tightfit run --plan` never reads half a plan.
         partial.replace(path)
 
     @classmethod

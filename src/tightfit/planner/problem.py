@@ -100,6 +100,7 @@ def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
         saved -= np.where((change.begin <= problem.events) & (problem.events < change.end), change.num_bytes, 0)
     slots = frozenset(slot for option in taken for slot in option.slots)
     left = [i for i, option in enumerate(problem.options) if not option.slots & slots]
+    # Where `taken` adds memory (recomputation in backward), the others save what they did before.
     share = np.where(saved > 0, min((option.leaves_share for option in taken), default=1.0), 1.0)
     changes = problem.changes[left]
     options = tuple(problem.options[i] for i in left)
@@ -116,6 +117,7 @@ def _steps(option: Option, starts: Bytes) -> Bytes:
     """The changes as differences from range to range."""
     steps = np.zeros(len(starts) + 1, dtype=np.int64)
     for change in option.changes:
+        # A change that ends with the run falls into the extra slot, which is dropped.
         steps[np.searchsorted(starts, change.begin)] += change.num_bytes
         steps[np.searchsorted(starts, change.end)] -= change.num_bytes
     return steps[:-1]

@@ -30,6 +30,7 @@ _SECONDS_TO_TIDY = 0.3
 # then solved again with this much less.
 _SLACKS_MIB = (0.0, 1e-3, 1.0)
 _TOLERANCE_MIB = 1e-4
+# Adding some rows at a time keeps both the programs small and the rounds few.
 _NUM_FIRST_MOMENTS = 16
 _NUM_MORE_MOMENTS = 16
 
@@ -62,6 +63,7 @@ def solve(
     tricks = tricks or Tricks()
     deadline = time.monotonic() + time_limit_seconds
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
+    # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
         found = fast.run(problem.seconds, deadline, most_mib=budget_bytes / _MIB - slack_mib)
@@ -219,6 +221,7 @@ def _order_rows(problem: Problem) -> list[_Row]:
     An option of a module around the earlier place counts there too, since it leaves no choice inside.
     """
     saved = -problem.changes.min(axis=1)
+    # Only places with the same options, saving the same, may be swapped.
     places: dict[str, list[int]] = {}
     for index, option in enumerate(problem.options):
         if option.alike and option.changes:
@@ -229,6 +232,7 @@ def _order_rows(problem: Problem) -> list[_Row]:
         alike.setdefault(kind, []).append(members)
     rows = []
     for group in alike.values():
+        # In the order of the forward pass: earlier layers keep their activations longest.
         group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
         for earlier, later in itertools.pairwise(group):
             around = _around(problem, earlier)

@@ -77,6 +77,7 @@ def annotated_spans(
     `time_us` is the time of each event, and `last_request` the last event that allocates: whatever follows it is no step of its own.
     """
     own = [one for one in annotations if one.device == device]
+    # The profiler's schedule is set by the user and marks whole turns of the loop.
     begins = [one.time_us for one in own if one.name.startswith(_PROFILER_STEP) and one.stage == "START"]
     if not begins:
         ends: dict[str, list[int]] = {}

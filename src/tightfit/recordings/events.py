@@ -15,6 +15,7 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 MOST = (1 << 63) - 1
+# More than any machine has; a forged file could otherwise ask for millions of tables.
 MOST_DEVICES = 1 << 10
 DEFAULT_POOL = (0, 0)
 _NO_CONTEXT = "N/A"

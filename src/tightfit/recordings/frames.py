@@ -27,6 +27,7 @@ _WORKSPACE = ("getCurrentCUDABlasHandle", "getCUDABlasLtWorkspace", "getNewWorks
 _BUILDING = re.compile(
     r"torch/nn/(?:init|parameter)\.py|torch/nn/modules/\w+\.py:\d+ (?:_apply|__init__|reset_parameters)$"
 )
+# Module.__call__ is _wrapped_call_impl, which calls _call_impl; the latter is in every stack of a forward pass.
 _MODULE_CALL = re.compile(r"torch/nn/modules/module\.py:\d+ _call_impl$")
 
 

@@ -192,6 +192,7 @@ def _pairs(table: Mapping[str, Any], keys: str, values: str, num_names: int) -> 
     ]
     if len(columns[0]) != len(columns[1]):
         raise _Malformed(f"'{keys}' and '{values}' are not of one length")
+    # Strictly ascending: an event has one category, and look-ups bisect.
     if (np.diff(columns[0]) <= 0).any():
         raise _Malformed(f"'{keys}' do not ascend")
     if (columns[1] >= num_names).any():

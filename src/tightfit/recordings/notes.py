@@ -82,6 +82,7 @@ def modules_of(trace: Sequence[Mapping[str, Any]], notes: Sequence[PlacedNote]) 
     names: dict[str, int] = {}
     events, values = [], []
     for event, entry in enumerate(trace):
+        # Module notes mark changes of the innermost module, so the last one before an allocation names its module.
         last = bisect.bisect_right(at, event) - 1 if entry["action"] == "alloc" else -1
         if last >= 0 and inside[last].note.text:
             events.append(event)

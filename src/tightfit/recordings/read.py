@@ -192,6 +192,7 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
     by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(tables))}
     for segment in segments:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
+    # Bounded before objects are made of them: a block takes some hundred bytes here.
     if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MOST_BLOCKS:
         raise Malformed(f"it has more than {_MOST_BLOCKS} blocks")
     # A segment can belong to a device without a trace, and the reverse: traces are per device, segments say theirs.

@@ -52,6 +52,7 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
     inside: dict[int, list[_Held]] = {piece.address: [] for piece in ranges}
     for block in sorted(held.values(), key=lambda block: block.address):
         at = bisect_right(starts, block.address) - 1
+        # A block outside of all ranges belongs to a segment that the recording does not show; it cannot be placed.
         if at >= 0 and block.address < ranges[at].end:
             inside[ranges[at].address].append(block)
     tails = _next_starts(recording, sorted(held))
@@ -70,6 +71,7 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
                 block = builder.extend_to(end, owner)
                 if owner is not None:
                     blocks[owner.address] = block
+        # The rest of the reserved addresses is unmapped; the allocator grows into it.
         if builder.space is not None:
             builder.skip_to(builder.space.address + builder.space.num_bytes)
     allocator.reset_peaks()

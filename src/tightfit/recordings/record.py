@@ -73,6 +73,7 @@ class Recording:
         try:
             from tightfit.runtime.recorder import new_recorder
         except ModuleNotFoundError as error:
+            # Another missing module means a broken installation of tightfit.
             if error.name != "torch":
                 raise
             raise MissingExtra(

@@ -22,6 +22,7 @@ from tightfit.recordings.returns import Return, returns_of
 from tightfit.simulate.timeline_bytes import Watch
 from tightfit.units import GIB
 
+# No recording has this stream: real ones are at least 0, and those of private pools count down from -1.
 _SOME_OTHER_STREAM = -1 << 62
 _GIVES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _EVENTS_BETWEEN_REPORTS = 1 << 14
@@ -92,6 +93,7 @@ def replay(
     found = [d for d in recording.devices if device in (None, d.device)]
     if not found:
         raise UsageError(f"{recording.path} has nothing of device {device}")
+    # Most recordings have one busy device; the others hold a context and nothing else.
     chosen = max(found, key=lambda d: (d.num_events, len(d.segments), -d.device))
     return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play(watch, progress)
 
@@ -139,6 +141,7 @@ class _Places:
         columns = (recording.address.tolist(), recording.num_bytes.tolist())
         ends = [segment.address + segment.num_bytes for segment in recording.segments]
         ends += [address + num_bytes for address, num_bytes in zip(*columns, strict=True)]
+        # Above everything that the recording names, so that a new segment never overlaps a recorded one.
         self._fresh = (max(ends, default=0) // GIB + 2) * GIB
         self.announced: list[tuple[Action, int, int]] = []
         self.taken: list[tuple[int, int]] = []
@@ -224,6 +227,8 @@ class _Player:
         for at, (action, address, num_bytes, lane) in enumerate(zip(actions, addresses, sizes, lanes, strict=True)):
             if has_failed:
                 break
+            # With other settings or more memory a request that failed may succeed; the recorded program would have gone on otherwise, so it
+            # is freed again at once.
             if action == Action.ALLOC or (action == Action.OOM and self.is_hypothetical):
                 has_failed = not self._malloc(at, address, num_bytes, lane, was_served=action == Action.ALLOC)
             elif action == Action.FREE_REQUESTED:

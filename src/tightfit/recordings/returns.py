@@ -51,6 +51,7 @@ def _is_by_request(recording: DeviceRecording, begin: int, following: int, setti
     if recording.action[following] not in _ANSWERS:
         return False
     stack, asking = int(recording.stack[begin]), int(recording.stack[following])
+    # Equal stacks mean the same call: torch notes the context of the request for all that it triggers.
     if stack or asking:
         return stack == asking
     return settings.garbage_collection_threshold > 0 or settings.max_split_size_bytes is not None

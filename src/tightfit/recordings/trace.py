@@ -100,6 +100,7 @@ class TraceBuilder:
     def _known_blocks(self) -> Iterable[Block]:
         for held in (*self._held.values(), *self._waiting):
             yield held.block
+        # The allocator lists free blocks only; segments are found from them and from the allocated ones.
         for stream in self._streams:
             for is_small in (True, False):
                 yield from self.allocator.pool_of(stream, is_small=is_small).free_blocks()

@@ -16,6 +16,7 @@ from tightfit.simulate.timeline_bytes import Levels, levels_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
+# What fits a screen; the JSON has as many, so that both say the same.
 NUM_HOLDERS = 12
 
 

@@ -47,6 +47,7 @@ class Category(enum.IntEnum):
     WORKSPACE = 6
 
 
+# Kept apart because workspaces depend on the GPU and may be left out where memory is short, unlike tensors.
 class Source(enum.IntEnum):
     """What a storage was allocated for: a tensor, a kernel's own scratch space, or the workspace of a library."""
 

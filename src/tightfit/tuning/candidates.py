@@ -17,6 +17,7 @@ _LARGE_SEGMENT_MIB = 20
 # torch 2.10 and later accept 20, earlier versions want more than a large segment.
 _LEAST_SPLIT_MIB = _LARGE_SEGMENT_MIB + 1
 _LEAST_LARGE_SEGMENT_MIB = MIN_LARGE_BYTES // MIB + 1
+# Every threshold is a replay of the whole recording.
 _NUM_THRESHOLDS = 12
 # 1 TiB: any cached block of that size or less may serve an oversize request.
 _UNLIMITED_MIB = 1 << 20
@@ -55,6 +56,7 @@ def joined(*texts: str) -> str | None:
     """Several settings as one string, later ones overriding earlier ones; None where torch or `known_bad` refuses the combination."""
     keys: dict[str, str] = {}
     for text in texts:
+        # A key that is given twice would be parsed twice by torch, the last one ruling; once is enough.
         keys |= keys_of(text)
     whole = ",".join(f"{key}:{value}" for key, value in keys.items())
     if known_bad(whole) is not None:
@@ -80,6 +82,7 @@ def known_bad(text: str, *, is_windows: bool = False) -> str | None:
         return "max_split_size_mb with expandable_segments:True lets reserved memory grow without bound (pytorch issue #123548)"
     if is_expandable and "garbage_collection_threshold" in keys:
         return "garbage_collection_threshold never frees expandable segments (pytorch pull request #134338)"
+    # Host memory: no trial on the device's allocator could show what these do.
     pinned = [key for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb") if key in keys]
     if pinned:
         return f"{pinned[0]} moves no byte on the device, and can overflow the host heap (pytorch pull request #192722)"
@@ -111,6 +114,7 @@ def spelled(settings: AllocatorSettings) -> str:
         parts.append(f"large_segment_size_mb:{settings.large_segment_size_bytes // MIB}")
     if settings.max_split_size_bytes is not None:
         parts.append(f"max_split_size_mb:{settings.max_split_size_bytes // MIB}")
+    # torch's default follows the size of large segments.
     if settings.max_non_split_rounding_bytes != settings.large_segment_size_bytes:
         parts.append(f"max_non_split_rounding_mb:{settings.max_non_split_rounding_bytes // MIB}")
     if any(count > 1 for count in settings.roundup_power2_divisions):

@@ -17,8 +17,10 @@ from tightfit.recordings.read import Action, DeviceRecording
 from tightfit.recordings.rebuild import rebuild
 from tightfit.units import GIB
 
+# No recording has this stream: real ones are at least 0, and those of private pools count down from -1.
 _SOME_OTHER_STREAM = -1 << 62
 _RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+# A check at every step would cost more than the step.
 _EVENTS_BETWEEN_CHECKS = 2048
 _SIZE_CHANGE = 0.2
 _HIGHEST_ADDRESS = 1 << 62
@@ -114,6 +116,7 @@ class Program:
         """The program behind a recording that ran with `recorded_settings`."""
         writer = _Writer()
         start = rebuild(recording, recorded_settings, CachingAllocator(recorded_settings)).blocks
+        # In the order of addresses, so that neighbours are likely to be neighbours again.
         for address in sorted(start):
             block = start[address]
             writer.malloc(address, block.requested_bytes, block.pool.stream, event=0)
@@ -197,6 +200,7 @@ class Program:
     def with_other_sizes(self, seed: int) -> "Program":
         """The same program on other data: each size above 1 MiB is scaled by up to a fifth, equal sizes by the same factor."""
         source = random.Random(seed)
+        # Another batch or sequence length scales sizes like this; what was fitted to exact sizes shows itself here.
         factors = {
             size: 1 + source.uniform(-_SIZE_CHANGE, _SIZE_CHANGE)
             for size in sorted(set(self.num_bytes))
@@ -230,6 +234,7 @@ class Program:
 
         def die(block: int, upper: int) -> None:
             lower, num_bytes, lane = born.pop(block)
+            # Parameters and optimizer states, mostly.
             is_whole = lower < self.num_at_start and upper >= len(self.steps)
             size = rounded(num_bytes, (0,))
             found.append(Lifetime(lower=lower, upper=upper, num_bytes=size, lane=lane, is_whole=is_whole))
@@ -307,6 +312,7 @@ class _Writer:
                 self.malloc(address, num_bytes, lane, event=at)
             elif action == Action.FREE_REQUESTED:
                 following = (actions[at + 1], addresses[at + 1]) if at + 1 < len(actions) else None
+                # torch completes a free at once unless another stream has used the block.
                 self.free(address, waits=following != (Action.FREE_COMPLETED, address), event=at)
             elif action == Action.FREE_COMPLETED:
                 block = self.waiting.pop(address, None)

@@ -122,6 +122,7 @@ def tune(
     recorded = spelled(recording.settings)
     given, refused = _given(alloc_conf, is_windows=is_windows)
     search.try_always("")
+    # With the parsed settings: their text may have keys of another version of torch.
     search.try_always(recorded, settings=recording.settings)
     if given is not None:
         search.try_always(given)
@@ -131,6 +132,7 @@ def tune(
     recommended, reason = _Choice(
         search, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY
     ).make()
+    # What is left of the time; its bound tells how much any setting could still save.
     static = place_statically(programs, seconds=seconds * (1 - _CHECKED_BY))
     shown = [recommended] if recommended is not None else []
     return Tuning(
@@ -168,6 +170,7 @@ def _given(text: str | None, *, is_windows: bool) -> tuple[str | None, tuple[Ref
     refused = _refusal(text, is_windows=is_windows)
     try:
         AllocatorSettings.parse(text)
+    # A pair that is known to be bad is refused with its reason; what torch itself refuses is the user's error.
     except UsageError:
         if refused:
             return None, refused
@@ -216,8 +219,10 @@ class _Rows:
         shown: list[str] = []
         for text in sorted(trials, key=lambda text: (len(keys_of(text)), trials[text].badness)):
             keys = keys_of(text).keys()
+            # A combination must beat its own parts, or the simpler one is all that a reader needs.
             rivals = [other for other in shown if keys_of(other).keys() <= keys]
             is_sound = trials[text].oom_event is None and not trials[text].is_cut
+            # Without the number of driver calls: fewer of those alone make no row worth showing.
             is_better = is_sound and all(trials[text].badness[:-1] < trials[rival].badness[:-1] for rival in rivals)
             if text in always or is_better:
                 shown.append(text)
@@ -272,6 +277,7 @@ class _Choice:
 
         def cost(text: str) -> tuple[float, int, int]:
             trial = trials[text]
+            # Each key is one more thing to explain and to keep up, so it must pay for itself.
             price = sum(LEAST_GAIN if key == "expandable_segments" else _FITTED_PRICE for key in keys_of(text))
             price_bytes = price * trials[""].peak_reserved_bytes
             return trial.peak_reserved_bytes + price_bytes, trial.num_driver_calls, trial.peak_reserved_bytes

@@ -68,6 +68,7 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
     moving = [block for block in arena if not block.is_whole]
     near = _near_peak(moving)
     lower, upper, size = _columns(near)
+    # The peak of live bytes bounds the height of any placement from below.
     bound_bytes = _crowd(lower, upper, size)[1]
     height_bytes = _greedy_height(lower, upper, size, bound_bytes, deadline)
     is_optimal = height_bytes == bound_bytes
@@ -133,6 +134,7 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
         np.lexsort((-size, lower - upper)),
         np.lexsort((-size, lower)),
     )
+    # Largest first, the order that most often comes nearest to the bound.
     order, ends = orders[0], _first_fit(lower[orders[0]], upper[orders[0]], size[orders[0]])
     for other in orders[1:]:
         if ends.max() <= _CLOSE * bound_bytes or time.monotonic() > deadline:
@@ -144,6 +146,7 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
     ranks = np.empty(len(order))
     while num_vain < _NUM_VAIN_REPAIRS and best_bytes > _CLOSE * bound_bytes and time.monotonic() < deadline:
         ranks[order] = np.arange(len(order))
+        # Blocks above the bound are in the way of nothing but the result, so they get a better place next time.
         ranks[order[ends > bound_bytes]] -= _EARLIER * len(order)
         order = np.argsort(ranks, kind="stable")
         ends = _first_fit(lower[order], upper[order], size[order])

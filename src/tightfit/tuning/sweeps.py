@@ -137,6 +137,7 @@ class Search:
         if time.monotonic() > self._deadline:
             raise _TimeOver
         self._settings[text] = AllocatorSettings.parse(text)
+        # Trials of the search may be cut; those that are shown in any case (try_always) may not.
         trial = self.trials[text] = self._play(self._settings[text], cut_above_bytes=self._cut_above_bytes())
         near_bytes = self.live_bytes + _NEAR_ENOUGH * self.trials[""].peak_reserved_bytes
         if trial.is_calm and trial.peak_reserved_bytes <= near_bytes:
@@ -154,10 +155,12 @@ class Search:
         # First, because it recovers nearly all of the waste in most programs (docs/tuning.md), and may end the search at once.
         self._try(EXPANDABLE)
         default = self.trials[""]
+        # The default is within 1 % of the lower bound already.
         if default.is_calm and default.peak_reserved_bytes * (1 - LEAST_GAIN) <= self.live_bytes:
             raise _Enough
         for text in large_segments(is_expandable=True):
             self._try(EXPANDABLE, text)
+        # Not on top of expandable segments: with a split limit those grow without bound (pytorch issue #123548).
         for threshold_mib in thinned(split_thresholds_mib(self._requests)):
             self._try(f"{_SPLIT}:{threshold_mib}")
         for text in large_segments(is_expandable=False):
@@ -173,6 +176,7 @@ class Search:
             best = self._best(_SPLIT)
             if best is None:
                 return
+            # A grid refinement between the neighbours of the best threshold: the peak is not monotonic in it.
             at = int(keys_of(best)[_SPLIT])
             tried = [int(keys_of(text)[_SPLIT]) for text in self.trials if _SPLIT in keys_of(text)]
             below = max((value for value in tried if value < at), default=0)
@@ -191,11 +195,13 @@ class Search:
         paged = [self._best(_PAGED, _ROUNDUP), self._best(_PAGED, _LARGE)]
         for parts in (paged, *itertools.product(splits, others), others, *((split, *others) for split in splits)):
             texts = [text for text in parts if text is not None]
+            # A setting without a sound trial takes part in no combination.
             if len(texts) == len(parts):
                 self._try(*texts)
 
     def _round_by_size(self) -> None:
         """Coordinate descent over the divisions of each size interval, on top of the best settings without rounding."""
+        # Both, as expandable segments may not be available where the settings are used.
         for is_paged in (True, False):
             base = self._best_of(
                 text
