@@ -95,7 +95,7 @@ class CachingAllocator(Counters):
         """A block of at least `num_bytes` for use on `stream`.
 
         Raises:
-            OutOfDeviceMemory: the limit is reached, and giving back what is cached did not help.
+            OutOfDeviceMemory: the limit is reached, also after the cache was emptied.
         """
         # The default rounding, inlined: a call of `rounded` for each of some 10,000 requests a step is measurable.
         if self._rounds_up:
@@ -127,7 +127,7 @@ class CachingAllocator(Counters):
         return block
 
     def free(self, block: Block) -> None:
-        """The program is done with `block`; it is reusable at once unless another stream has used it."""
+        """Frees `block`; it is reusable at once unless another stream has used it."""
         # allocated_bytes drops when the free is requested (FREE_REQUESTED), even where the block is reusable only later.
         block.is_live = False
         self.allocated_bytes -= block.size
@@ -139,7 +139,7 @@ class CachingAllocator(Counters):
             self._reclaim(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """`block` is used on `stream` too, so once freed it waits for that stream."""
+        """Marks `block` as used on `stream`, so that a free waits for that stream."""
         # recordStream ignores the allocation stream, whose kernels run in order anyway.
         if stream != block.pool.stream:
             if block.uses is None:
@@ -147,7 +147,7 @@ class CachingAllocator(Counters):
             block.uses.add(stream)
 
     def complete(self, block: Block) -> None:
-        """Other streams are done with a freed `block`; no effect on a block that waits for none."""
+        """Completes the free of a `block` that waits for other streams; no effect on any other block."""
         if block in self._waiting:
             del self._waiting[block]
             self.waiting_bytes -= block.size
@@ -155,12 +155,12 @@ class CachingAllocator(Counters):
             self._reclaim(block)
 
     def synchronize(self) -> None:
-        """All streams have caught up: every block that was freed is reusable."""
+        """Synchronises all streams: every freed block becomes reusable."""
         for block in list(self._waiting):
             self.complete(block)
 
     def empty_cache(self) -> None:
-        """Gives every segment (or page) that is free as a whole back to the driver, but for those of private pools: negative streams."""
+        """Frees every unused segment (or page) to the driver, except those of private pools, which have negative streams."""
         self.synchronize()
         for pools in (self._large, self._small):
             # release_cached_blocks gives back private pools only once their CUDA graph is gone. Streams in order, because torch's
@@ -172,14 +172,14 @@ class CachingAllocator(Counters):
                 self._mapper.release(block)
 
     def give_back(self, block: Block) -> None:
-        """Gives a free block back to the driver, if it is a whole segment, or else the whole pages in it."""
+        """Frees a free block to the driver if it is a whole segment, or else the whole pages in it."""
         if block.segment is not None:
             self._mapper.release(block)
         elif block.prev is None and block.next is None:
             self._release_segment(block)
 
     def adopt(self, block: Block, neighbour: Block | None) -> None:
-        """Takes in a block of a segment that exists already, right after its `neighbour` in the same segment: the start of a recording."""
+        """Adds an existing block right after its `neighbour` in the same segment, to reconstruct the start of a recording."""
         block.splice(neighbour, None)
         # From now on a pool can hold expandable and plain blocks, which only _search tells apart.
         if block.segment is not None:
@@ -199,7 +199,7 @@ class CachingAllocator(Counters):
             block.pool.add(block)
 
     def adopt_memory(self, num_bytes: int, *, is_segment: bool) -> None:
-        """The driver had given `num_bytes` before: as one segment, or as pages of an expandable one."""
+        """Counts `num_bytes` as reserved before the start: as one segment, or as pages of an expandable one."""
         self.reserved_bytes += num_bytes
         self.num_segments += is_segment
 
@@ -216,12 +216,12 @@ class CachingAllocator(Counters):
         return pools[stream]
 
     def free_blocks(self) -> list[Block]:
-        """Every free block, of all streams: what the cache holds."""
+        """Every free block of all streams: the cache."""
         pools = (*self._large.values(), *self._small.values())
         return [block for pool in pools for block in pool.free_blocks()]
 
     def _split(self, block: Block, size: int) -> None:
-        """Leaves `block` only its first `size` bytes; the rest is free."""
+        """Shrinks `block` to its first `size` bytes; the rest becomes a free block."""
         pool, after = block.pool, block.next
         address, rest_bytes = block.address + size, block.size - size
         if block.segment is None:
@@ -237,7 +237,7 @@ class CachingAllocator(Counters):
         pool.add(rest)
 
     def _reclaim(self, block: Block) -> None:
-        """Puts a block back into its pool, together with its free neighbours (free_block)."""
+        """Merges a block with its free neighbours and puts it into its pool (free_block)."""
         pool, size = block.pool, block.size
         # Only now, not in `free`: free_block lowers requested_bytes, when the last event of another stream has passed.
         self.requested_bytes -= block.requested_bytes
@@ -257,7 +257,7 @@ class CachingAllocator(Counters):
             self._count_split(size - block.size if is_whole else size)
 
     def _search(self, pool: Pool, size: int) -> int:
-        """Where in the order of free blocks the one to use stands, past the end where there is none (get_free_block)."""
+        """The index of the best-fitting free block, past the end if there is none (get_free_block)."""
         # get_free_block counts calls while garbage collection is on; the age of a block is the number of calls since it was cached.
         if self._collects and not pool.is_small:
             self._num_large_searches += 1
@@ -281,7 +281,7 @@ class CachingAllocator(Counters):
         return at
 
     def _grow(self, pool: Pool, size: int) -> Block:
-        """A block from the driver, for which cached ones are given back where that is what it takes."""
+        """A block from the driver, for which cached segments are freed if necessary."""
         if self._collects:
             self._collect_garbage()
         block = self._ask_driver(pool, size)
@@ -306,7 +306,7 @@ class CachingAllocator(Counters):
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or more pages, for a block of `size` bytes; None where a limit forbids it (alloc_block)."""
+        """A new segment, or more pages, for a block of `size` bytes; None if a limit forbids it (alloc_block)."""
         num_bytes = segment_bytes(size, self.settings.large_segment_size_bytes)
         # The limit is compared with the whole segment: a request of 3 MiB counts 20 MiB, with expandable segments too.
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
@@ -320,7 +320,7 @@ class CachingAllocator(Counters):
         return block
 
     def _collect_garbage(self) -> None:
-        """Gives back whole segments that have not been used for longer than the average (garbage_collect_cached_blocks)."""
+        """Frees whole segments that were cached longer than the average (garbage_collect_cached_blocks)."""
         assert self.capacity_bytes is not None, "only a bounded allocator collects"
         target_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.capacity_bytes)
         now = self._num_large_searches
@@ -347,7 +347,7 @@ class CachingAllocator(Counters):
                 self._release_segment(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Gives back blocks that are too large to be split, just enough for a block of `size` bytes (release_available_cached_blocks)."""
+        """Frees oversize blocks, just enough for a block of `size` bytes (release_available_cached_blocks)."""
         if self.settings.max_split_size_bytes is None:
             return False
         # Blocks below max_split_size may be split and serve others, so only oversize ones are given back here: the smallest that
@@ -368,7 +368,7 @@ class CachingAllocator(Counters):
         return released_bytes >= wanted_bytes
 
     def _release_whole_segments(self, pool: Pool) -> list[Block]:
-        """Gives back the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
+        """Frees the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
         blocks = pool.free_blocks()
         for block in blocks:
             if block.segment is None and block.prev is None and block.next is None:
@@ -392,7 +392,7 @@ class CachingAllocator(Counters):
 
 
 def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None, total_bytes: int | None) -> int | None:
-    """What the allocator may hold; a fraction below 1 is one of the card's memory, or of the capacity where that is all that is known."""
+    """The limit on reserved bytes; a fraction below 1 applies to the GPU's memory, or to the capacity where only that is known."""
     whole_bytes = total_bytes or capacity_bytes
     if settings.per_process_memory_fraction >= 1 or whole_bytes is None:
         return capacity_bytes

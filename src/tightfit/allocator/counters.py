@@ -31,7 +31,7 @@ class Counters:
 
     @property
     def active_bytes(self) -> int:
-        """Blocks in use, and those freed that another stream still uses."""
+        """Allocated blocks, and freed ones that another stream still uses."""
         return self.allocated_bytes + self.waiting_bytes
 
     @property
@@ -51,7 +51,7 @@ class Counters:
         self._peak_active_bytes = self.active_bytes
 
     def memory_stats(self) -> dict[str, int]:
-        """The figures by the names that `torch.cuda.memory_stats` gives them."""
+        """The figures under their names in `torch.cuda.memory_stats`."""
         # "active" accumulates as "allocated" does: both grow in alloc_found_block. They differ in when a free is subtracted.
         gauges = {
             "allocated_bytes": (self.allocated_bytes, self.peak_allocated_bytes, self.ever_allocated_bytes),
@@ -75,7 +75,7 @@ class Counters:
         return stats
 
     def _count_malloc(self, size: int, num_bytes: int) -> None:
-        """A block of `size` bytes has been handed out for a request of `num_bytes`."""
+        """Counts a block of `size` bytes that was allocated for a request of `num_bytes`."""
         self.num_mallocs += 1
         self.ever_allocated_bytes += size
         self.requested_bytes += num_bytes
@@ -89,12 +89,12 @@ class Counters:
         self.peak_num_live = max(self.peak_num_live, self.num_live)
 
     def _count_split(self, num_bytes: int) -> None:
-        """The free pieces of segments partly in use have grown, or shrunk, by `num_bytes`."""
+        """Adds `num_bytes`, which can be negative, to the free pieces of split segments."""
         self.inactive_split_bytes += num_bytes
         self.peak_inactive_split_bytes = max(self.peak_inactive_split_bytes, self.inactive_split_bytes)
 
     def _count_given(self, action: str, address: int, num_bytes: int) -> None:
-        """The driver has given memory: a segment, or pages of an expandable one."""
+        """Counts memory allocated from the driver: a segment, or pages of an expandable one."""
         self.reserved_bytes += num_bytes
         self.ever_reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -108,7 +108,7 @@ class Counters:
             self.driver_log.append((action, address, num_bytes))
 
     def _count_returned(self, action: str, address: int, num_bytes: int) -> None:
-        """The driver has memory back."""
+        """Counts memory freed to the driver."""
         self.reserved_bytes -= num_bytes
         self.num_segments -= action == "segment_free"
         if self.driver_log is not None:

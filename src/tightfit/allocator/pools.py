@@ -134,7 +134,7 @@ class Pool:
         block.is_free = True
 
     def remove(self, block: Block) -> None:
-        """Removes a block that is handed out, merged or given back."""
+        """Removes a block that is allocated, merged or freed to the driver."""
         key = block.size << ADDRESS_BITS | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]

@@ -60,7 +60,7 @@ class Anatomy:
         rank_of = np.zeros(len(tape.strings), dtype=np.int64)
         rank_of[modules[order]] = np.arange(len(order))
         self._rank = rank_of[operators.module]
-        # The allocator's own rounding, without which promises for many small storages come out too low.
+        # The allocator's own rounding, without which predictions for many small storages come out too low.
         self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         # A storage that is never freed outlives the tape.
         died = np.full(len(tape.storages), len(events), dtype=np.int64)

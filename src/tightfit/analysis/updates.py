@@ -44,7 +44,7 @@ def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
         gradients = run.gradients(stretch)
         gradients = gradients[np.argsort(run.born[gradients])]
         used = np.r_[run.born[gradients][2:], [stretch.begin_event] * 2][: len(gradients)]
-        # With several optimizers (GAN) a gradient is alive at the steps of both but can be freed once only.
+        # With several optimizers (GAN) a gradient can be allocated at the steps of both but is freed once only.
         fresh = np.array([g not in seen for g in gradients.tolist()], dtype=bool)
         seen.update(gradients.tolist())
         found += changes(levels(used[fresh], run.died[gradients][fresh], run.block_bytes[gradients][fresh]), -1.0)

@@ -21,7 +21,7 @@ from tightfit.cost.roofline import kernel_seconds
 from tightfit.devices.calibration import Calibration, Measured, OperatorClass
 from tightfit.devices.device import DType
 
-# No shape should take longer than this for one call, so that all of them take seconds on a small card too.
+# No shape should take longer than this for one call, so that all of them together take seconds on a small GPU too.
 _MAX_SECONDS = 0.05
 
 

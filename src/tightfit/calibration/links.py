@@ -54,7 +54,7 @@ def _check(status: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    """Copies of one host tensor to the card or back."""
+    """Copies of one host tensor to the GPU or back."""
 
     host: torch.Tensor
     card: torch.Tensor

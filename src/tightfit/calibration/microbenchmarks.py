@@ -24,7 +24,7 @@ _ITEM_BYTES: Mapping[DType, int] = {"bfloat16": 2, "float16": 2, "tf32": 4, "flo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One operator on one shape: `make` builds its tensors on the card and returns what runs it."""
+    """One operator on one shape: `make` allocates its tensors on the GPU and returns a callable that runs it."""
 
     name: str
     kind: OperatorClass

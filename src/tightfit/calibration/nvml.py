@@ -29,7 +29,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """An open NVML library."""
+    """The loaded NVML library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -90,9 +90,9 @@ class ProcessMemory:
         self._before = {uuid: nvml.used_bytes(card) for uuid, card in nvml.cards().items()}
 
     def num_bytes(self, uuid: str) -> int | None:
-        """Of the card `uuid`, as torch writes it (`str(torch.cuda.get_device_properties(0).uuid)`), with or without `GPU-`.
+        """GPU memory of this process on the GPU `uuid`, in torch's form (`str(torch.cuda.get_device_properties(0).uuid)`), with or without `GPU-`.
 
-        None where NVML has no such card, as for a slice of one.
+        None where NVML has no such device, as for a MIG slice.
         """
         cards = self._nvml.cards()
         # torch's uuid lacks the prefix that NVML writes. A MIG slice has a UUID of its own, which is no device of NVML's list.

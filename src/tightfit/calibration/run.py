@@ -8,7 +8,7 @@ from typing import Any
 from tightfit import errors
 from tightfit.capture.processes.children import child, shared_folder
 
-# Under two minutes on a card; a machine that takes five times as long hangs.
+# It takes under two minutes on a GPU; a process that takes five times as long hangs.
 _TIMEOUT_SECONDS = 600
 
 

@@ -80,7 +80,7 @@ class SimulatedInstruments:
         self._scatter = itertools.cycle(_SCATTER)
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event, expected: Expected) -> float:
-        """The expected seconds; the events have been recorded as on a real card."""
+        """The expected seconds; the events have been recorded as on a real GPU."""
         end.synchronize()
         # Called for its checks only: on a real GPU it raises where an event was not recorded with timing.
         begin.elapsed_time(end)

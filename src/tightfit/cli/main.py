@@ -76,7 +76,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("tightfit: interrupted\n")
         return _INTERRUPTED
     except BrokenPipeError:
-        # Who read the answer has seen enough, as `head` does; what is still buffered must not be written when Python ends.
+        # The reader has closed the pipe, as `head` does; what is still buffered must not be written when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + _SIGPIPE
     except Exception as error:  # noqa: BLE001 - what a program raises that a command runs ends in `tightfit.cli.programs`
@@ -101,5 +101,5 @@ def _say(error: TightfitError, *, is_debug: bool) -> int:
 
 
 def main() -> None:
-    """The program `tightfit`."""
+    """The entry point of the program `tightfit`."""
     sys.exit(run())

@@ -121,7 +121,7 @@ class Calibration:
         """`device` with the measured context: of a process that uses `libraries` (of `LIBRARIES`), or else all of them.
 
         Raises:
-            UsageError: the calibration was made on another card, or on a simulated one.
+            UsageError: the calibration was made on another GPU, or on a simulated one.
         """
         if self.is_virtual:
             raise UsageError(

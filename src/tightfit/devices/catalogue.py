@@ -48,8 +48,8 @@ def find(text: str | os.PathLike[str]) -> Device:
     """The GPU that `text` names, or that the TOML file at the path `text` describes (a path ends in `.toml`).
 
     Raises:
-        UnknownDevice: no card has that name; the message lists the nearest.
-        UsageError: the card file cannot be read, or a key of it is wrong (a line each).
+        UnknownDevice: no GPU has that name; the message lists the nearest ones.
+        UsageError: the TOML file cannot be read, or a key of it is wrong (a line each).
     """
     if str(text).endswith(".toml"):
         return _read_file(Path(text))

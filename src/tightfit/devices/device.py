@@ -36,8 +36,8 @@ class HostLink:
 class Context:
     """Device memory that a process holds besides its tensors: the driver's context with cuBLAS and cuDNN loaded.
 
-    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured` says that the three come from readings on such a
-    card (else they come from the model in `tightfit.devices.context`).
+    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured`: the three come from readings on such a GPU, and
+    otherwise from the model in `tightfit.devices.context`.
     """
 
     num_bytes: int

@@ -40,7 +40,7 @@ def cublas_workspace_bytes(device: Device, *, torch: Version = LATEST, calibrati
 
 
 def default_cublas_bytes(compute_capability: tuple[int, int], *, torch: Version = LATEST) -> int:
-    """Bytes of the workspace that torch chooses on an NVIDIA card: large for 9.0, from 2.12 for 10.x and 12.x, from 2.14 for 11.x."""
+    """Bytes of the workspace that torch chooses on an NVIDIA GPU: large for 9.0, from 2.12 for 10.x and 12.x, from 2.14 for 11.x."""
     major = compute_capability[0]
     large = (
         compute_capability == (9, 0) or (torch >= (2, 12) and major in (10, 12)) or (torch >= (2, 14) and major == 11)

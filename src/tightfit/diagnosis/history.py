@@ -184,7 +184,7 @@ class _Follower:
             if action == Action.ALLOC:
                 self._add(event, address, blocks[address], self._stacks[event])
             elif action == Action.FREE_REQUESTED and address in self._alive:
-                # At free_requested, when the program lets go of it, whatever streams still use it.
+                # At free_requested, when the program frees it, whatever streams still use it.
                 self.rows["died"][self._alive.pop(address)] = event
             # Only now is it known which blocks outlast the recording.
             if event + 1 == len(self._actions):

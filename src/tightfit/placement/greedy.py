@@ -32,7 +32,7 @@ def place_in_order(buffers: Sequence[Buffer], alignment: int) -> dict[str, int]:
                     break
                 offset = max(offset, end + -end % alignment)
         offsets[buffer.name] = offset
-        # A buffer of 0 bytes is in nobody's way.
+        # A buffer of 0 bytes overlaps nothing.
         if buffer.size:
             placed.append((offset, offset + buffer.size, buffer.lower, buffer.upper))
     return offsets

@@ -124,7 +124,7 @@ def _steps(option: Option, starts: Bytes) -> Bytes:
 
 
 def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.bool_]:
-    # Each option's best and worst case, as if conflicts did not exist: weaker than the truth, so nothing is lost.
+    # Each option's best and worst case, with conflicts ignored: a weaker bound, so no time step is dropped wrongly.
     least, most = highest.copy(), highest.copy()
     for step in steps:
         change = np.cumsum(step)

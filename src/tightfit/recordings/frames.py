@@ -67,7 +67,7 @@ def place_of(stack: tuple[str, ...]) -> Place:
         (line, operator), function = split[0], ""
     else:
         dispatched = [match[1] for _, name in split if (match := _DISPATCHED.match(name))]
-        # The outermost dispatch is the operator that the program called; those inside are what it is made of.
+        # The outermost dispatch is the operator that the program called; inner ones are its decomposition.
         operator = f"aten.{dispatched[-1]}" if dispatched else ""
     if not own and not function:
         function = next((match[1] for _, name in split if (match := _NODE.search(name))), "")

@@ -26,7 +26,7 @@ class PlacedNote:
 
 
 def steps_of(notes: Sequence[PlacedNote], num_events: int, *, was_cut_short: bool) -> tuple[HistorySpan, ...]:
-    """The spans of the run. A step ends where the user said so, or else where an optimizer stepped, or else with each backward pass.
+    """The spans of the run. A step ends where the user calls `step`, or else where an optimizer stepped, or else with each backward pass.
 
     The first begins with the first forward or backward pass. A pass after the last is a step of its own where the run was cut short.
     """

@@ -126,8 +126,8 @@ class Recording:
 def record(path: str | os.PathLike[str], *, stacks: bool = True, max_events: int = DEFAULT_MAX_EVENTS) -> Recording:
     """Records what runs inside `with record(path):` and writes it to `path`, which torch's viewer and tightfit read.
 
-    With `stacks`, each allocation has the Python stack that asked for it. The last `max_events` events are kept. A recording of torch's own
-    that was under way on the card ends.
+    With `stacks`, each allocation has the Python stack that made it. The last `max_events` events are kept. A recording of torch's own that was
+    running on the GPU ends.
 
     Raises:
         UsageError: there is no such folder, `max_events` is not positive, or (on entry) a recording is under way already.

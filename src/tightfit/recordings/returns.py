@@ -25,7 +25,7 @@ class Return:
 
 
 def returns_of(recording: DeviceRecording, settings: AllocatorSettings) -> list[Return]:
-    """The memory that went back to the driver during `recording`, which ran with `settings`.
+    """The segments and pages freed to the driver during `recording`, which ran with `settings`.
 
     The allocator writes the stack of a request on all that it does for it (`context` in CUDACachingAllocator.cpp, torch 2.13), so the new
     segment, or the failure, that follows has the same stack. Without stacks a return right before a new segment counts as the program's,

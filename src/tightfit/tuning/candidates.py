@@ -56,7 +56,7 @@ def joined(*texts: str) -> str | None:
     """Several settings as one string, later ones overriding earlier ones; None where torch or `known_bad` refuses the combination."""
     keys: dict[str, str] = {}
     for text in texts:
-        # A key that is given twice would be parsed twice by torch, the last one ruling; once is enough.
+        # torch would accept a key twice, with the last value; here each is written once.
         keys |= keys_of(text)
     whole = ",".join(f"{key}:{value}" for key, value in keys.items())
     if known_bad(whole) is not None:

@@ -254,7 +254,7 @@ class _Choice:
             and known_bad(text, is_windows=self._is_windows) is None
             and all(trial.is_no_worse(trials[baseline]) for baseline in self._baselines)
         ]
-        # The checks on altered copies cost as much as a trial each, so they are made of the favourite only, until one passes.
+        # Each check on an altered copy costs as much as a trial, so only the preferred candidate is checked, until one passes.
         for _ in range(_MOST_CHECKS):
             chosen = self._preferred(sound)
             if (
