@@ -8,7 +8,8 @@ from pathlib import Path
 from benchmarks.plans.baselines import Baseline, baselines
 from benchmarks.plans.bench import bench_of
 from benchmarks.plans.workloads import Workload
-from tightfit.fit.planning import Allowed, Found, Search
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.search import Found, Search
 from tightfit.planner.option import Option
 
 SHARES = (0.9, 0.6, 0.4)
@@ -45,7 +46,7 @@ class Row:
 def rows_of(workload: Workload, folder: Path | None, shares: Sequence[float] = SHARES) -> Iterator[Row]:
     """The rows of one workload: its baselines, then its plans, the largest budget first."""
     bench = bench_of(workload, folder)
-    plain = bench.trial(())
+    plain = bench.run_with(())
     simple = []
     for baseline in baselines(workload, bench, folder):
         simple.append(baseline)

@@ -1,31 +1,20 @@
-"""Finds attention on a tape that materialises its scores, and what a fused kernel in its place would save and cost.
+"""Finds attention on a tape that materialises its scores.
 
 A softmax between two batched matmuls of one module is an attention if the first matmul writes as many elements as the softmax and the second
 one fewer. Attention with dropout on the scores is skipped: a fused kernel would draw other random numbers.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy
-from tightfit.cost.efficiency import efficiency_of
-from tightfit.cost.roofline import arithmetic_type, operator_seconds
-from tightfit.cost.steps import step_operators
-from tightfit.devices.device import Device
-from tightfit.planner.option import Change, Option
-from tightfit.tape import Column, EventKind, Phase, Source, Tape
-
-SMALLEST_SHARE = 0.01
-"""The option is offered if the scores of all modules are at least this share of what is saved for backward."""
+from tightfit.tape import Phase, Source, Tape
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 _PRODUCTS = ("aten.bmm", "aten.baddbmm")
 _DROPOUT = ("aten.native_dropout", "aten.bernoulli_.float", "aten.dropout")
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_FLOPS_OF_KERNEL = 3.5
-"""FLOPs of the kernel's forward and backward passes over those of its forward pass: 2 and 5 matmuls (Dao 2023, arXiv:2307.08691, section 4.1)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,68 +97,3 @@ def _backward(tape: Tape, softmax: int, module: int) -> tuple[int, ...]:
     end = int(backward[0] + again[0]) if len(again) else len(phase)
     own = np.flatnonzero(tape.operators.module[backward[0] : end] == module) + backward[0]
     return tuple(own[phase[own] == Phase.BACKWARD].tolist())
-
-
-def attention_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
-    """One option for all modules together; none where the scores are a negligible part of what is saved for backward."""
-    anatomy = Anatomy(tape)
-    # The math backend's scores cannot be deferred from outside; the attention_kernels technique changes the backend instead.
-    runs = [run for run in score_runs(anatomy) if not run.is_kernel]
-    if not runs:
-        return
-    waiting = np.flatnonzero(anatomy.waits)
-    scores = np.unique([storage for run in runs for storage in run.scores])
-    if anatomy.bytes_of(scores) < SMALLEST_SHARE * anatomy.bytes_of(waiting):
-        return
-    births = _births(tape)
-    gone = [
-        Change(begin=int(births[s]), end=int(anatomy.died[s]), num_bytes=-int(anatomy.block_bytes[s]))
-        for s in scores.tolist()
-    ]
-    kept = [change for run in runs if (change := _output(anatomy, run)) is not None]
-    seconds = operator_seconds(tape, device)
-    modules = list(dict.fromkeys(run.path for run in runs))
-    yield Option(
-        technique=technique,
-        where=modules[0].partition(".")[0],
-        settings={"modules": modules},
-        changes=(*gone, *kept),
-        seconds=sum(_added_seconds(tape, device, run, seconds) for run in runs) / max(1, len(step_operators(tape))),
-        exact=True,
-        slots=frozenset(f"attention@{module}" for module in modules),
-        # A kernel changes layouts and what autograd saves, which only a new trace shows to the byte.
-        is_coarse=True,
-    )
-
-
-def _output(anatomy: Anatomy, run: ScoreRun) -> Change | None:
-    """The output of an attention, which the fused kernel saves for backward."""
-    if not run.back:
-        return None
-    begin, end = int(anatomy.event_of(run.end)), int(anatomy.event_of(run.back[0]))
-    return Change(begin=begin, end=end, num_bytes=int(anatomy.tape.operators.bytes_written[run.end]))
-
-
-def _added_seconds(tape: Tape, device: Device, run: ScoreRun, seconds: Column) -> float:
-    efficiency = efficiency_of(device)
-    dtype = tape.strings[tape.operators.dtype[run.begin]]
-    arithmetic = arithmetic_type("attention", dtype, tf32_matmul=False, tf32_convolution=True)
-    rate = device.flops_per_second(arithmetic) * efficiency.of_flops["attention", arithmetic]
-    flops = float(tape.operators.flops[run.begin] + tape.operators.flops[run.end])
-    kernel = flops * (_FLOPS_OF_KERNEL if run.back else 1) / rate
-    plain = float(seconds[run.begin : run.end + 1].sum()) + float(seconds[list(run.back)].sum())
-    return kernel - plain
-
-
-def _births(tape: Tape) -> Column:
-    births = np.zeros(len(tape.storages), dtype=np.int64)
-    allocations = tape.events.kind == EventKind.ALLOCATE
-    births[tape.events.storage[allocations]] = np.flatnonzero(allocations)
-    return births
-
-
-def math_attention_bytes(tape: Tape) -> int:
-    """Bytes of scores per step that the math backend of `scaled_dot_product_attention` saves for backward."""
-    anatomy = Anatomy(tape)
-    scores = {s for run in score_runs(anatomy) if run.is_kernel for s in run.scores if anatomy.waits[s]}
-    return anatomy.bytes_of(np.array(sorted(scores), dtype=np.int64)) // max(1, len(step_operators(tape)))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.cost.steps import step_operators
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
 
@@ -72,13 +73,12 @@ def recompute_option(
         if kept is not None:
             again[anatomy.tape.storages.operator[visit.waiting[stays]] - visit.begin] = False
         added += float(seconds[visit.begin : visit.end][again].sum())
-    num_steps = _num_steps(anatomy)
     return Option(
         technique=technique,
         where=block.path,
         alike=f"{technique}:{block.alike}",
         changes=tuple(changes),
-        seconds=added / num_steps,
+        seconds=added / num_steps(anatomy),
         exact=True,
         slots=block.slots,
     )
@@ -92,9 +92,8 @@ def input_kept(anatomy: Anatomy, visit: Visit) -> list[Change]:
     return [Change(begin=died, end=visit.back_end_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
 
 
-def _num_steps(anatomy: Anatomy) -> int:
-    from tightfit.cost.steps import step_operators
-
+def num_steps(anatomy: Anatomy) -> int:
+    """Steps of the program's loop; 1 where there are none, as it is a divisor."""
     return max(1, len(step_operators(anatomy.tape)))
 
 

@@ -7,13 +7,17 @@ to: each module is given the share of them that it has of the gradients.
 import dataclasses
 import itertools
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.intervals import changes, levels
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, Phase, Tape
+
+if TYPE_CHECKING:
+    from tightfit.analysis.profile import Profile
+
 
 LEAST_BLOCKS = 2
 
@@ -30,10 +34,10 @@ class Blocks:
 class TrainedParts:
     """The trained parts of a run."""
 
-    def __init__(self, run: OptimizerTape) -> None:
-        self.run = run
-        self.tape: Tape = run.tape
-        self.anatomy = Anatomy(run.tape)
+    def __init__(self, profile: "Profile") -> None:
+        self.run = profile.optimizer
+        self.tape: Tape = profile.tape
+        self.anatomy = profile.modules
 
     @cached_property
     def gradients(self) -> Column:

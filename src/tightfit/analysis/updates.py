@@ -5,7 +5,9 @@ Numbers only; `tightfit.techniques.optimizer.backward_updates` applies it.
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels, runs_of
+from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
+from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, EventKind, Phase
 
@@ -16,13 +18,13 @@ BACKWARD_SLOT = "gradients"
 """The slot of techniques that consume gradients during backward; only one can, and micro-batches need all gradients at its end."""
 
 
-def obstacle(run: OptimizerTape) -> str:
+def obstacle(run: OptimizerProfile) -> str:
     """Why updates in backward are not possible, as far as a tape shows; empty where they are."""
-    if run.scales_loss:
+    if scales_loss(run):
         return "a GradScaler looks at all of them before it lets the optimizer step; bfloat16 needs none"
-    if run.num_backwards_per_update > 1:
-        return f"they are accumulated over {run.num_backwards_per_update} backward passes; a larger batch that is split otherwise needs none"
-    looks = run.looks_at_gradients
+    if num_backwards_per_update(run) > 1:
+        return f"they are accumulated over {num_backwards_per_update(run)} backward passes; a larger batch that is split otherwise needs none"
+    looks = readers_of_gradients(run)
     # Clipping by norm can be reproduced, since the norm is known after the first of two passes; any other reader of the gradients
     # would find them freed.
     if looks and not (looks & _NORMS and looks <= _NORMS | _SCALING):
@@ -30,13 +32,13 @@ def obstacle(run: OptimizerTape) -> str:
     return ""
 
 
-def seconds_of_second_pass(run: OptimizerTape) -> float:
+def seconds_of_second_pass(run: OptimizerProfile) -> float:
     """Seconds per step of running the backward passes once more."""
     stretches = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     return sum(run.seconds_of(begin, end) for begin, end in stretches) / run.num_steps
 
 
-def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
+def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:
     """Each gradient is freed when the next but one is allocated, and the optimizer step has no temporaries."""
     found: list[Change] = []
     seen: set[int] = set()
@@ -52,7 +54,7 @@ def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(change for change in found if change.end > change.begin)
 
 
-def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change, ...]:
+def states_come_early(run: OptimizerProfile, fraction: float = 1.0) -> tuple[Change, ...]:
     """In the first step a parameter's states are allocated when its gradient is complete; `fraction` scales their bytes."""
     stretch = run.stretches[0]
     gradients, state = run.gradients(stretch), run.state(stretch)
@@ -68,9 +70,9 @@ def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change
     return (*changes(early, fraction), *changes(late, fraction))
 
 
-def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
+def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
     """The first of two backward passes retains the graph, so activations that it would free stay allocated until its end."""
-    passes = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
+    passes = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     activation = run.tape.storages.category == Category.ACTIVATIONS
     found: list[Change] = []
     for begin, end in passes:
@@ -79,7 +81,7 @@ def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def moments_of_updates(run: OptimizerTape, gradients: Column) -> Column:
+def moments_of_updates(run: OptimizerProfile, gradients: Column) -> Column:
     """The event after which each gradient's parameter is updated: the last event before the next allocation, as frees in between are done."""
     births = np.flatnonzero(run.tape.events.kind == EventKind.ALLOCATE)
     after = np.searchsorted(births, run.born[gradients], side="right")

@@ -165,11 +165,11 @@ def _check_folders(files: Mapping[str, Path | None]) -> None:
 
 
 def _saved_tape(path: str) -> "Tape":
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
-    return Tape.load(path)
+    return read_tape(path)
 
 
 def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:

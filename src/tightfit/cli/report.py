@@ -144,14 +144,14 @@ def _is_recording(target: str) -> bool:
 def _tape(target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], steps: int) -> "Tape":
     from tightfit import fit
     from tightfit.cli.devices import local_cards
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     if target.endswith(".npz"):
         if arguments or parameter:
             raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
-        return Tape.load(target)
+        return read_tape(target)
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
         raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')

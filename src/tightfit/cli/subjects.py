@@ -78,11 +78,11 @@ def _traced(
     from tightfit import fit
     from tightfit.devices.catalogue import find
     from tightfit.diagnosis.run import subject_of_tape
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     settings = fit.allocator_settings(alloc_conf)
     if target.endswith(".npz"):
-        tape = Tape.load(target)
+        tape = read_tape(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
     card = device or own_card()
     tape = fit.capture(target, device=card, arguments=arguments, parameters=parameters, steps=steps)
