@@ -41,6 +41,7 @@ def readers_of_gradients(run: OptimizerProfile) -> frozenset[str]:
     found: set[str] = set()
     for stretch in run.stretches:
         backward = np.flatnonzero(operators.phase[: stretch.begin] == Phase.BACKWARD)
+        # After the last backward operator: what reads gradients earlier, such as a hook, is part of the backward pass.
         begin = int(backward[-1]) + 1 if len(backward) else stretch.begin
         held = int(run.block_bytes[run.gradients(stretch)].sum())
         read: Counter[str] = Counter()

@@ -10,6 +10,7 @@ from tightfit.tape import Column
 
 def runs_of(is_member: Column) -> list[tuple[int, int]]:
     """The ranges of consecutive true values: (first, one past the last)."""
+    # Padded with False, so that ranges at either end have both of their edges.
     edges = np.flatnonzero(np.diff(np.r_[False, is_member, False].astype(np.int8)))
     return [(int(b), int(e)) for b, e in zip(edges[::2], edges[1::2], strict=True)]
 

@@ -42,6 +42,7 @@ class OptimizerProfile:
         self.block_bytes = profile.modules.block_bytes
         self.born = profile.allocated_at
         self.died = profile.modules.died
+        # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
         self.stretches = self._find_stretches()
 
     def _find_stretches(self) -> tuple[Stretch, ...]:

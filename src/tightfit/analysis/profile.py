@@ -20,6 +20,7 @@ from tightfit.devices.device import Device
 from tightfit.tape import Column, EventKind, Tape
 
 
+# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head.
 class Profile:
     """The analyses of a run; each is computed on first use and cached."""
 

@@ -47,6 +47,7 @@ def doctor(
     subject = subject_of(
         target, device=device, arguments=arguments, parameters=parameter, steps=steps, alloc_conf=alloc_conf
     )
+    # Imported after the arguments are checked: numpy and torch-free analysis take most of the start-up time.
     from tightfit.diagnosis.diagnose import diagnose
 
     diagnosis = diagnose(subject, seconds=seconds)

@@ -14,6 +14,7 @@ def to_toml(content: Mapping[str, Any], *, remark: str = "") -> str:
 
 def _write(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
     """Writes a table, its plain keys first: in TOML a key belongs to the table header above it."""
+    # A list that is empty is written as a value, since a list of no tables would vanish.
     plain = {key: value for key, value in table.items() if not _is_table(value) and not _is_list_of_tables(value)}
     if path and (plain or not table):
         lines += ["", f"[{'.'.join(path)}]"]

@@ -48,6 +48,7 @@ def step_numbers(history: History, steps: tuple[Step, ...]) -> Column:
     """For each event the index of its step, `NO_STEP` outside; of nested ones the later."""
     numbers = np.full(history.num_events, NO_STEP, dtype=np.int64)
     for number, step in enumerate(steps):
+        # In the order of begins, so that a nested span overwrites the one around it.
         numbers[step.begin : step.end] = number
     return numbers
 

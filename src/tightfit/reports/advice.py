@@ -16,6 +16,7 @@ _HELD_BY_THE_BATCH = ("activations", "temporaries", "inputs")
 
 def largest_holders(estimate: Estimate) -> str:
     """The largest categories at the peak, with their bytes."""
+    # The cache and the context are among the categories, so the answer can also be that the program is not to blame.
     largest = sorted(estimate.at_peak.items(), key=lambda item: -item[1])[:_NUM_NAMED]
     return ", ".join(f"{LABELS.get(name, name)} {format_bytes(num_bytes)}" for name, num_bytes in largest if num_bytes)
 

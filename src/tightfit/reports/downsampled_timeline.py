@@ -62,6 +62,7 @@ def timeline(history: History, detail: Detail) -> Timeline:
         )
     starts = edges[:-1]
     at = _first_highest(history.allocated, edges)
+    # Exact at the bucket's own peak; categories at other events of the bucket are not kept.
     by_category = list(category_levels(history, at))
     # Bytes that no block explains, such as blocks that a recording began too late to see, have no known category.
     by_category[UNKNOWN] = by_category[UNKNOWN] + history.allocated[at] - sum(by_category)

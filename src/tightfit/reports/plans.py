@@ -47,6 +47,7 @@ class PlanText:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plan, width = self._plan, min(options.max_width, MAX_WIDTH)
+        # Only the verdict itself is coloured.
         word, _, rest = verdict(plan).partition(":")
         yield Text.assemble((word, "bold green" if plan.fits else "bold red"), ":", rest)
         yield Text(plan.target, style="bold")

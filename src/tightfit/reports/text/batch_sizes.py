@@ -34,6 +34,7 @@ def answer(found: BatchSizes) -> list[str]:
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+    # The smallest size that fails is the one that explains why the search did not go further.
     if found.failed:
         size, why = min(found.failed.items())
         lines.append(f"{name} {size} does not run: {why}")

@@ -45,6 +45,7 @@ def _keep_the_end(text: str, separator: str, width: int) -> str:
     if len(text) <= width:
         return text
     parts = text.split(separator)
+    # The longest tail that fits comes first.
     tails = (f"…{separator}{separator.join(parts[i:])}" for i in range(1, len(parts)))
     return next((tail for tail in tails if len(tail) <= width), shorten_middle(parts[-1], width))
 

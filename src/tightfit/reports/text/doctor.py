@@ -81,6 +81,7 @@ def _figures(diagnosis: Diagnosis) -> Table:
         table.add_row(Text("out of memory", style="bold red"), said)
     allocated, reserved = diagnosis.peak_allocated_bytes, diagnosis.peak_reserved_bytes
     table.add_row("allocated", f"{format_bytes(allocated)} at most, {_when(diagnosis.moment)}")
+    # A cache from before the recording can be larger than anything that the recording needs.
     more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before it began: {_start(diagnosis)})"
     table.add_row("reserved", f"{format_bytes(reserved)} at most, {format_bytes(reserved - allocated)} more{more}")
     if diagnosis.context_bytes is not None:

@@ -197,6 +197,7 @@ def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
+    # Bars are scaled to the largest category: scaled to the whole, most would be a cell wide.
     total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
     cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
     for name, num_bytes in shown.items():

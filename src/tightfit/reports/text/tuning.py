@@ -30,6 +30,7 @@ def lines(tuning: Tuning) -> list[str]:
     share = (
         "" if static.num_placed == static.num_blocks else f" ({static.num_placed:,} of {static.num_blocks:,} blocks)"
     )
+    # A static placement is what no allocator can do without knowing the future; it shows how much of the waste is avoidable at all.
     proof = "no placement is lower" if static.is_optimal else f"none is below {format_bytes(static.bound_bytes)}"
     found = [
         "Each was replayed from an empty cache, with the blocks that were live at the start placed anew;"
