@@ -7,7 +7,7 @@ from tightfit.errors import ApplyError
 _VALUES = {True: True, False: False, "True": True, "False": False}
 
 
-def truth(name: str, value: Any) -> bool:
+def parse_bool(name: str, value: Any) -> bool:
     """The setting `name` as true or false.
 
     Raises:

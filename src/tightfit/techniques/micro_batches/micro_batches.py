@@ -26,7 +26,7 @@ from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForwa
 from tightfit.techniques.micro_batches.split_step import split_step
 from tightfit.techniques.random_operators import draws
 from tightfit.techniques.session import Session
-from tightfit.techniques.settings import truth
+from tightfit.techniques.settings import parse_bool
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 NUMS_PARTS = (2, 4, 8)
@@ -109,7 +109,7 @@ class MicroBatches(AbstractTechnique):
         def counted() -> None:
             statistics["micro-batches"] += 1
 
-        num_parts, may_draw = int(choice.settings["num_parts"]), truth("draws_anew", choice.settings["draws_anew"])
+        num_parts, may_draw = int(choice.settings["num_parts"]), parse_bool("draws_anew", choice.settings["draws_anew"])
         refuse = functools.partial(session.verdict.refuse, technique=self.name)
         if loop:
             split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.settings import truth
+from tightfit.techniques.settings import parse_bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,5 +28,5 @@ class UpdateSettings:
         kernel = settings.get("kernel", "same")
         if kernel not in ("same", "fused"):
             raise ApplyError(f"kernel={kernel!r} is neither 'same' nor 'fused'")
-        given = {name: truth(name, settings[name]) for name in ("in_backward", "clips") if name in settings}
+        given = {name: parse_bool(name, settings[name]) for name in ("in_backward", "clips") if name in settings}
         return cls(kernel=kernel, **{**defaults, **given})
