@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tightfit.placement.board import Board, Numbers
 from tightfit.placement.search import Outcome, Search
 
-# Easy problems are solved within one run of this many nodes; hard ones are better tried in another order.
+# Short, so that a run that began badly is soon tried in another order; later runs grow by _GROWTH.
 _FIRST_NODES = 400
 _GROWTH = 1.3
 _FORGET = 0.7

@@ -134,7 +134,7 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
         np.lexsort((-size, lower - upper)),
         np.lexsort((-size, lower)),
     )
-    # Largest first, the order that most often comes nearest to the bound.
+    # The first order, largest first, is placed in any case; the others while there is time.
     order, ends = orders[0], _first_fit(lower[orders[0]], upper[orders[0]], size[orders[0]])
     for other in orders[1:]:
         if ends.max() <= _CLOSE * bound_bytes or time.monotonic() > deadline:

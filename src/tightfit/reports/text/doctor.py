@@ -116,7 +116,7 @@ def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     total, most = max(1, diagnosis.peak_allocated_bytes), max(diagnosis.at_peak.values(), default=1)
-    # 42 cells are what the other three columns take at most.
+    # 42 cells are about what the other three columns take.
     cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
     for name, num_bytes in diagnosis.at_peak.items():
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
