@@ -17,7 +17,7 @@ from tightfit.techniques.catalogue import techniques
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a simple remedy holds at most, and the seconds for the samples of a plain step; `why_not` instead where it does not run."""
+    """The upper end of a baseline's peak, and its seconds for the samples of a plain step; `why_not` instead where it does not run."""
 
     name: str
     device_bytes: int

@@ -1,6 +1,6 @@
-"""Traced runs that stay on disk, so that a run that was cut short goes on where it was.
+"""Traced runs cached on disk, so that an interrupted benchmark continues where it was.
 
-A tape is found again by the workload, the card and the choices, not by the code that made it: give another folder after a change.
+The key of a tape is the workload, the device and the choices, not the code that made it: use another folder after a change.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The grid: every workload under budgets from most of the plain peak to the least that can be held, and what is asked of each plan."""
+"""The grid: every workload under budgets from most of the plain peak down to the lowest reachable one, and the requirements for each plan."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ _SAME = 1e-6
 class Row:
     """One budget of a workload (`kind` is "plan"), or one simple remedy ("baseline", without a budget).
 
-    `high_bytes` is the upper end of what the traced run may hold, `seconds` a step of it; `wrong` says what is asked and not met.
+    `high_bytes` is the upper end of the traced run's peak, `seconds` its time per step; `wrong` names the requirements that are not met.
     """
 
     workload: str
@@ -123,7 +123,7 @@ def summary(options: Sequence[Option]) -> str:
 
 
 def _faults(row: Row, before: Row | None, simple: Sequence[Baseline] = ()) -> Iterator[str]:
-    """`before` is the plan for the next larger budget, `simple` are the remedies: none holds less than the least."""
+    """The requirements that a plan misses. `before` is the plan for the next larger budget, `simple` are the baselines."""
     if row.name == "least":
         yield from (f"{b.name} holds less" for b in simple if not b.why_not and b.high_bytes < row.high_bytes)
     if not row.fits:

@@ -20,7 +20,7 @@ _KEPT = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
 def highest(tape: Tape, categories: Iterable[Category]) -> int:
-    """The most bytes that storages of `categories` hold together at any moment."""
+    """The peak of the bytes of `categories` together."""
     kinds, storages = tape.events.kind, tape.events.storage
     relevant = (storages >= 0) & np.isin(kinds, (EventKind.ALLOCATE, EventKind.FREE))
     signs = np.where(kinds[relevant] == EventKind.ALLOCATE, 1, -1)
@@ -30,12 +30,12 @@ def highest(tape: Tape, categories: Iterable[Category]) -> int:
 
 
 def activations(tape: Tape) -> int:
-    """The most that all but parameters, gradients and the optimizer's states hold: activations, temporaries, inputs, workspaces."""
+    """The peak without parameters, gradients and optimizer states: activations, temporaries, inputs, workspaces."""
     return highest(tape, [category for category in Category if category not in _KEPT])
 
 
 def lines(folder: Path | None) -> Iterator[str]:
-    """Exact plans, then the least that can be held by them, and with an optimizer's states in fewer bits."""
+    """Exact plans, then the lowest peak that they reach, and with quantised optimizer states."""
     workload = named("llama-8b")
     bench = bench_of(workload, folder)
     plain = bench.run_with(())

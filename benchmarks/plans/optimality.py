@@ -1,7 +1,7 @@
 """How far plans are from the best that there is, found by trying everything; and how long the solver takes for models that are too deep for that.
 
-Three comparisons: the solver against all combinations of a problem's options, by what they promise; a search, traces and corrections included,
-against the traces of all combinations of what is done with the blocks of a model of three; and the solver's time on made-up deep models.
+Three comparisons: the solver against all combinations of a problem's options, by their predictions; a search, traces and corrections included,
+against the traces of all combinations of choices for a model of three blocks; and the solver's time on synthetic deep models.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def combinations(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def against_all_promises(bench: StoredRuns) -> Iterator[Comparison]:
-    """The solver's answer against all combinations, by what the options promise; `seconds` are those of the whole step."""
+    """The solver's answer against all combinations, by the options' predictions; `seconds` are those of the whole step."""
     plain = bench.run_with(())
     problem = part_of(Search(bench, 0, Allowed()).candidates.variant(plain).problem, ENUMERATED)
     found = list(combinations(problem))

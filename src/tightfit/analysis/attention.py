@@ -1,7 +1,7 @@
-"""Where a tape has an attention that holds its scores.
+"""Finds attention on a tape that materialises its scores.
 
-A softmax between two batched products of one module, the first of which made as many numbers as the softmax has and the second of which gives
-fewer, is an attention. One with a dropout between is left alone: a kernel would draw other random numbers.
+A softmax between two batched matmuls of one module is an attention if the first matmul writes as many elements as the softmax and the second
+one fewer. Attention with dropout on the scores is skipped: a fused kernel would draw other random numbers.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRun:
-    """One attention of the module at `path`: operators from the first product to the second, those of its backward pass, and the storages that
-    hold scores. `is_kernel` where `scaled_dot_product_attention` itself took its plain way."""
+    """One attention of the module at `path`: operators from the first matmul to the second, those of its backward pass, and the storages that
+    hold scores. `is_kernel` where `scaled_dot_product_attention` itself chose its math backend."""
 
     path: str
     begin: int
@@ -31,7 +31,7 @@ class ScoreRun:
 
 
 def score_runs(anatomy: Anatomy) -> list[ScoreRun]:
-    """All attentions that hold their scores, in order."""
+    """All attentions that materialise their scores, in order."""
     tape = anatomy.tape
     names = [tape.strings[name] for name in tape.operators.name.tolist()]
     forward = tape.operators.phase == Phase.FORWARD
@@ -54,14 +54,18 @@ def _score_run(anatomy: Anatomy, names: list[str], softmax: int) -> ScoreRun | N
         return None
 
     begin, end = nearest(-1), nearest(1)
+    # Scores are (queries x keys) in both, while the second matmul contracts the keys; this tells attention from a softmax
+    # that a mixture of experts or a gate takes between two matmuls.
     if begin is None or end is None or _numbers(tape, begin) != numbers or _numbers(tape, end) >= numbers:
         return None
+    # Only dropout after the softmax acts on the probabilities; dropout before `begin` belongs to another layer.
     if any(names[i] in _DROPOUT for i in range(softmax, end)):
         return None
     back = _backward(tape, softmax, module)
     own = np.array([*range(begin, end), *back])
     born = tape.storages.operator
     is_score = np.isin(born, own) & (tape.storages.source == Source.TENSOR)
+    # In the dtype of the matmul: under autocast the softmax runs in float32 and its storages are larger, never smaller.
     is_score &= tape.storages.num_bytes >= numbers * _item_bytes(tape, begin)
     return ScoreRun(
         path=tape.strings[module],
@@ -69,6 +73,7 @@ def _score_run(anatomy: Anatomy, names: list[str], softmax: int) -> ScoreRun | N
         end=end,
         back=back,
         scores=tuple(np.flatnonzero(is_score).tolist()),
+        # The math backend calls _safe_softmax, code written by hand calls softmax (aten/src/ATen/native/transformers/attention.cpp).
         is_kernel=names[softmax] == "aten._safe_softmax",
     )
 
@@ -87,6 +92,7 @@ def _backward(tape: Tape, softmax: int, module: int) -> tuple[int, ...]:
     backward = np.flatnonzero(phase[softmax:] == Phase.BACKWARD) + softmax
     if not len(backward):
         return ()
+    # The next forward pass ends the search: a later micro-batch has a backward pass of its own.
     again = np.flatnonzero(phase[backward[0] :] == Phase.FORWARD)
     end = int(backward[0] + again[0]) if len(again) else len(phase)
     own = np.flatnonzero(tape.operators.module[backward[0] : end] == module) + backward[0]

@@ -1,4 +1,4 @@
-"""What stands between a backward pass and the optimizer's step: accumulation, readers of the gradients, a scaled loss, updates within the pass."""
+"""What happens between a backward pass and the optimizer step: accumulation, readers of the gradients, loss scaling, updates in backward."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from tightfit.analysis.optimizer import OptimizerProfile
 from tightfit.analysis.optimizer_algorithm import LOW_PRECISION
 from tightfit.tape import Column, Phase
 
-# A lookup of the gradients between backward pass and optimizer reads about all of them; a loss that is printed reads next to nothing.
+# Clipping or logging gradient norms between backward and step reads about all gradients; printing a loss reads next to nothing.
 _FRACTION_THAT_IS_A_LOOK = 0.3
 
 
 def updates_in_backward(run: OptimizerProfile) -> bool:
-    """Whether updates run within a backward pass: it goes on after one, or a step finds no gradient. Then there is no step to change."""
+    """Whether updates run within a backward pass: it continues after one, or a step finds no gradient. Then there is no step to change."""
     if not all(len(run.gradients(stretch)) for stretch in run.stretches):
         return True
     phases = run.tape.operators.phase
@@ -25,7 +25,7 @@ def updates_in_backward(run: OptimizerProfile) -> bool:
 
 
 def num_backwards_per_update(run: OptimizerProfile) -> int:
-    """The most backward passes that come before one run of the optimizer."""
+    """The largest number of backward passes before one optimizer step."""
     phases = run.tape.operators.phase
     passes = [end for _, end in runs_of(_joined(phases) == Phase.BACKWARD)]
     most, before = 0, 0
@@ -36,11 +36,12 @@ def num_backwards_per_update(run: OptimizerProfile) -> int:
 
 
 def readers_of_gradients(run: OptimizerProfile) -> frozenset[str]:
-    """What reads the gradients between backward pass and optimizer, without namespace and overload; nothing reads as much there."""
+    """The operators that read most of the gradients between backward pass and optimizer step, without namespace and overload."""
     operators = run.tape.operators
     found: set[str] = set()
     for stretch in run.stretches:
         backward = np.flatnonzero(operators.phase[: stretch.begin] == Phase.BACKWARD)
+        # After the last backward operator: what reads gradients earlier, such as a hook, is part of the backward pass.
         begin = int(backward[-1]) + 1 if len(backward) else stretch.begin
         held = int(run.block_bytes[run.gradients(stretch)].sum())
         read: Counter[str] = Counter()
@@ -55,12 +56,13 @@ def readers_of_gradients(run: OptimizerProfile) -> frozenset[str]:
 
 
 def scales_loss(run: OptimizerProfile) -> bool:
-    """Whether a `GradScaler` is at work."""
+    """Whether the run uses a `GradScaler`."""
+    # GradScaler.unscale_ calls _amp_foreach_non_finite_check_and_unscale_, and update() _amp_update_scale_.
     return any("_amp_" in run.tape.strings[n] for n in np.unique(run.tape.operators.name).tolist())
 
 
 def fraction_in_low_precision(run: OptimizerProfile) -> float:
-    """The part of all FLOPs that is done in 16 bits."""
+    """The share of all FLOPs that is computed in 16 bits."""
     operators = run.tape.operators
     low = np.isin(operators.dtype, [i for i, text in enumerate(run.tape.strings) if text in LOW_PRECISION])
     total = float(operators.flops.sum())
@@ -68,7 +70,7 @@ def fraction_in_low_precision(run: OptimizerProfile) -> float:
 
 
 def _joined(phases: Column) -> Column:
-    """Phases with what happens aside (OTHER) left out of backward passes that it interrupts: no forward pass or optimizer comes between."""
+    """The phases with OTHER replaced by the phase before it, so that a hook or a callback inside of a backward pass does not split it."""
     known: Sequence[int] = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
     matters = np.isin(phases, known)
     if not matters.any():

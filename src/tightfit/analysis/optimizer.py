@@ -1,7 +1,7 @@
-"""What a tape tells of the optimizer: when it steps, how much it updates, how long that takes and what it holds meanwhile.
+"""The optimizer steps of a tape: the gradients and states they use, their temporaries, and their seconds.
 
-A stretch is a run of operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. Which implementation ran is told in
-`optimizer_algorithm`, who else reads the gradients in `gradient_readers`.
+A `Stretch` is a range of consecutive operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. `optimizer_algorithm` finds which
+implementation ran, `gradient_readers` what else reads the gradients.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """One run of the optimizer: operators `begin` to before `end`, events `begin_event` to before `end_event`; `seconds` it takes."""
+    """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated `seconds`."""
 
     begin: int
     end: int
@@ -30,7 +30,7 @@ class Stretch:
 
 
 class OptimizerProfile:
-    """The optimizer's part of a tape, on a card."""
+    """The optimizer steps of a tape, with their time on a device."""
 
     def __init__(self, profile: "Profile") -> None:
         self.tape = profile.tape
@@ -42,6 +42,7 @@ class OptimizerProfile:
         self.block_bytes = profile.modules.block_bytes
         self.born = profile.allocated_at
         self.died = profile.modules.died
+        # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
         self.stretches = self._find_stretches()
 
     def _find_stretches(self) -> tuple[Stretch, ...]:
@@ -55,17 +56,19 @@ class OptimizerProfile:
                 seconds=self.seconds_of(begin, end),
             )
             for begin, end in runs
+            # A step that finds no gradient can leave views and host operators in the phase, but launches no kernel.
             if self.is_kernel[begin:end].any()
         )
 
     def seconds_of(self, begin: int, end: int) -> float:
-        """What these operators take: the card's time or the host's to issue them, whichever is longer."""
+        """Seconds of these operators: the GPU's time, or the host's time to issue them where that is longer."""
+        # A for-loop optimizer over many small parameters is bound by the host: thousands of kernels of a few microseconds each.
         issued = efficiency_of(self.device).issue_seconds * int(self.is_kernel[begin:end].sum())
         return max(float(self.operator_seconds[begin:end].sum()), issued)
 
     @property
     def steady(self) -> tuple[Stretch, ...]:
-        """The stretches of the last step of the user's loop, which stands for all: the first one makes states as well."""
+        """The optimizer steps of the last step of the user's loop, which stands for all: the first one allocates the states as well."""
         spans = self.tape.spans
         begins = spans.begin[spans.kind == SpanKind.STEP]
         last = tuple(s for s in self.stretches if len(begins) and s.begin_event >= begins[-1])
@@ -73,20 +76,20 @@ class OptimizerProfile:
 
     @property
     def seconds(self) -> float:
-        """What the optimizers take per step of the user's loop."""
+        """Seconds of the optimizers per step of the user's loop."""
         return sum(s.seconds for s in self.steady)
 
     def names(self, stretch: Stretch) -> list[str]:
-        """The operators of a stretch that run kernels, without namespace and overload: `_foreach_add_`."""
+        """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
         at = np.flatnonzero(self.is_kernel[stretch.begin : stretch.end]) + stretch.begin
         return [self.tape.strings[n].split(".")[1] for n in self.tape.operators.name[at].tolist()]
 
     def gradients(self, stretch: Stretch) -> Column:
-        """The gradients, as indices of storages, that live when a stretch begins."""
+        """The gradients, as indices of storages, that are allocated when an optimizer step begins."""
         return self._alive(stretch.begin_event, Category.GRADIENTS)
 
     def state(self, stretch: Stretch) -> Column:
-        """The optimizer states, as indices of storages, that live when a stretch ends."""
+        """The optimizer states, as indices of storages, that are allocated when an optimizer step ends."""
         return self._alive(stretch.end_event, Category.OPTIMIZER_STATE)
 
     def _alive(self, event: int, category: Category) -> Column:
@@ -94,21 +97,21 @@ class OptimizerProfile:
         return np.flatnonzero(of_kind & (self.born < event) & (self.died >= event))
 
     def held(self, stretch: Stretch) -> list[tuple[int, int, int]]:
-        """What the optimizer holds besides its states while it steps: (event, event, bytes), disjoint, in order."""
+        """The optimizer's temporaries during a step, states not included: (begin event, end event, bytes), disjoint, in order."""
         inside = (self.born >= stretch.begin_event) & (self.died <= stretch.end_event)
         temporary = np.flatnonzero(inside & (self.tape.storages.category == Category.TEMPORARIES))
         return levels(self.born[temporary], self.died[temporary], self.block_bytes[temporary])
 
 
 def seconds_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int) -> float:
-    """What `num_kernels` kernels take that read and write `num_bytes` between them."""
+    """Seconds of `num_kernels` kernels that together read and write `num_bytes`."""
     efficiency = efficiency_of(run.device)
     traffic = num_bytes / (run.device.dram_bytes_per_second * efficiency.of_bandwidth["optimizer"])
     return max(traffic + num_kernels * efficiency.launch_seconds, num_kernels * efficiency.issue_seconds)
 
 
 def seconds_of_kernels(run: OptimizerProfile, stretch: Stretch, num_kernels: int) -> float:
-    """What a stretch would take if it did the same with this many kernels."""
+    """Seconds of an optimizer step if it did the same with this many kernels."""
     efficiency = efficiency_of(run.device)
     more = num_kernels - int(run.is_kernel[stretch.begin : stretch.end].sum())
     on_card = float(run.operator_seconds[stretch.begin : stretch.end].sum()) + more * efficiency.launch_seconds
@@ -116,12 +119,12 @@ def seconds_of_kernels(run: OptimizerProfile, stretch: Stretch, num_kernels: int
 
 
 def events_of(run: OptimizerProfile, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches of operators as stretches of events."""
+    """Ranges of operators as ranges of events."""
     return [(int(run.modules.event_of(begin)), int(run.modules.event_of(end))) for begin, end in runs]
 
 
 def passes_of(run: OptimizerProfile) -> list[tuple[int, int]]:
-    """Each forward pass with the backward pass that follows it, as a stretch of events."""
+    """Each forward pass with the backward pass that follows it, as a range of events."""
     phases = run.tape.operators.phase
     at = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
     if not len(at):

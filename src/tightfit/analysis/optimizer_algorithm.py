@@ -1,7 +1,7 @@
-"""Which algorithm an optimizer follows, and which of torch's implementations of it ran, as far as its operators tell.
+"""The algorithm of an optimizer and the implementation that ran, inferred from its operators.
 
-torch.optim writes each algorithm three times: one kernel per tensor and operation (for-loop), one per operation over all tensors (foreach), one
-for everything (fused); their operators have different names.
+torch.optim implements each algorithm three times: one kernel per tensor and operation (for-loop), one per operation over many tensors (foreach),
+one for everything (fused); their operators have different names.
 """
 
 from typing import Literal
@@ -25,9 +25,9 @@ def implementation_of(run: OptimizerProfile) -> Implementation:
 
 
 def family_of(run: OptimizerProfile) -> Family:
-    """The algorithm, as far as its operators tell: those that torch has a fused kernel for, and others.
+    """The algorithm, inferred from its operators: those that torch has a fused kernel for, and "other".
 
-    The sequences are those of `torch/optim/{adam,sgd,adagrad}.py`.
+    The operator sequences are those of `torch/optim/{adam,sgd,adagrad}.py`.
     """
     kinds = {
         name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_"): None
@@ -37,6 +37,7 @@ def family_of(run: OptimizerProfile) -> Family:
     for family in ("adam", "sgd", "adagrad"):
         if any(kind.startswith(family) for kind in kinds):
             return family
+    # torch updates the first moment of Adam and NAdam by lerp. RMSprop (mul, addcmul, sqrt, addcdiv) is none of the three.
     if {"lerp", "addcmul", "sqrt", "addcdiv"} <= set(kinds) and _updates_once(run):
         return "adam"
     if {"addcmul", "sqrt", "addcdiv"} <= set(kinds) and not {"lerp", "mul", "sub"} & set(kinds):
@@ -47,14 +48,14 @@ def family_of(run: OptimizerProfile) -> Family:
 
 
 def _updates_once(run: OptimizerProfile) -> bool:
-    """Whether a parameter is moved as often as its average is: NAdam moves it twice."""
+    """Whether each parameter is updated as often as its first moment: NAdam calls addcdiv twice."""
     names = run.names(run.stretches[-1])
     counts = {kind: sum(kind in name for name in names) for kind in ("lerp", "addcdiv")}
     return counts["addcdiv"] == counts["lerp"]
 
 
 def element_bytes_of(run: OptimizerProfile) -> int:
-    """Of what the optimizer updates: 2 where its kernels are in 16 bits, else 4."""
+    """Bytes per element of what the optimizer updates: 2 where most of its kernels are in 16 bits, else 4."""
     stretch = run.stretches[-1]
     dtypes = run.tape.operators.dtype[stretch.begin : stretch.end][run.is_kernel[stretch.begin : stretch.end]]
     return 2 if run.tape.strings[int(np.bincount(dtypes).argmax())] in LOW_PRECISION else 4

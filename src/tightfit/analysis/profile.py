@@ -1,6 +1,6 @@
-"""The tape of one run on one device, with what is derived from it, each once: seconds, lifetimes, module calls, blocks, optimizer, loss head, attention.
+"""The profile of a run: its tape on one device, with everything derived from it once: seconds, module calls, blocks, optimizer, loss head, attention.
 
-Techniques make their options from a profile, so that what a tape shows is worked out in one place and not anew for each of them.
+Techniques derive their options from a profile, so that a tape is analysed in one place and not anew by each of them.
 """
 
 from functools import cached_property
@@ -20,8 +20,9 @@ from tightfit.devices.device import Device
 from tightfit.tape import Column, EventKind, Tape
 
 
+# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head.
 class Profile:
-    """What a run shows; everything is computed when it is first asked for, and kept."""
+    """The analyses of a run; each is computed on first use and cached."""
 
     def __init__(self, tape: Tape, device: Device) -> None:
         self.tape = tape
@@ -34,12 +35,12 @@ class Profile:
 
     @cached_property
     def is_kernel(self) -> Column:
-        """Which operators run kernels; views and the like do not."""
+        """Which operators launch kernels; views and allocations do not."""
         return is_kernel(self.tape)
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps of the program's loop; 1 where the tape has none, so that it can be divided by."""
+        """Steps of the program's loop; 1 where the tape has none, as it is a divisor."""
         return max(1, len(step_operators(self.tape)))
 
     @cached_property
@@ -52,35 +53,35 @@ class Profile:
 
     @cached_property
     def modules(self) -> Anatomy:
-        """The calls of the run's modules."""
+        """The module calls of the run."""
         return Anatomy(self.tape)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The modules that are worth running twice, outermost first."""
+        """The modules that are worth recomputing, outermost first."""
         return tuple(blocks(self.modules))
 
     @cached_property
     def sequences(self) -> tuple[Row, ...]:
-        """The rows of numbered children that ran one after the other."""
+        """The sequences of numbered children that ran one after another."""
         return tuple(rows(self.modules))
 
     @cached_property
     def optimizer(self) -> OptimizerProfile:
-        """The optimizer's part of the run."""
+        """The optimizer steps of the run."""
         return OptimizerProfile(self)
 
     @cached_property
     def trained_parts(self) -> TrainedParts:
-        """What is trained, by module."""
+        """The trained parameters, by module."""
         return TrainedParts(self)
 
     @cached_property
     def loss_heads(self) -> tuple[LossHead, ...]:
-        """The runs of linear heads that feed a cross-entropy."""
+        """The calls of linear heads that feed a cross-entropy."""
         return tuple(loss_heads(self.modules))
 
     @cached_property
     def score_runs(self) -> tuple[ScoreRun, ...]:
-        """The attentions that hold their scores."""
+        """The attentions that materialise their scores."""
         return tuple(score_runs(self.modules))

@@ -1,4 +1,4 @@
-"""Reads a tape from a file and checks that it is one: a file that was cut, edited or made by other code must not become an estimate."""
+"""Reads a tape from a file and verifies it: a truncated or edited file, or one of other code, must not become an estimate."""
 
 import os
 
