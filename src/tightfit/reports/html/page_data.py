@@ -13,6 +13,7 @@ import numpy as np
 
 from tightfit.reports.blocks_by_site import largest_blocks, line_and_function, module_name, places, stack_of
 from tightfit.reports.downsampled_timeline import Detail, timeline
+from tightfit.reports.html.inert_text import inert
 from tightfit.reports.html.treemap import Node, peak_tree
 from tightfit.reports.summary import Summary
 from tightfit.reports.text.columns import shorten_middle
@@ -58,13 +59,13 @@ def page_json(history: History, summary: Summary, *, most_bytes: int = MOST_BYTE
 
 
 class _Texts:
-    """Texts by index, each once; very long ones lose their middle."""
+    """Texts by index, each once and inert; very long ones lose their middle."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {"": 0}
 
     def __call__(self, text: str) -> int:
-        return self.index.setdefault(shorten_middle(text, _LONGEST_TEXT), len(self.index))
+        return self.index.setdefault(shorten_middle(inert(text), _LONGEST_TEXT), len(self.index))
 
 
 def _page(history: History, summary: Summary, limits: Limits) -> dict[str, Any]:
@@ -100,9 +101,9 @@ def _merged_assumptions(assumptions: list[dict[str, str]]) -> list[dict[str, Any
 
 
 def _shortened(value: Any) -> Any:
-    """`value` with every text in it cut to a length that a page can bear."""
+    """`value` with every text in it inert and cut to a length that a page can bear."""
     if isinstance(value, str):
-        return shorten_middle(value, _LONGEST_TEXT * 2)
+        return shorten_middle(inert(value), _LONGEST_TEXT * 2)
     if isinstance(value, dict):
         return {_shortened(key): _shortened(part) for key, part in value.items()}
     return [_shortened(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,33 @@
+"""The styles and scripts that are put into a page, and the policy that keeps a browser from loading or running anything else."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+
+from tightfit.reports.html.templates import FOLDER
+
+
+def styles(*names: str) -> str:
+    """The style sheets of `page/` one after another."""
+    return "".join(map(_asset, names))
+
+
+def script(names: Sequence[str]) -> str:
+    """The scripts of `page/` as one, in a scope of its own."""
+    return f'"use strict";\n(() => {{\n{"".join(map(_asset, names))}}})();\n'
+
+
+def content_policy(*, styles: str, script: str | None = None) -> str:
+    """A content security policy under which a page may load nothing, and apply and run only this style sheet and this script, by their hashes."""
+    scripts = [] if script is None else [f"script-src '{_hash(script)}'"]
+    return "; ".join(
+        ["default-src 'none'", f"style-src '{_hash(styles)}'", *scripts, "base-uri 'none'", "form-action 'none'"]
+    )
+
+
+def _asset(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
