@@ -8,13 +8,13 @@ from tightfit.reports.html.templates import FOLDER
 
 
 def styles(*names: str) -> str:
-    """The style sheets of `page/` one after another."""
-    return "".join(map(_asset, names))
+    """The style sheets of `page/styles/` one after another."""
+    return "".join(_asset("styles", name) for name in names)
 
 
 def script(names: Sequence[str]) -> str:
-    """The scripts of `page/` as one, in a scope of its own."""
-    return f'"use strict";\n(() => {{\n{"".join(map(_asset, names))}}})();\n'
+    """The scripts of `page/scripts/` as one, in a scope of its own."""
+    return f'"use strict";\n(() => {{\n{"".join(_asset("scripts", name) for name in names)}}})();\n'
 
 
 def content_policy(*, styles: str, script: str | None = None) -> str:
@@ -25,8 +25,8 @@ def content_policy(*, styles: str, script: str | None = None) -> str:
     )
 
 
-def _asset(name: str) -> str:
-    return (FOLDER / name).read_text(encoding="utf-8")
+def _asset(folder: str, name: str) -> str:
+    return (FOLDER / folder / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -1,7 +1,4 @@
 // The answer in words and figures, what holds the card at the peak, the cards, the steps and what was assumed.
-const contextBytes = summary.context_bytes ?? 0;
-const deviceBytes = summary.peak_reserved_bytes + contextBytes;
-
 function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
@@ -120,7 +117,7 @@ function writeSteps(timeline) {
   byId("steps").hidden = !spans.length;
   const most = Math.max(...spans.map((span) => span.peak_reserved_bytes), 1);
   const body = spans.map((span) => {
-    const go = () => { timeline.goToSpan(span); timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
+    const go = () => { timeline.moves.goToSpan(span); timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
     const [allocated, reserved] = [span.peak_allocated_bytes / most, span.peak_reserved_bytes / most];
     return element("tr", {},
       element("th", { scope: "row" }, element("button", { type: "button", class: "plain", onclick: go, "aria-label": `Show ${span.name} in the timeline` }, span.name)),

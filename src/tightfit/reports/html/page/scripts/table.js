@@ -91,7 +91,7 @@ class PlacesTable {
     if (key === "module") return element("td", { class: "module" }, ...breakable(value));
     if (kind === "event") {
       if (value < 0) return numberCell("before the first");
-      const go = () => { this.timeline.goToEvent(value); this.timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
+      const go = () => { this.timeline.moves.goToEvent(value); this.timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
       return element("td", { class: "number" }, element("button", { type: "button", class: "plain", onclick: go, "aria-label": `Show event ${whole(value)} in the timeline` }, whole(value)));
     }
     if (kind === "life") return numberCell(value === Infinity ? "to the end" : whole(value));
