@@ -6,7 +6,7 @@ import re
 
 import jinja2
 import pytest
-from tests.histories import training
+from tests.histories import history_with, training
 from tests.hostile_text import DIRECTION_CONTROLS, HOSTILE_TEXTS, behind_every_text
 from tests.html_reader import Reader
 from tests.null.history_runs import tape_of
@@ -21,7 +21,6 @@ from tightfit.reports.html.plan_page import plan_page
 from tightfit.reports.html.templates import FOLDER, render
 from tightfit.reports.summary import summarize
 from tightfit.simulate.history import History
-from tightfit.tape import Assumption
 
 hostile = pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
 OWN_MARKUP = {"styles", "script", "data"}
@@ -29,17 +28,6 @@ OWN_MARKUP = {"styles", "script", "data"}
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def history_with(text: str) -> History:
-    """A run whose file, lines, functions, modules, card and assumptions are named by `text`."""
-    stacks = ((f"{text}.py:1 {text}",), (f"{text}.py:2 f", f"y.py:3 {text}"), ("z.py:4 z",))
-    return dataclasses.replace(
-        training(stacks=stacks, modules=("", text, f"net.{text}")),
-        label=f"{text}.pickle",
-        device=text,
-        assumptions=(Assumption(where=f"{text}.py:4", what=text),),
-    )
 
 
 def history_page(text: str) -> Reader:

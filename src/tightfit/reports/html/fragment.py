@@ -64,7 +64,7 @@ def _figures(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
             "peak on the card",
             f"{format_bytes(peak['device_bytes'])} of {format_bytes(answer['device']['capacity_bytes'])}",
         ),
-        ("", f"{format_bytes(peak['device_low_bytes'])} to {format_bytes(peak['device_high_bytes'])}"),
+        ("range of the peak", f"{format_bytes(peak['device_low_bytes'])} to {format_bytes(peak['device_high_bytes'])}"),
         ("reserved", format_bytes(peak["reserved_bytes"])),
         ("allocated", format_bytes(peak["allocated_bytes"])),
         ("a step", format_seconds(answer["seconds_per_step"]) if answer["seconds_per_step"] else ""),

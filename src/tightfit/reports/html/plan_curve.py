@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from tightfit.planner.plan import ParetoPoint, Plan, Run
+from tightfit.reports.html.plan_labels import Box, Label, placed
 from tightfit.units import GIB, format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 860, 380
 # The edges of the area between the axes.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 836, 30, 328
+_FOR_WORDS = Box(left=_LEFT, top=0, right=_WIDTH, bottom=_BOTTOM)
 _SECONDS_UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
 _NUM_TICKS = 8
 # What is left free around the outermost marks, as a share of what they span.
@@ -43,17 +45,14 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A traced run, `plain` or `planned`, with the range of its peak, and its words with the place where they stand."""
+    """A traced run, `plain` or `planned`, with the range of its peak."""
 
     kind: str
     x: float
     y: float
     low_x: float
     high_x: float
-    words: str
-    words_x: float
-    words_y: float
-    anchor: str
+    label: Label
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +108,18 @@ def curve_of(plan: Plan) -> Curve:
     def y(value: float) -> float:
         return round(_BOTTOM - (value / unit - y_low) / (y_high - y_low) * (_BOTTOM - _TOP), 1)
 
+    budget = _budget(plan, x(plan.budget_bytes))
+    stair = _stair(points, x, y)
+    marks = _marks(plan, x, y, taken=[_label_of(budget).box, *_strokes(stair)])
     return Curve(
         description=_description(plan, points),
         unit=unit_name,
         ticks_across=[Tick(at=x(tick * GIB), words=words) for tick, words in ticks(x_low, x_high)],
         ticks_up=[Tick(at=y(tick * unit), words=words) for tick, words in ticks(y_low, y_high)],
-        budget=_budget(plan, x(plan.budget_bytes)),
-        stair=_stair(points, x, y),
+        budget=budget,
+        stair=f"M{stair[0][0]} {stair[0][1]}" + "".join(f"H{across}V{up}" for across, up in stair),
         points=[_point(point, x, y) for point in points],
-        marks=[
-            _mark("plain", "the plain run", plan.baseline, x, y),
-            *([_mark("planned", "the plan", plan.run, x, y)] if plan.choices else []),
-        ],
+        marks=marks,
     )
 
 
@@ -156,13 +155,29 @@ def _holds(run: Run) -> str:
 
 
 def _budget(plan: Plan, at: float) -> Tick:
-    return Tick(at=at, words=f"budget {format_bytes(plan.budget_bytes)}", anchor="end" if at > _WIDTH / 2 else "begin")
+    words = f"budget {format_bytes(plan.budget_bytes)}"
+    return Tick(at=at, words=words, anchor="end" if at > _WIDTH / 2 else "begin")
 
 
-def _stair(points: Sequence[ParetoPoint], x: Scale, y: Scale) -> str:
+def _label_of(tick: Tick) -> Label:
+    return Label(words=tick.words, x=tick.at, y=_TOP - 9, anchor=tick.anchor)
+
+
+def _stair(points: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """The corners of the stair: across to each point, and there to the least seconds up to it."""
     fastest = itertools.accumulate((point.seconds_per_step for point in points), min)
-    steps = "".join(f"H{x(p.device_bytes)}V{y(s)}" for p, s in zip(points, fastest, strict=True))
-    return f"M{x(points[0].device_bytes)} {y(points[0].seconds_per_step)}{steps}"
+    return [(x(point.device_bytes), y(seconds)) for point, seconds in zip(points, fastest, strict=True)]
+
+
+def _strokes(stair: Sequence[tuple[float, float]]) -> list[Box]:
+    """What the stair and its points cover."""
+    strokes = [Box.around(x, y, 5) for x, y in stair]
+    for (left, top), (right, bottom) in itertools.pairwise(stair):
+        strokes += [
+            Box(left=left, top=top - 1, right=right, bottom=top + 1),
+            Box(left=right - 1, top=top, right=right + 1, bottom=bottom),
+        ]
+    return strokes
 
 
 def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
@@ -170,17 +185,16 @@ def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
     return Point(x=x(point.device_bytes), y=y(point.seconds_per_step), words=words)
 
 
-def _mark(kind: str, name: str, run: Run, x: Scale, y: Scale) -> Mark:
-    at, height = x(run.peak.device_bytes), y(run.seconds_per_step)
-    to_left = at > _WIDTH / 2
-    return Mark(
-        kind=kind,
-        x=at,
-        y=height,
-        low_x=x(run.peak.device_low_bytes),
-        high_x=x(run.peak.device_high_bytes),
-        words=f"{name}: {format_bytes(run.peak.device_bytes)}, {format_seconds(run.seconds_per_step)}",
-        words_x=at + (-2 if to_left else 2),
-        words_y=height - 15,
-        anchor="end" if to_left else "begin",
-    )
+def _marks(plan: Plan, x: Scale, y: Scale, *, taken: Sequence[Box]) -> list[Mark]:
+    """The plain run and the planned one, each with its words where they cover least of what is there and of each other."""
+    runs = [("plain", "the plain run", plan.baseline), *([("planned", "the plan", plan.run)] if plan.choices else [])]
+    covered = [*taken, *(Box.around(x(run.peak.device_bytes), y(run.seconds_per_step), 9) for _, _, run in runs)]
+    marks = []
+    for kind, name, run in runs:
+        words = f"{name}: {format_bytes(run.peak.device_bytes)}, {format_seconds(run.seconds_per_step)}"
+        at, height = x(run.peak.device_bytes), y(run.seconds_per_step)
+        label = placed(words, at, height, inside=_FOR_WORDS, taken=covered)
+        covered.append(label.box)
+        low_x, high_x = x(run.peak.device_low_bytes), x(run.peak.device_high_bytes)
+        marks.append(Mark(kind=kind, x=at, y=height, low_x=low_x, high_x=high_x, label=label))
+    return marks

@@ -17,6 +17,8 @@ function start() {
     byId("timeline").hidden = true;
   }
   writeSteps(timeline);
+  byId("tree").hidden = !(PARTS in page.tree);
+  byId("places").hidden = !page.places.length;
   new Treemap(page.tree);
   new PlacesTable(timeline);
   const redraw = () => timeline?.draw();

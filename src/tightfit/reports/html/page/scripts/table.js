@@ -59,8 +59,15 @@ class PlacesTable {
     this.fill();
   }
 
+  // How many rows are shown before more are asked for: none that have nothing of what the table is sorted by, if any has something.
+  firstRows(found, { sortBy, descending }) {
+    const empty = descending ? found.findIndex((row) => row[sortBy] === 0) : -1;
+    return Math.min(this.number, found.length, empty > 0 ? empty : Infinity);
+  }
+
   fill() {
-    const { rows, sortBy, descending, noun } = this.kinds[this.kind];
+    const kind = this.kinds[this.kind];
+    const { rows, sortBy, descending, noun } = kind;
     const sign = descending ? -1 : 1;
     const wanted = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) => wanted.every((word) => row.words.includes(word)));
@@ -69,14 +76,15 @@ class PlacesTable {
     for (const cell of this.head.children) {
       cell.setAttribute("aria-sort", cell.dataset.key === sortBy ? (descending ? "descending" : "ascending") : "none");
     }
-    this.body.replaceChildren(...found.slice(0, this.number).map((row) => this.row(row)));
+    const number = this.number === Infinity ? found.length : this.firstRows(found, kind);
+    this.body.replaceChildren(...found.slice(0, number).map((row) => this.row(row)));
     byId("places-table").querySelector(".more")?.remove();
-    if (found.length > this.number) {
+    if (found.length > number) {
       const more = () => { this.number = Infinity; this.fill(); };
       byId("places-table").append(element("button", { type: "button", class: "more", onclick: more }, `Show all ${whole(found.length)} ${noun}`));
     }
     const shown = found.reduce((sum, row) => sum + (row.peak ?? row.size), 0);
-    byId("places-status").textContent = `${whole(Math.min(found.length, this.number))} of ${whole(found.length)} ${noun} shown` +
+    byId("places-status").textContent = `${whole(number)} of ${whole(found.length)} ${noun} shown` +
       `${wanted.length ? ` of ${whole(rows.length)}` : ""}; together they hold ${bytes(shown)} at the peak.`;
   }
 
