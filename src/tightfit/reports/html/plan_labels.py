@@ -54,7 +54,12 @@ def placed(words: str, x: float, y: float, *, inside: Box, taken: Sequence[Box])
     """`words` above or below the mark at (x, y), towards the wider side or the other: the first place in `inside` that covers least of `taken`."""
     to_right = x <= (inside.left + inside.right) / 2
     places = [
-        Label(words=words, x=x + (_BESIDE if anchor == "begin" else -_BESIDE), y=y + down, anchor=anchor)
+        Label(
+            words=words,
+            x=round(x + (_BESIDE if anchor == "begin" else -_BESIDE), 1),
+            y=round(y + down, 1),
+            anchor=anchor,
+        )
         for anchor in (("begin", "end") if to_right else ("end", "begin"))
         for down in _LINES
     ]
