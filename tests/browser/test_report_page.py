@@ -19,7 +19,7 @@ from tightfit.simulate.history import History
 
 ATTACK = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
 CARDS = ("RTX 4060", "RTX 4090")
-MOST_BYTES = 3_000_000
+MAX_BYTES = 3_000_000
 
 
 def write_page(history: History, path: Path) -> Path:
@@ -365,7 +365,7 @@ class TestItWithstands:
         print(
             f"written in {written - started:.1f} s, {path.stat().st_size:,} bytes, opened in {opened - written:.2f} s"
         )
-        assert path.stat().st_size < MOST_BYTES
+        assert path.stat().st_size < MAX_BYTES
         assert opened - written < 10
         focus(chromium, "#chart")
         chromium.press("p")

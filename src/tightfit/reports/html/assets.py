@@ -1,18 +1,20 @@
 """The styles and scripts that are put into a page, and the policy that keeps a browser from loading or running anything else."""
 
 import base64
+import functools
 import hashlib
-from collections.abc import Sequence
 
 from tightfit.reports.html.templates import FOLDER
 
 
+@functools.cache
 def styles(*names: str) -> str:
     """The style sheets of `page/styles/` one after another."""
     return "".join(_asset("styles", name) for name in names)
 
 
-def script(names: Sequence[str]) -> str:
+@functools.cache
+def script(*names: str) -> str:
     """The scripts of `page/scripts/` as one, in a scope of its own."""
     return f'"use strict";\n(() => {{\n{"".join(_asset("scripts", name) for name in names)}}})();\n'
 
@@ -29,5 +31,6 @@ def _asset(folder: str, name: str) -> str:
     return (FOLDER / folder / name).read_text(encoding="utf-8")
 
 
+@functools.cache
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -11,7 +11,7 @@ from tightfit.reports.advice import LABELS
 from tightfit.reports.html.templates import render
 from tightfit.units import format_bytes, format_seconds
 
-NUM_HOLDERS = 8
+_NUM_SITES = 8
 # After Okabe and Ito (2008), as in the report's page.
 COLOURS = {
     "parameters": "#0072b2",
@@ -47,7 +47,7 @@ def estimate_fragment(answer: Mapping[str, Any]) -> str:
         device=answer["device"]["name"],
         pieces=_pieces(answer),
         figures=_figures(answer),
-        holders=[_holder(holder) for holder in answer["holders"][:NUM_HOLDERS]],
+        sites=[_site(holder) for holder in answer["holders"][:_NUM_SITES]],
     )
 
 
@@ -83,7 +83,7 @@ def _pieces(answer: Mapping[str, Any]) -> list[Piece]:
     ]
 
 
-def _holder(holder: Mapping[str, Any]) -> tuple[str, ...]:
+def _site(holder: Mapping[str, Any]) -> tuple[str, ...]:
     category = LABELS.get(holder["category"], holder["category"])
     operator = holder["operator"].removeprefix("aten.")
     return format_bytes(holder["num_bytes"]), category, holder["line"], holder["module"], operator

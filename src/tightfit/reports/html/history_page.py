@@ -38,7 +38,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 def html_page(history: History, summary: Summary) -> str:
     """The whole page, under 3 MB however long the run is."""
-    page_styles, page_script = styles("page.css"), script(_SCRIPTS)
+    page_styles, page_script = styles("page.css"), script(*_SCRIPTS)
     return render(
         "history.html",
         title=f"{os.path.basename(summary.label)}: memory report",

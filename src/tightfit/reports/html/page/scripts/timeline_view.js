@@ -12,7 +12,7 @@ class TimelineView {
     this.first = this.positions[0];
     this.length = Math.max(1, this.positions[this.buckets.size] - this.first);
     this.last = this.first + this.length;
-    this.least = this.byTime ? Math.max(2, this.length / 2e6) : Math.min(this.length, 12);
+    this.minLength = this.byTime ? Math.max(2, this.length / 2e6) : Math.min(this.length, 12);
   }
 
   // Switches between events and time, around the same moment.
@@ -27,7 +27,7 @@ class TimelineView {
   get isWhole() { return this.end - this.begin >= this.length * 0.9999; }
 
   show(begin, end) {
-    const width = Math.min(this.length, Math.max(this.least, end - begin));
+    const width = Math.min(this.length, Math.max(this.minLength, end - begin));
     const middle = (begin + end) / 2;
     this.begin = Math.min(Math.max(this.first, middle - width / 2), this.last - width);
     this.end = this.begin + width;
@@ -37,7 +37,7 @@ class TimelineView {
   pan(share) { const by = share * (this.end - this.begin); this.show(this.begin + by, this.end + by); }
 
   zoom(factor, around) {
-    const width = Math.min(this.length, Math.max(this.least, (this.end - this.begin) * factor));
+    const width = Math.min(this.length, Math.max(this.minLength, (this.end - this.begin) * factor));
     const share = (around - this.begin) / (this.end - this.begin);
     this.show(around - share * width, around + (1 - share) * width);
   }
