@@ -29,6 +29,7 @@ _SCRIPTS = (
     "legend.js",
     "timeline.js",
     "treemap.js",
+    "table_rows.js",
     "table.js",
     "figures.js",
     "main.js",

@@ -4,36 +4,11 @@ const FIRST_ROWS = 60;
 class PlacesTable {
   constructor(timeline) {
     this.timeline = timeline;
-    this.kinds = { places: this.places(), blocks: this.blocks() };
+    this.kinds = { places: placesKind(), blocks: blocksKind() };
     this.kind = "places";
     for (const button of document.querySelectorAll("[data-rows]")) button.addEventListener("click", () => this.choose(button.dataset.rows));
     byId("filter").addEventListener("input", () => { this.number = FIRST_ROWS; this.fill(); });
     this.choose("places");
-  }
-
-  // Columns: [heading, key of a row, kind]; keys in rows are what is sorted by.
-  places() {
-    const rows = page.places.map(([category, module, stack, peak, numPeak, largest, total, numTotal]) =>
-      this.common(category, module, stack, { peak, numPeak, largest, total, numTotal }));
-    const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["at the peak", "peak", "bytes"], ["blocks then", "numPeak", "count"],
-      ["largest block", "largest", "bytes"], ["over the run", "total", "bytes"], ["blocks in all", "numTotal", "count"]];
-    return { rows, columns, sortBy: "peak", descending: true, noun: "places" };
-  }
-
-  blocks() {
-    const rows = page.blocks.map(([category, module, stack, size, requested, born, died]) =>
-      this.common(category, module, stack, { size, lost: size - requested, born, lives: died >= summary.num_events ? Infinity : died - born }));
-    const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["bytes", "size", "bytes"], ["lost to rounding", "lost", "bytes"],
-      ["born at event", "born", "event"], ["lives for events", "lives", "life"]];
-    return { rows, columns, sortBy: "size", descending: true, noun: "blocks" };
-  }
-
-  common(category, module, stack, figures) {
-    const { line, function: name, frames, own } = page.stacks[stack];
-    const row = { category: CATEGORIES[category], what: LABELS[CATEGORIES[category]], module: texts[module], line: texts[line], name: texts[name].replace(/^aten\./, ""), frames, own, ...figures };
-    row.caller = own.length > 1 ? texts[frames[own[1]]].replace(/ .*$/, "").replace(/^.*\//, "") : "";
-    row.words = [row.what, row.module, row.line, row.name, row.caller].join(" ").toLowerCase();
-    return row;
   }
 
   choose(kind) {
@@ -59,9 +34,11 @@ class PlacesTable {
     this.fill();
   }
 
-  // How many rows are shown before more are asked for: none that have nothing of what the table is sorted by, if any has something.
-  firstRows(found, { sortBy, descending }) {
-    const empty = descending ? found.findIndex((row) => row[sortBy] === 0) : -1;
+  // How many rows are shown before more are asked for: none that have no bytes or blocks of what the table is sorted by, if any has.
+  firstRows(found, { columns, sortBy, descending }) {
+    const [, , kind] = columns.find(([, key]) => key === sortBy);
+    const counts = descending && (kind === "bytes" || kind === "count");
+    const empty = counts ? found.findIndex((row) => row[sortBy] === 0) : -1;
     return Math.min(this.number, found.length, empty > 0 ? empty : Infinity);
   }
 
