@@ -9,10 +9,9 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
-from tightfit.tape import Tape
 from tightfit.techniques.session import Session
 
 Checked = TypeVar("Checked")
@@ -61,8 +60,8 @@ class AbstractTechnique(abc.ABC):
     needs: ClassVar[Needs] = Needs.NOTHING
 
     @abc.abstractmethod
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """The choices that there are on this tape; none where it does not apply. Pure: no torch, nothing is changed."""
+    def options(self, profile: Profile) -> Iterable[Option]:
+        """The choices that there are on this profile.tape; none where it does not apply. Pure: no torch, nothing is changed."""
 
     @abc.abstractmethod
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
@@ -72,7 +71,7 @@ class AbstractTechnique(abc.ABC):
             ApplyError: it cannot be put on this model; nothing has been changed then.
         """
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """What a person could do along these lines that a plan does not do for them; nothing by default."""
         return ()
 

@@ -52,7 +52,8 @@ def estimate_fragment(answer: Mapping[str, Any]) -> str:
 
 
 def framed_page(page: str) -> str:
-    """A whole page in a frame of its own, whose scripts cannot reach the notebook."""
+    """A whole page in a frame of its own."""
+    # srcdoc with a sandbox: the page's scripts run, but without access to the notebook's page, its cookies and its kernel.
     return render("frame.html", page=page, height=_FRAME_HEIGHT)
 
 
