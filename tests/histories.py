@@ -1,5 +1,7 @@
 """Histories made up for the tests of what reads them: training steps that allocate, forward, and free in reverse, backward."""
 
+import dataclasses
+
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -66,6 +68,17 @@ def training(
             for i in range(num_steps)
         ),
         assumptions=(Assumption(where="train.py:44", what="a value read back from the device is taken as 1.0"),),
+    )
+
+
+def history_with(text: str) -> History:
+    """A training run whose file, lines, functions, modules, card and assumptions are named by `text`."""
+    stacks = ((f"{text}.py:1 {text}",), (f"{text}.py:2 f", f"y.py:3 {text}"), ("z.py:4 z",))
+    return dataclasses.replace(
+        training(stacks=stacks, modules=("", text, f"net.{text}")),
+        label=f"{text}.pickle",
+        device=text,
+        assumptions=(Assumption(where=f"{text}.py:4", what=text),),
     )
 
 

@@ -1,21 +1,25 @@
 """The HTML report in a real browser: what it loads, how it zooms, sorts and is used by keys, how it looks by night, what it withstands."""
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.browser.driver import Browser, browser
-from tests.histories import STACKS, nothing, training
+from tests.histories import STACKS, history_with, nothing, training
+from tests.hostile_text import DIRECTION_CONTROLS, HOSTILE_TEXTS
 
 from tightfit.devices.catalogue import find
 from tightfit.reports.html.history_page import html_page
+from tightfit.reports.html.inert_text import inert
 from tightfit.reports.summary import fit_of_recording, summarize
 from tightfit.simulate.history import History
 
 ATTACK = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
 CARDS = ("RTX 4060", "RTX 4090")
-MOST_BYTES = 3_000_000
+MAX_BYTES = 3_000_000
 
 
 def write_page(history: History, path: Path) -> Path:
@@ -84,6 +88,8 @@ class TestItOpens:
         chromium.open(write_page(nothing(), tmp_path / "nothing.html"))
         assert chromium.logs("browser") == []
         assert "At most 0 B allocated" in chromium.run("return document.body.innerText")
+        hidden = "return [...document.querySelectorAll('[hidden]')].map(e => e.id)"
+        assert {"held", "timeline", "steps", "tree", "places"} <= set(chromium.run(hidden))
 
 
 class TestTheTimelineZooms:
@@ -187,6 +193,19 @@ class TestTheTableSorts:
         assert self.sorted_by(report) == [["peak", "descending"]]
         assert self.column(report, "what")[0] == "activations"
 
+    def test_what_holds_nothing_at_the_peak_is_shown_on_demand(self, chromium: Browser, tmp_path: Path) -> None:
+        run = training(num_steps=1)
+        born = np.where(run.blocks.stack == 2, run.peak_event + 1, run.blocks.born)
+        later = dataclasses.replace(run, blocks=dataclasses.replace(run.blocks, born=born))
+        chromium.open(write_page(later, tmp_path / "later.html"))
+        assert len(self.column(chromium, "peak")) == 2
+        assert "0 B" not in self.column(chromium, "peak")
+        chromium.click("#places-table .more")
+        assert self.column(chromium, "peak")[2:] == ["0 B", "0 B"]
+        chromium.open(tmp_path / "later.html")
+        chromium.click("th[data-key=total] button")
+        assert "0 B" in self.column(chromium, "peak")
+
     def test_by_a_click_and_again_the_other_way(self, report: Browser) -> None:
         report.click("th[data-key=numTotal] button")
         assert self.sorted_by(report) == [["numTotal", "descending"]]
@@ -272,7 +291,7 @@ const value = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05); };
 const words = ['text', 'muted', 'link', 'good', 'bad', 'doubt'].flatMap(name => [['page', name], ['raised', name]]).map(([ground, name]) => [name + ' on ' + ground, ratio(value(ground), value(name))]);
 const bands = ['gradients', 'optimizer_state', 'activations', 'temporaries', 'inputs', 'workspace', 'unknown'].map(name => ['dark on ' + name, ratio('#101214', value(name))]);
-return [...words, ...bands];
+return [...words, ...bands, ['white on parameters', ratio('#fff', value('parameters'))]];
 """
 
 
@@ -325,6 +344,16 @@ class TestItWithstands:
         assert chromium.logs("browser") == []
         assert ATTACK in chromium.run("return document.getElementById('places-table').textContent")
 
+    @pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
+    def test_names_that_would_harm_a_page_that_trusted_them(self, chromium: Browser, tmp_path: Path, text: str) -> None:
+        chromium.open(write_page(history_with(text), tmp_path / "hostile.html"))
+        assert chromium.run("return window.broken ?? null") is None
+        assert chromium.logs("browser") == []
+        assert chromium.requested() == [(tmp_path / "hostile.html").as_uri()]
+        assert inert(text) in chromium.run("return document.getElementById('assumptions-list').textContent")
+        assert inert(text) in chromium.run("return document.getElementById('places-table').textContent")
+        assert not set(DIRECTION_CONTROLS) & set(chromium.run("return document.documentElement.outerHTML"))
+
     def test_two_million_events(self, chromium: Browser, tmp_path: Path) -> None:
         history = training(num_steps=20, num_layers=50_000)
         assert history.num_events == 2_000_000
@@ -336,7 +365,7 @@ class TestItWithstands:
         print(
             f"written in {written - started:.1f} s, {path.stat().st_size:,} bytes, opened in {opened - written:.2f} s"
         )
-        assert path.stat().st_size < MOST_BYTES
+        assert path.stat().st_size < MAX_BYTES
         assert opened - written < 10
         focus(chromium, "#chart")
         chromium.press("p")

@@ -103,11 +103,11 @@ class TestTheData:
         assert said[0] == "model.py:8 forward, net.layers.0.linear"
         assert said[399] == ""
 
-    @pytest.mark.parametrize("most_bytes", [300_000, 60_000, 15_000])
-    def test_is_cut_until_it_is_within_its_budget_and_keeps_the_peak(self, most_bytes: int) -> None:
+    @pytest.mark.parametrize("max_bytes", [300_000, 60_000, 15_000])
+    def test_is_cut_until_it_is_within_its_budget_and_keeps_the_peak(self, max_bytes: int) -> None:
         history = training(num_layers=3000)
-        text = page_json(history, summarize(history), most_bytes=most_bytes)
-        assert len(text) <= most_bytes
+        text = page_json(history, summarize(history), max_bytes=max_bytes)
+        assert len(text) <= max_bytes
         data = json.loads(text)["timeline"]
         assert sum(column(level, data["unit"]) for level in data["levels"].values()).max() == history.allocated.max()
 

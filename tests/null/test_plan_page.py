@@ -1,14 +1,14 @@
 """The page of a plan: all that the plan says stands in it, as text and never as markup, and it needs nothing else."""
 
-import html.parser
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.hostile_text import behind_every_text
+from tests.html_reader import Reader
 from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
@@ -17,41 +17,6 @@ from tightfit.reports.html.plan_curve import curve_points, seconds_per_gib, tick
 from tightfit.reports.html.plan_page import plan_page
 
 ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
-ALONE = {"meta", "img", "br", "hr", "link", "input"}
-
-
-class Reader(html.parser.HTMLParser):
-    """What a page holds: its elements with their attributes, and the text of each place."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[tuple[str, str]] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in ALONE:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.words.append((self.open[-1] if self.open else "", data))
-
-    def of(self, tag: str, class_: str = "") -> list[dict[str, str | None]]:
-        return [
-            a for name, a in self.elements if name == tag and {class_} - {""} <= set((a.get("class") or "").split())
-        ]
-
-    @property
-    def text(self) -> str:
-        return " ".join(words for tag, words in self.words if tag != "style")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +109,10 @@ class TestTheCurve:
 
 class TestItIsSafeAndWhole:
     def test_whatever_a_plan_says_is_text(self) -> None:
-        page, plain = Reader(plan_page(Plan.from_json(_everywhere(a_plan().to_json())))), Reader(plan_page(a_plan()))
+        page, plain = (
+            Reader(plan_page(Plan.from_json(behind_every_text(a_plan().to_json(), ATTACK)))),
+            Reader(plan_page(a_plan())),
+        )
         assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
         assert not page.of("script") + page.of("img")
         assert page.text.count("<script>alert(1)</script>") > 10
@@ -161,15 +129,6 @@ class TestItIsSafeAndWhole:
         assert policy is not None
         assert policy.startswith("default-src 'none'; style-src 'sha256-")
         assert "script-src" not in policy
-
-
-def _everywhere(value: Any) -> Any:
-    """The same with the attack behind every text that is no name of a field."""
-    if isinstance(value, str):
-        return value + ATTACK
-    if isinstance(value, dict):
-        return {key: _everywhere(part) for key, part in value.items()}
-    return [_everywhere(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class TestTheCommand:

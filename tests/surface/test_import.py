@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "transformers", "numpy", "rich", "cyclopts"}
+HEAVY = {"torch", "transformers", "numpy", "rich", "cyclopts", "jinja2"}
 MEASURE = """
 import sys, time
 before = time.process_time()
@@ -36,9 +36,15 @@ def test_import_takes_under_150_ms_and_loads_nothing_heavy() -> None:
         *("find_device", "record", "replay", "estimate"),
     ],
 )
-def test_no_public_name_loads_torch(name: str) -> None:
-    code = f"import tightfit, sys; tightfit.{name}; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    assert python(code).split() == ["False", "False"]
+def test_no_public_name_loads_torch_or_what_only_pages_need(name: str) -> None:
+    code = f"import tightfit, sys; tightfit.{name}; print(*(name in sys.modules for name in ('torch', 'transformers', 'jinja2')))"
+    assert python(code).split() == ["False", "False", "False"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["report", "none.pickle"]])
+def test_a_command_that_writes_no_page_does_without_jinja2(arguments: list[str]) -> None:
+    code = f"import sys; from tightfit.cli.main import run; run({arguments}); print('jinja2' in sys.modules)"
+    assert python(code).split()[-1] == "False"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["replay", "--help"], ["--version"]])

@@ -7,7 +7,6 @@
 IPython is not needed to import this: the notebook hands itself over when it loads the extension.
 """
 
-import html
 import json
 import shlex
 import subprocess
@@ -16,9 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tightfit.reports.html.fragment import estimate_fragment
-
-_PAGE_HEIGHT = 900
+from tightfit.reports.html.fragment import estimate_fragment, framed_page
 
 
 class Shell(Protocol):
@@ -79,11 +76,7 @@ def _report(words: list[str]) -> Shown | None:
         return None
     # The path is read off the line on stderr: stdout is kept for data.
     page = Path(wrote[-1].partition(" ")[2].rpartition(" (")[0]).read_text(encoding="utf-8")
-    # srcdoc with a sandbox: the page's scripts run, but without access to the notebook's page, its cookies and its kernel.
-    frame = (
-        f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" width="100%" height="{_PAGE_HEIGHT}"></iframe>'
-    )
-    return Shown(frame, wrote[-1])
+    return Shown(framed_page(page), wrote[-1])
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:

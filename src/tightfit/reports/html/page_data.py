@@ -13,15 +13,16 @@ import numpy as np
 
 from tightfit.reports.blocks_by_site import largest_blocks, line_and_function, module_name, places, stack_of
 from tightfit.reports.downsampled_timeline import Detail, timeline
+from tightfit.reports.html.inert_text import inert
 from tightfit.reports.html.treemap import Node, peak_tree
 from tightfit.reports.summary import Summary
 from tightfit.reports.text.columns import shorten_middle
 from tightfit.simulate.history import CATEGORIES, History, is_library_frame
 from tightfit.tape import Column
 
-MOST_BYTES = 2_600_000
-_LONGEST_TEXT = 240
-_MOST_FRAMES = 48
+MAX_BYTES = 2_600_000
+_MAX_TEXT_LENGTH = 240
+_MAX_FRAMES = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Limits:
     num_blocks: int = 600
     num_spans: int = 1500
     num_assumptions: int = 200
-    least_share: float = 0.0002
+    min_share: float = 0.0002
 
     def halved(self) -> "Limits":
         """Half as much of everything."""
@@ -43,28 +44,28 @@ class Limits:
             num_blocks=self.num_blocks // 2,
             num_spans=self.num_spans // 2,
             num_assumptions=self.num_assumptions // 2,
-            least_share=self.least_share * 2,
+            min_share=self.min_share * 2,
         )
 
 
-def page_json(history: History, summary: Summary, *, most_bytes: int = MOST_BYTES) -> str:
-    """The page's data, of at most `most_bytes` characters of ASCII."""
+def page_json(history: History, summary: Summary, *, max_bytes: int = MAX_BYTES) -> str:
+    """The page's data, of at most `max_bytes` characters of ASCII."""
     limits = Limits()
     while True:
         text = json.dumps(_page(history, summary, limits), separators=(",", ":"), ensure_ascii=True)
-        if len(text) <= most_bytes:
+        if len(text) <= max_bytes:
             return text
         limits = limits.halved()
 
 
 class _Texts:
-    """Texts by index, each once; very long ones lose their middle."""
+    """Texts by index, each once and inert; very long ones lose their middle."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {"": 0}
 
     def __call__(self, text: str) -> int:
-        return self.index.setdefault(shorten_middle(text, _LONGEST_TEXT), len(self.index))
+        return self.index.setdefault(shorten_middle(inert(text), _MAX_TEXT_LENGTH), len(self.index))
 
 
 def _page(history: History, summary: Summary, limits: Limits) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _page(history: History, summary: Summary, limits: Limits) -> dict[str, Any]:
         "summary": _short_summary(summary, limits),
         "categories": CATEGORIES,
         "timeline": _timeline(history, limits, texts),
-        "tree": _tree(peak_tree(history, limits.least_share), texts),
+        "tree": _tree(peak_tree(history, limits.min_share), texts),
         **_table(history, limits, texts),
     }
     return page | {"texts": list(texts.index)}
@@ -100,9 +101,9 @@ def _merged_assumptions(assumptions: list[dict[str, str]]) -> list[dict[str, Any
 
 
 def _shortened(value: Any) -> Any:
-    """`value` with every text in it cut to a length that a page can bear."""
+    """`value` with every text in it inert and cut to a length that a page can bear."""
     if isinstance(value, str):
-        return shorten_middle(value, _LONGEST_TEXT * 2)
+        return shorten_middle(inert(value), _MAX_TEXT_LENGTH * 2)
     if isinstance(value, dict):
         return {_shortened(key): _shortened(part) for key, part in value.items()}
     return [_shortened(part) for part in value] if isinstance(value, list | tuple) else value
@@ -120,7 +121,7 @@ def _timeline(history: History, limits: Limits, texts: _Texts) -> dict[str, Any]
         "low": _differences(cut.low // unit),
         "reserved": _differences(cut.reserved // unit),
         "levels": {str(category): _differences(cut.by_category[category] // unit) for category in used},
-        "places": _differences(_moments(history, cut.block, texts)),
+        "places": _differences(_allocation_sites(history, cut.block, texts)),
     }
     if len(history.time_us):
         last = len(history.time_us) - 1
@@ -128,19 +129,19 @@ def _timeline(history: History, limits: Limits, texts: _Texts) -> dict[str, Any]
     return data
 
 
-def _moments(history: History, born: Column, texts: _Texts) -> Column:
-    """For each bucket the text that says who asked at its highest moment: `train.py:41 forward, model.h.3`."""
-    moments: dict[tuple[int, int], int] = {(-1, -1): 0}
-    index = np.zeros(len(born), dtype=np.int64)
-    for i in np.flatnonzero(born >= 0).tolist():
-        block = int(born[i])
+def _allocation_sites(history: History, allocated: Column, texts: _Texts) -> Column:
+    """For each bucket the text that names where the block of its peak was allocated: `train.py:41 forward, model.h.3`."""
+    sites: dict[tuple[int, int], int] = {(-1, -1): 0}
+    index = np.zeros(len(allocated), dtype=np.int64)
+    for i in np.flatnonzero(allocated >= 0).tolist():
+        block = int(allocated[i])
         key = (int(history.blocks.stack[block]), int(history.blocks.module[block]))
-        if key not in moments:
+        if key not in sites:
             line, function = line_and_function(stack_of(history, key[0]))
             asked = " ".join(part for part in (line, function) if part)
             words = [asked, module_name(history, block)]
-            moments[key] = texts(", ".join(word for word in words if word))
-        index[i] = moments[key]
+            sites[key] = texts(", ".join(word for word in words if word))
+        index[i] = sites[key]
     return index
 
 
@@ -185,7 +186,7 @@ def _table(history: History, limits: Limits, texts: _Texts) -> dict[str, Any]:
 def _stack(stack: tuple[str, ...], texts: _Texts) -> dict[str, Any]:
     """The user's line and function, the frames from the innermost out, and which of those are the user's own."""
     line, function = line_and_function(stack)
-    shown = stack[:_MOST_FRAMES]
+    shown = stack[:_MAX_FRAMES]
     return {
         "line": texts(line),
         "function": texts(function),

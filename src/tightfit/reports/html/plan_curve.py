@@ -1,26 +1,78 @@
-"""A plan's Pareto curve as inline SVG: seconds of a step over bytes on the card, with the plan, the plain run and the budget.
+"""A plan's Pareto curve as what the template `page/curve.svg` draws: seconds of a step over bytes on the card, the plan, the plain run, the budget.
 
-The curve is a stair: what is known to be reached with so many bytes; between two of its points nothing was looked for. Every mark has a shape and words of its own, so
-that none is told by its colour alone; the colours are the page's, by class, and follow its light and dark.
+The curve is a stair: what is known to be reached with so many bytes; between two of its points nothing was looked for. Positions are in the units
+of the picture, whose y axis points down.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from xml.etree.ElementTree import Element
 
 from tightfit.planner.plan import ParetoPoint, Plan, Run
-from tightfit.reports.html.markup import element
+from tightfit.reports.html.plan_labels import Box, Label, placed
 from tightfit.units import GIB, format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 860, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 24, 30, 52
+# The edges of the area between the axes.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 836, 30, 328
+_FOR_WORDS = Box(left=_LEFT, top=0, right=_WIDTH, bottom=_BOTTOM)
 _SECONDS_UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
 _NUM_TICKS = 8
 # What is left free around the outermost marks, as a share of what they span.
 _MARGIN = 0.06
 
 Scale = Callable[[float], float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A line across the area with its words; `anchor` is the end of the words that is at the line."""
+
+    at: float
+    words: str
+    anchor: str = "middle"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A point of the curve, with the words that are shown over it."""
+
+    x: float
+    y: float
+    words: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A traced run, `plain` or `planned`, with the range of its peak."""
+
+    kind: str
+    x: float
+    y: float
+    low_x: float
+    high_x: float
+    label: Label
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """All of the picture; `stair` is a path, `description` says in words what it shows."""
+
+    width: int = _WIDTH
+    height: int = _HEIGHT
+    left: int = _LEFT
+    right: int = _RIGHT
+    top: int = _TOP
+    bottom: int = _BOTTOM
+    description: str
+    unit: str
+    ticks_across: list[Tick]
+    ticks_up: list[Tick]
+    budget: Tick
+    stair: str
+    points: list[Point]
+    marks: list[Mark]
 
 
 def curve_points(plan: Plan) -> list[ParetoPoint]:
@@ -39,8 +91,8 @@ def seconds_per_gib(points: Sequence[ParetoPoint]) -> list[float | None]:
     return [*rates, None] if points else []
 
 
-def curve(plan: Plan) -> Element:
-    """The picture, 860 x 380, for a plan that has a curve."""
+def curve_of(plan: Plan) -> Curve:
+    """The picture for a plan that has a curve."""
     points = curve_points(plan)
     runs = [plan.baseline, *([plan.run] if plan.choices else [])]
     sizes = [p.device_bytes for p in points] + [plan.budget_bytes]
@@ -51,31 +103,23 @@ def curve(plan: Plan) -> Element:
     y_low, y_high = _padded([value / unit for value in seconds])
 
     def x(num_bytes: float) -> float:
-        share = (num_bytes / GIB - x_low) / (x_high - x_low)
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+        return round(_LEFT + (num_bytes / GIB - x_low) / (x_high - x_low) * (_RIGHT - _LEFT), 1)
 
     def y(value: float) -> float:
-        share = (value / unit - y_low) / (y_high - y_low)
-        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+        return round(_BOTTOM - (value / unit - y_low) / (y_high - y_low) * (_BOTTOM - _TOP), 1)
 
-    bottom, middle = _HEIGHT - _BOTTOM, (_HEIGHT + _TOP - _BOTTOM) / 2
-    return element(
-        "svg",
-        element("title", "What memory is worth: seconds per step over memory on the card", id="curve-title"),
-        element("desc", _description(plan, points), id="curve-description"),
-        *(_vertical_tick(x(tick * GIB), words) for tick, words in ticks(x_low, x_high)),
-        *(_horizontal_tick(y(tick * unit), words) for tick, words in ticks(y_low, y_high)),
-        element("path", d=f"M{_LEFT} {_TOP}V{bottom}H{_WIDTH - _RIGHT}", class_="axis"),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 10, "memory on the card, GiB", "axis-name"),
-        _text(0, 0, f"{unit_name} per step", "axis-name", transform=f"translate(16 {middle}) rotate(-90)"),
-        *_budget(plan, x(plan.budget_bytes)),
-        *_stair(points, x, y),
-        *_mark("plain", "the plain run", plan.baseline, x, y),
-        *(_mark("planned", "the plan", plan.run, x, y) if plan.choices else ()),
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_labelledby="curve-title curve-description",
-        class_="curve",
+    budget = _budget(plan, x(plan.budget_bytes))
+    stair = _stair(points, x, y)
+    marks = _marks(plan, x, y, taken=[_label_of(budget).box, *_strokes(stair)])
+    return Curve(
+        description=_description(plan, points),
+        unit=unit_name,
+        ticks_across=[Tick(at=x(tick * GIB), words=words) for tick, words in ticks(x_low, x_high)],
+        ticks_up=[Tick(at=y(tick * unit), words=words) for tick, words in ticks(y_low, y_high)],
+        budget=budget,
+        stair=f"M{stair[0][0]} {stair[0][1]}" + "".join(f"H{across}V{up}" for across, up in stair),
+        points=[_point(point, x, y) for point in points],
+        marks=marks,
     )
 
 
@@ -97,70 +141,60 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 def _description(plan: Plan, points: Sequence[ParetoPoint]) -> str:
     first, last = points[0], points[-1]
-    planned = (
-        f" The plan holds {format_bytes(plan.run.peak.device_bytes)} and takes {format_seconds(plan.run.seconds_per_step)}."
-        if plan.choices
-        else ""
-    )
+    planned = f" The plan holds {_holds(plan.run)}." if plan.choices else ""
     return (
         f"The curve goes from {format_bytes(first.device_bytes)} and {format_seconds(first.seconds_per_step)} to "
         f"{format_bytes(last.device_bytes)} and {format_seconds(last.seconds_per_step)}, in {len(points)} points.{planned} "
-        f"The plain run holds {format_bytes(plan.baseline.peak.device_bytes)} and takes {format_seconds(plan.baseline.seconds_per_step)}. "
+        f"The plain run holds {_holds(plan.baseline)}. "
         f"The budget is {format_bytes(plan.budget_bytes)}. The table has the points."
     )
 
 
-def _vertical_tick(at: float, words: str) -> Element:
-    line = element("path", d=f"M{at} {_TOP}V{_HEIGHT - _BOTTOM}", class_="grid")
-    return element("g", line, _text(at, _HEIGHT - _BOTTOM + 18, words, "tick"))
+def _holds(run: Run) -> str:
+    return f"{format_bytes(run.peak.device_bytes)} and takes {format_seconds(run.seconds_per_step)}"
 
 
-def _horizontal_tick(at: float, words: str) -> Element:
-    line = element("path", d=f"M{_LEFT} {at}H{_WIDTH - _RIGHT}", class_="grid")
-    return element("g", line, _text(_LEFT - 8, at + 4, words, "tick end"))
+def _budget(plan: Plan, at: float) -> Tick:
+    words = f"budget {format_bytes(plan.budget_bytes)}"
+    return Tick(at=at, words=words, anchor="end" if at > _WIDTH / 2 else "begin")
 
 
-def _budget(plan: Plan, at: float) -> list[Element]:
-    line = element("path", d=f"M{at} {_TOP}V{_HEIGHT - _BOTTOM}", class_="budget-line")
-    side = " end" if at > _WIDTH / 2 else " begin"
-    return [line, _text(at, _TOP - 9, f"budget {format_bytes(plan.budget_bytes)}", f"budget-name{side}")]
+def _label_of(tick: Tick) -> Label:
+    return Label(words=tick.words, x=tick.at, y=_TOP - 9, anchor=tick.anchor)
 
 
-def _stair(points: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[Element]:
+def _stair(points: Sequence[ParetoPoint], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """The corners of the stair: across to each point, and there to the least seconds up to it."""
     fastest = itertools.accumulate((point.seconds_per_step for point in points), min)
-    steps = "".join(f"H{x(p.device_bytes)}V{y(s)}" for p, s in zip(points, fastest, strict=True))
-    line = element("path", d=f"M{x(points[0].device_bytes)} {y(points[0].seconds_per_step)}{steps}", class_="stair")
-    return [
-        line,
-        *(
-            element(
-                "circle",
-                element(
-                    "title", f"{format_bytes(point.device_bytes)}, {format_seconds(point.seconds_per_step)} a step"
-                ),
-                cx=x(point.device_bytes),
-                cy=y(point.seconds_per_step),
-                r=4,
-                class_="point",
-            )
-            for point in points
-        ),
-    ]
+    return [(x(point.device_bytes), y(seconds)) for point, seconds in zip(points, fastest, strict=True)]
 
 
-def _mark(kind: str, name: str, run: Run, x: Scale, y: Scale) -> list[Element]:
-    """A run with the range of its peak: a square for the plain one, a diamond for the planned one."""
-    at, height = x(run.peak.device_bytes), y(run.seconds_per_step)
-    words = f"{name}: {format_bytes(run.peak.device_bytes)}, {format_seconds(run.seconds_per_step)}"
-    doubt = f"M{x(run.peak.device_low_bytes)} {height}H{x(run.peak.device_high_bytes)}"
-    shape = "m-6 -6h12v12h-12z" if kind == "plain" else "m0 -9l9 9l-9 9l-9 -9z"
-    side = "end" if at > _WIDTH / 2 else "begin"
-    return [
-        element("path", d=doubt, class_=f"doubt-line {kind}"),
-        element("path", element("title", words), d=f"M{at} {height}{shape}", class_=f"mark {kind}"),
-        _text(at + (-2 if side == "end" else 2), height - 15, words, f"mark-name {side}"),
-    ]
+def _strokes(stair: Sequence[tuple[float, float]]) -> list[Box]:
+    """What the stair and its points cover."""
+    strokes = [Box.around(x, y, 5) for x, y in stair]
+    for (left, top), (right, bottom) in itertools.pairwise(stair):
+        strokes += [
+            Box(left=left, top=top - 1, right=right, bottom=top + 1),
+            Box(left=right - 1, top=top, right=right + 1, bottom=bottom),
+        ]
+    return strokes
 
 
-def _text(x: float, y: float, words: str, class_: str, **attributes: str) -> Element:
-    return element("text", words, x=x, y=y, class_=class_, **attributes)
+def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
+    words = f"{format_bytes(point.device_bytes)}, {format_seconds(point.seconds_per_step)} a step"
+    return Point(x=x(point.device_bytes), y=y(point.seconds_per_step), words=words)
+
+
+def _marks(plan: Plan, x: Scale, y: Scale, *, taken: Sequence[Box]) -> list[Mark]:
+    """The plain run and the planned one, each with its words where they cover least of what is there and of each other."""
+    runs = [("plain", "the plain run", plan.baseline), *([("planned", "the plan", plan.run)] if plan.choices else [])]
+    covered = [*taken, *(Box.around(x(run.peak.device_bytes), y(run.seconds_per_step), 9) for _, _, run in runs)]
+    marks = []
+    for kind, name, run in runs:
+        words = f"{name}: {format_bytes(run.peak.device_bytes)}, {format_seconds(run.seconds_per_step)}"
+        at, height = x(run.peak.device_bytes), y(run.seconds_per_step)
+        label = placed(words, at, height, inside=_FOR_WORDS, taken=covered)
+        covered.append(label.box)
+        low_x, high_x = x(run.peak.device_low_bytes), x(run.peak.device_high_bytes)
+        marks.append(Mark(kind=kind, x=at, y=height, low_x=low_x, high_x=high_x, label=label))
+    return marks

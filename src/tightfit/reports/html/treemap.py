@@ -9,7 +9,7 @@ from tightfit.reports.blocks_by_site import line_and_function, split_frame, stac
 from tightfit.simulate.history import CATEGORIES, History
 
 OUTSIDE = "outside of modules"
-_MOST_CALLS = 24
+_MAX_CALLS = 24
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class Node:
             self.num_bytes += num_bytes
             self.held[category] = self.held.get(category, 0) + num_bytes
 
-    def pruned(self, least_bytes: int) -> "Node":
-        """The same with parts below `least_bytes` taken together, and a part that is its whole's only one joined to it."""
-        large = [part.pruned(least_bytes) for part in self.parts.values() if part.num_bytes >= least_bytes]
-        small = [part for part in self.parts.values() if part.num_bytes < least_bytes]
+    def pruned(self, min_bytes: int) -> "Node":
+        """The same with parts below `min_bytes` taken together, and a part that is its whole's only one joined to it."""
+        large = [part.pruned(min_bytes) for part in self.parts.values() if part.num_bytes >= min_bytes]
+        small = [part for part in self.parts.values() if part.num_bytes < min_bytes]
         if len(large) == 1 and not small and large[0].parts and self.name:
             return dataclasses.replace(large[0], name=_joined(self.name, large[0].name))
         if len(small) == 1 and large:
@@ -62,8 +62,8 @@ class Node:
         return dataclasses.replace(self, parts=parts)
 
 
-def peak_tree(history: History, share_shown: float) -> Node:
-    """The blocks that live at the peak; parts of less than `share_shown` of the whole are taken together."""
+def peak_tree(history: History, min_share: float) -> Node:
+    """The blocks that live at the peak; parts of less than `min_share` of the whole are taken together."""
     blocks = history.blocks
     alive = history.alive_at(history.peak_event)
     rows = np.stack([blocks.module[alive], blocks.stack[alive], blocks.category[alive]])
@@ -81,18 +81,18 @@ def peak_tree(history: History, share_shown: float) -> Node:
         else:
             path = _call_path(stack_of(history, stack), category, [OUTSIDE] if has_modules else [])
         root.add(path, {category: size}, number)
-    return root.pruned(max(1, round(root.num_bytes * share_shown)))
+    return root.pruned(max(1, round(root.num_bytes * min_share)))
 
 
 def _module_path(module: str, stack: tuple[str, ...], category: int) -> list[tuple[str, int]]:
     line, function = line_and_function(stack)
     own = function or line or CATEGORIES[category]
-    return [*((part, -1) for part in module.split(".", _MOST_CALLS)), (own, category)]
+    return [*((part, -1) for part in module.split(".", _MAX_CALLS)), (own, category)]
 
 
 def _call_path(stack: tuple[str, ...], category: int, above: list[str]) -> list[tuple[str, int]]:
     """By the user's calls from the outermost; what has no stack is told apart by category alone."""
-    calls = [_short(frame) for frame in user_path(stack)[-_MOST_CALLS:]]
+    calls = [_short(frame) for frame in user_path(stack)[-_MAX_CALLS:]]
     parts = [*above, *calls[:-1]]
     last = calls[-1] if calls else CATEGORIES[category].replace("_", " ")
     return [*((part, -1) for part in parts), (last, category)]

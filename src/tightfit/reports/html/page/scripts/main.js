@@ -9,14 +9,16 @@ function start() {
   writeHeld();
   writeCards();
   writeAssumptions();
-  const timeline = page.timeline.edges.length > 1 ? new Timeline(new TimelineView(page.timeline)) : null;
+  const timeline = page.timeline.edges.length > 1 ? new Timeline(new TimelineView(new Buckets(page.timeline))) : null;
   if (timeline) {
-    timeline.point(timeline.view.highest);
+    timeline.point(timeline.cursor);
     timeline.say();
   } else {
     byId("timeline").hidden = true;
   }
   writeSteps(timeline);
+  byId("tree").hidden = !(PARTS in page.tree);
+  byId("places").hidden = !page.places.length;
   new Treemap(page.tree);
   new PlacesTable(timeline);
   const redraw = () => timeline?.draw();

@@ -4,36 +4,11 @@ const FIRST_ROWS = 60;
 class PlacesTable {
   constructor(timeline) {
     this.timeline = timeline;
-    this.kinds = { places: this.places(), blocks: this.blocks() };
+    this.kinds = { places: placesKind(), blocks: blocksKind() };
     this.kind = "places";
     for (const button of document.querySelectorAll("[data-rows]")) button.addEventListener("click", () => this.choose(button.dataset.rows));
     byId("filter").addEventListener("input", () => { this.number = FIRST_ROWS; this.fill(); });
     this.choose("places");
-  }
-
-  // Columns: [heading, key of a row, kind]; keys in rows are what is sorted by.
-  places() {
-    const rows = page.places.map(([category, module, stack, peak, numPeak, largest, total, numTotal]) =>
-      this.common(category, module, stack, { peak, numPeak, largest, total, numTotal }));
-    const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["at the peak", "peak", "bytes"], ["blocks then", "numPeak", "count"],
-      ["largest block", "largest", "bytes"], ["over the run", "total", "bytes"], ["blocks in all", "numTotal", "count"]];
-    return { rows, columns, sortBy: "peak", descending: true, noun: "places" };
-  }
-
-  blocks() {
-    const rows = page.blocks.map(([category, module, stack, size, requested, born, died]) =>
-      this.common(category, module, stack, { size, lost: size - requested, born, lives: died >= summary.num_events ? Infinity : died - born }));
-    const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["bytes", "size", "bytes"], ["lost to rounding", "lost", "bytes"],
-      ["born at event", "born", "event"], ["lives for events", "lives", "life"]];
-    return { rows, columns, sortBy: "size", descending: true, noun: "blocks" };
-  }
-
-  common(category, module, stack, figures) {
-    const { line, function: name, frames, own } = page.stacks[stack];
-    const row = { category: CATEGORIES[category], what: LABELS[CATEGORIES[category]], module: texts[module], line: texts[line], name: texts[name].replace(/^aten\./, ""), frames, own, ...figures };
-    row.caller = own.length > 1 ? texts[frames[own[1]]].replace(/ .*$/, "").replace(/^.*\//, "") : "";
-    row.words = [row.what, row.module, row.line, row.name, row.caller].join(" ").toLowerCase();
-    return row;
   }
 
   choose(kind) {
@@ -59,8 +34,17 @@ class PlacesTable {
     this.fill();
   }
 
+  // How many rows are shown before more are asked for: none that have no bytes or blocks of what the table is sorted by, if any has.
+  firstRows(found, { columns, sortBy, descending }) {
+    const [, , kind] = columns.find(([, key]) => key === sortBy);
+    const counts = descending && (kind === "bytes" || kind === "count");
+    const empty = counts ? found.findIndex((row) => row[sortBy] === 0) : -1;
+    return Math.min(this.number, found.length, empty > 0 ? empty : Infinity);
+  }
+
   fill() {
-    const { rows, sortBy, descending, noun } = this.kinds[this.kind];
+    const kind = this.kinds[this.kind];
+    const { rows, sortBy, descending, noun } = kind;
     const sign = descending ? -1 : 1;
     const wanted = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) => wanted.every((word) => row.words.includes(word)));
@@ -69,14 +53,15 @@ class PlacesTable {
     for (const cell of this.head.children) {
       cell.setAttribute("aria-sort", cell.dataset.key === sortBy ? (descending ? "descending" : "ascending") : "none");
     }
-    this.body.replaceChildren(...found.slice(0, this.number).map((row) => this.row(row)));
+    const number = this.number === Infinity ? found.length : this.firstRows(found, kind);
+    this.body.replaceChildren(...found.slice(0, number).map((row) => this.row(row)));
     byId("places-table").querySelector(".more")?.remove();
-    if (found.length > this.number) {
+    if (found.length > number) {
       const more = () => { this.number = Infinity; this.fill(); };
       byId("places-table").append(element("button", { type: "button", class: "more", onclick: more }, `Show all ${whole(found.length)} ${noun}`));
     }
     const shown = found.reduce((sum, row) => sum + (row.peak ?? row.size), 0);
-    byId("places-status").textContent = `${whole(Math.min(found.length, this.number))} of ${whole(found.length)} ${noun} shown` +
+    byId("places-status").textContent = `${whole(number)} of ${whole(found.length)} ${noun} shown` +
       `${wanted.length ? ` of ${whole(rows.length)}` : ""}; together they hold ${bytes(shown)} at the peak.`;
   }
 
@@ -91,7 +76,7 @@ class PlacesTable {
     if (key === "module") return element("td", { class: "module" }, ...breakable(value));
     if (kind === "event") {
       if (value < 0) return numberCell("before the first");
-      const go = () => { this.timeline.goToEvent(value); this.timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
+      const go = () => { this.timeline.moves.goToEvent(value); this.timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
       return element("td", { class: "number" }, element("button", { type: "button", class: "plain", onclick: go, "aria-label": `Show event ${whole(value)} in the timeline` }, whole(value)));
     }
     if (kind === "life") return numberCell(value === Infinity ? "to the end" : whole(value));

@@ -1,7 +1,4 @@
 // The answer in words and figures, what holds the card at the peak, the cards, the steps and what was assumed.
-const contextBytes = summary.context_bytes ?? 0;
-const deviceBytes = summary.peak_reserved_bytes + contextBytes;
-
 function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
@@ -55,12 +52,13 @@ function writeFigures() {
 
 // One bar as long as the card, or as what is reserved where the card is not known.
 function writeHeld() {
-  const all = Math.max(summary.capacity_bytes ?? 0, deviceBytes, 1);
+  if (!deviceBytes) { byId("held").hidden = true; return; }
+  const all = Math.max(summary.capacity_bytes ?? 0, deviceBytes);
   const sizes = [...STACK.map((name) => [name, summary.at_peak[name]]), ["cache", summary.at_peak.cache], ["context", contextBytes]].filter(([, size]) => size > 0);
   const part = (name, size, words, attributes) => {
     const box = element("div", { class: `part ${ON_LIGHT_TEXT.has(name) ? "light" : ""}`, title: `${words}: ${bytes(size)}`, ...attributes });
     box.style.width = `${(100 * size) / all}%`;
-    if (size / all > 0.075) box.textContent = size / all > 0.15 ? `${words} ${bytes(size)}` : words;
+    if (size / all > 0.075) box.append(element("span", {}, size / all > 0.15 ? `${words} ${bytes(size)}` : words));
     return box;
   };
   const parts = sizes.map(([name, size]) => part(name, size, LABELS[name], { "data-category": name }));
@@ -93,6 +91,7 @@ function writeCards() {
   byId("cards").hidden = !cards.length;
   byId("cards-heading").textContent = cards.some((card) => card.device === summary.device) ? "On this card and others" : "On these cards";
   const most = Math.max(...cards.map((card) => card.device_high_bytes), 1);
+  const withSeconds = cards.some((card) => card.seconds_per_step);
   const body = cards.map((card) => {
     const [kind, word] = verdictOf(card);
     const scale = Math.max(most, card.capacity_bytes);
@@ -105,10 +104,9 @@ function writeCards() {
       element("td", { class: kind }, word),
       element("td", { class: "bars" }, meter(bars, `${percent(card.device_bytes, card.capacity_bytes)} of it`)),
       numberCell(bytes(card.capacity_bytes)), numberCell(bytes(card.device_bytes)), numberCell(bytes(left), left < 0 ? "bad" : ""),
-      numberCell(card.seconds_per_step ? duration(card.seconds_per_step * 1e6) : "", ""));
+      ...(withSeconds ? [numberCell(card.seconds_per_step ? duration(card.seconds_per_step * 1e6) : "")] : []));
   });
-  const withSeconds = cards.some((card) => card.seconds_per_step);
-  const names = ["card", "", "", "#has", "#peak on it", "#left", withSeconds ? "#a step" : ""];
+  const names = ["card", "", "", "#has", "#peak on it", "#left", ...(withSeconds ? ["#a step"] : [])];
   byId("cards-table").append(element("table", { class: "data" }, headings(...names), element("tbody", {}, ...body)));
   byId("cards-note").textContent = summary.origin === "recording"
     ? "The recorded peak with each card's context: what this run would hold if it asked for the same there."
@@ -120,7 +118,7 @@ function writeSteps(timeline) {
   byId("steps").hidden = !spans.length;
   const most = Math.max(...spans.map((span) => span.peak_reserved_bytes), 1);
   const body = spans.map((span) => {
-    const go = () => { timeline.goToSpan(span); timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
+    const go = () => { timeline.moves.goToSpan(span); timeline.box.focus({ preventScroll: true }); byId("timeline").scrollIntoView(); };
     const [allocated, reserved] = [span.peak_allocated_bytes / most, span.peak_reserved_bytes / most];
     return element("tr", {},
       element("th", { scope: "row" }, element("button", { type: "button", class: "plain", onclick: go, "aria-label": `Show ${span.name} in the timeline` }, span.name)),

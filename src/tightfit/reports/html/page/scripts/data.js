@@ -4,6 +4,11 @@ const texts = page.texts;
 const summary = page.summary;
 const CATEGORIES = page.categories;
 
+const contextBytes = summary.context_bytes ?? 0;
+const deviceBytes = summary.peak_reserved_bytes + contextBytes;
+// What torch's allocator can have of the card.
+const roomBytes = summary.capacity_bytes === null ? null : summary.capacity_bytes - contextBytes;
+
 const byId = (id) => document.getElementById(id);
 
 function sums(differences, unit = 1) {
