@@ -25,8 +25,8 @@ from tightfit.tape import Tape
 
 
 class Session:
-    """Turns this process into one that has the card `device`, for one run of a target. `with_effects`: what modules and the program do besides
-    computing is watched too."""
+    """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
+    watched too."""
 
     def __init__(self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False) -> None:
         self.device = find(device)
@@ -37,10 +37,14 @@ class Session:
         card = Card(
             compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
         )
+        # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
+        # having none.
         native.pretend_cuda_is_built()
         CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
         self.gpu = VirtualGpu(
             self.recorder,
+            # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
+            # there itself.
             HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS,
             KernelMemory(self.recorder, card),
             install.composites(card),

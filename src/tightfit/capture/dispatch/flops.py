@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 TILE = 128
 """Queries and keys of one tile: flash_fwd_launch_template.h takes 128 queries and 32 to 128 keys, by width and card."""
 
+# torch/utils/flop_counter.py says so of its own formulas: "We aren't accounting for causal attention here".
 _CAUSAL = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{way}").default
     for kernel in ("flash", "efficient", "cudnn")

@@ -1,4 +1,4 @@
-"""Sparse tensors (COO) on the virtual GPU: each is known by its parts, which are dense and lie in storages like any other."""
+"""Sparse tensors (COO) on the virtual GPU: each consists of two dense tensors, indices and values, with ordinary storages."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def host_of(virtual: torch.Tensor) -> torch.Tensor:
     """A sparse host tensor of the structure of `virtual`: as many elements, at places that all differ, with zero values."""
     values = torch.zeros(parts(virtual)[-1].size(), dtype=virtual.dtype)
     size, count = virtual.size()[: virtual.sparse_dim()], values.size(0)
+    # Equal positions would be merged by `coalesce` on the host, and the result would hold less than the card's.
     places = torch.arange(count) % max(1, torch.Size(size).numel())
     indices = torch.stack(torch.unravel_index(places, size)) if size else torch.empty(0, count, dtype=torch.int64)
     return torch.sparse_coo_tensor(

@@ -3,7 +3,7 @@
 Nothing is downloaded. A source is a `config.json`, a folder that has one, a well-known size (`llama-3-8b`) or a
 bare model type (`bert`, its default config). From it come the model, by the auto class of the task, the optimizer
 and one batch per step, and a generator that does what an ordinary training script does, in the same order, so
-that objects live and die as they would there.
+that objects are allocated and freed as they would be there.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def load_config(source: str) -> Any:
 
 
 def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Tensor]:
-    """Train `target` on `device` for ever, yielding the loss (a scalar) once per step.
+    """Train `target` on `device` without end, yielding the loss (a scalar) once per step.
 
     Raises:
         UsageError: the source, the task or a length is not one that the model has.
@@ -155,11 +155,13 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     )
     make_batch = huggingface_inputs.batch_maker(model, config, request)
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    # Before the optimizer is made, as training scripts do: its states are then made on the card.
     model = _adapt(model, config, target).to(device)
     model.train()
     optimizer_class, arguments = OPTIMIZERS[target.optimizer]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = getattr(torch.optim, optimizer_class)(trained, lr=target.learning_rate, **arguments)
+    # Only float16 underflows without a loss scale; bfloat16 has float32's range.
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=target.autocast == "float16")
     while True:
         batch = make_batch()
@@ -174,6 +176,8 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
         else:
             loss.backward()
             optimizer.step()
+        # After the step, as in the loops of transformers and PyTorch's tutorials: no gradient is held through
+        # the next forward pass.
         optimizer.zero_grad()
         yield loss
 

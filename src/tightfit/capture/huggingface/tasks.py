@@ -1,8 +1,8 @@
 """What a Hugging Face model is trained for: the tasks by name, and which one a config means.
 
 A task is an auto class of transformers together with the kind of labels that its models take. The order of the
-table is the order in which a model type that serves several tasks is read: BERT is in the causal table too, yet
-whoever names no task means masked language modelling.
+table is the priority of tasks for a model type that serves several: BERT is in the causal table too, yet without
+a task masked language modelling is meant.
 """
 
 from __future__ import annotations

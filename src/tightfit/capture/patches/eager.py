@@ -1,7 +1,7 @@
-"""Keeps torch's compiler out of the traced process until somebody really uses it.
+"""Keeps torch's compiler from being imported until it is really used.
 
-Optimizers and fake tensors import `torch._dynamo` only to ask one setting and to switch it off, and loading it takes as long as loading
-torch. Until an attribute or a submodule other than its settings is wanted, a stand-in answers; then the real package takes its place.
+Optimizers and fake tensors import `torch._dynamo` only to read one setting and to switch it off, and importing it takes as long as importing
+torch. A stand-in module answers until an attribute or a submodule other than its settings is accessed; then the real package replaces it.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _LIGHT_SUBMODULES = ("config", "_trace_wrapped_higher_order_op")
 
 
 class _StandIn(types.ModuleType):
-    """`torch._dynamo` while nobody compiles anything."""
+    """`torch._dynamo` as long as nothing is compiled."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -32,7 +32,7 @@ class _StandIn(types.ModuleType):
 
     @staticmethod
     def disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **_kwargs: Any) -> Any:
-        """Nothing is compiled, so there is nothing to keep from it."""
+        """Nothing is compiled, so nothing has to be excluded."""
         return fn if fn is not None else lambda function: function
 
     @staticmethod
@@ -59,6 +59,7 @@ class _StandIn(types.ModuleType):
         return False
 
     def __getattr__(self, name: str) -> Any:
+        # `inspect`, pickling and doctest probe modules for dunder names; that is no use of the compiler.
         if name.startswith("__"):
             raise for_torch(AttributeError(name))
         return getattr(_load_real(), name)
@@ -89,6 +90,8 @@ def keep_compiler_out() -> None:
     if _NAME in sys.modules:
         return
     sys.meta_path.insert(0, _finder)
+    # Both, since `import torch._dynamo` looks in sys.modules and `torch._dynamo` is an attribute of the
+    # package.
     sys.modules[_NAME] = stand_in = _StandIn()
     setattr(torch, "_dynamo", stand_in)  # noqa: B010 - its type is not the real one
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: what would be captured is run as it is. A replay launches kernels and allocates nothing, so it does nothing here."""
+"""CUDA graphs: a capture runs its operators eagerly. A replay launches kernels and allocates nothing, so it does nothing here."""
 
 import contextlib
 from types import TracebackType
@@ -40,6 +40,8 @@ class VirtualCapture(contextlib.AbstractContextManager["VirtualCapture"]):
     """Answers to `torch.cuda.graph`, a context on a side stream."""
 
     def __init__(self, cuda_graph: VirtualGraph, pool: Any = None, stream: Any = None, **_kwargs: Any) -> None:
+        # torch captures on a side stream, since the legacy default stream cannot be captured: its blocks come
+        # from that stream's pools.
         self._stream = stream or VirtualStream()
 
     def __enter__(self) -> Self:

@@ -48,6 +48,8 @@ def install() -> None:
 
     @hands_over
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Tensor.type resolves such names in C++ only for types that the build knows; a CPU build knows no CUDA
+        # ones.
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             dtype = types[dtype.removeprefix("torch.cuda.")]
         if isinstance(dtype, _LegacyType):

@@ -1,4 +1,4 @@
-"""What a script saves and may load again. Virtual tensors hold no data, so nothing is written; loads of the same name are answered from memory.
+"""Patches saving and loading. Virtual tensors hold no data, so nothing is written; loads of the same name are answered from memory.
 
 An object is pickled with its tensors taken out. If one of them is virtual the pickle is kept here under the file's name (or, for a buffer, under
 a token that is written to it); if none is, torch saves as always.
@@ -26,7 +26,7 @@ _TOKEN = b"tightfit: a save of virtual tensors, number "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Unsaved:
-    """A virtual tensor as it is remembered: everything but its storage."""
+    """The metadata of a virtual tensor that was saved."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -53,6 +53,8 @@ def install(gpu: VirtualGpu) -> None:
 
 
 def _reduce(tensor: torch.Tensor, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    # Plain pickling (`copy.deepcopy` of some objects, `pickle.dumps`) makes a new tensor on the card, as it
+    # would there.
     return _restore, (_unsaved(tensor),)
 
 
@@ -86,6 +88,7 @@ class _Pickler(pickle.Pickler):
             return None
         if id(obj) not in self._places:
             self._places[id(obj)] = len(self.taken)
+            # Temporary objects are pickled too, and a later one may get the id of one that was freed.
             self._alive.append(obj)
             self.has_virtual |= isinstance(obj, FakeTensor)
             self.taken.append(_unsaved(obj) if isinstance(obj, FakeTensor) else obj)
@@ -185,7 +188,7 @@ class _Saves:
 
 
 def _take_apart(values: Iterable[Any], whole: Any = None) -> _Saved | None:
-    """What is to be remembered of `whole` (else of the one value), or None where nothing in it is virtual."""
+    """The pickle of `whole` (else of the one value) with its tensors taken out, or None if none of them is virtual."""
     values = list(values)
     file = io.BytesIO()
     pickler = _Pickler(file)

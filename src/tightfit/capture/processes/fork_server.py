@@ -1,8 +1,8 @@
-"""Children that begin with torch already imported: a server process imports it once, and forks for each child that is asked for.
+"""Children that begin with torch already imported: a server process imports it once, and forks for each child that is requested.
 
-To import torch takes longer than to trace a small program, and a plan traces many times. A server is kept for each thread that asks, as long as what
-its environment has for the interpreter and for torch is the same. It ends with that thread, and after a while without work. Where there is no `fork`, or
-the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
+Importing torch takes longer than tracing a small program, and a plan traces many times. A server is kept for each requesting thread, as long as
+the part of the environment that the interpreter and torch read is the same. It ends with that thread, and after a while without work. Without
+`fork`, or if the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
 
     python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE,...
 """
@@ -88,9 +88,10 @@ class ForkedChild:
 
 
 class _Server:
-    """The asking side of one server process."""
+    """The client side of one server process."""
 
     def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> None:
+        # Packets, so that one `recv` is one message, and a closed end reads as empty.
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = environment
         self.preloaded = preloaded
@@ -111,14 +112,14 @@ class _Server:
             )
 
     def end(self) -> None:
-        """Ends the process; in a process that was forked from the one that asked for it, only lets go of it."""
+        """Ends the process; in a process that was forked from its owner, only closes the connection."""
         self.connection.close()
         if self.asked_by == os.getpid():
             self.process.kill()
             self.process.wait()
 
     def serves(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> bool:
-        """Whether a child of this one begins as one with that environment would."""
+        """Whether a child forked from this server begins as a fresh process with that environment would."""
         names = environment.keys() | self.environment.keys()
         changed = [name for name in names if environment.get(name) != self.environment.get(name)]
         return (
@@ -196,6 +197,8 @@ def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
 
 
 def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server:
+    # Linux sends the parent's death signal when the thread that started the child ends, not the process
+    # (prctl(2), PR_SET_PDEATHSIG): a server belongs to the thread that made it.
     thread = threading.get_native_id()
     for owner, known in _servers[:]:
         if owner == thread and known.serves(environment, preloaded):
@@ -212,7 +215,7 @@ def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server
 
 
 def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
-    """Imports what is to be there, and forks for each order, one child at a time, until nothing has been asked for a while."""
+    """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
     for name in preloaded:
         # What is missing or broken is the child's to tell.
         with contextlib.suppress(Exception):
@@ -240,7 +243,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
 
 
 def _run(order: dict[str, object], descriptors: Sequence[int], server: int, folder: str) -> None:
-    """What a forked process does with an order; it ends with it."""
+    """Runs one request in the forked process and ends it."""
     code = 1
     try:
         for number, descriptor in enumerate(descriptors, 1):

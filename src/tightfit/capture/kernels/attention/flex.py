@@ -26,6 +26,7 @@ class _FlexAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value, _, logsumexp = ctx.saved_tensors
         assert grads[0] is not None
+        # Row sums of dO * O, needed before the gradients and freed with them.
         delta = torch.empty_like(logsumexp)
         gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         del delta
@@ -39,5 +40,6 @@ def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """
     out, logsumexp = _FlexAttention.apply(query, key, value)
     if kwargs.get("return_lse"):
+        # The kernel works with powers of two; torch multiplies by ln 2 (torch/nn/attention/flex_attention.py).
         return out, logsumexp * 0.6931471805599453
     return out
