@@ -1,4 +1,4 @@
-"""What products, attention and recurrent kernels do to the rows that `dependence` follows."""
+"""Rules of `dependence` for matrix products, attention and recurrent kernels."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _CONTRACTS = "sums over the rows"
 
 
 def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> Layout | None:
-    """Where the rows lie in a matrix product whose first `num_batch` dimensions are those of a batch."""
+    """The layout of the rows in a matrix product whose first `num_batch` dimensions are batch dimensions."""
     if flow.is_uniform(left) or flow.is_uniform(right):
         raise Mixes("multiplies what is the same for all rows")
     mine, its = flow.layout(left), flow.layout(right)
@@ -131,6 +131,8 @@ def attention(flow: Flow, call: Call) -> Result:
     if layout is not None and layout.dim < num_dims - 2:
         if any(other != layout for other in others):
             raise Mixes("attends to what varies along the rows")
+    # Queries may be the rows (tiles over tokens with shared keys), but not under a causal mask, which counts
+    # positions from the first query of the call.
     elif layout is None or others != (None, None) or layout.dim != num_dims - 2 or call.get("is_causal", False):
         raise Mixes("attends to other rows")
     if mask is not None:
@@ -147,12 +149,14 @@ def recurrent(flow: Flow, call: Call) -> Result:
     """Over the steps of each sequence."""
     layout = flow.layout(call["input"])
     batch = 0 if call["batch_first"] else 1
+    # Packed sequences mix all of them in one dimension, sorted by length.
     if layout is None or layout.dim != batch or call["batch_sizes"] or call["input"].dim() != 3:
         raise Mixes("takes rows for steps of a sequence")
     for name in ("hx", "cx"):
         state = call.get(name)
         if isinstance(state, torch.Tensor) and not flow.is_uniform(state) and flow.layout(state) != layout.at(1):
             raise Mixes("combines rows with others")
+    # (layers, batch, width), whatever `batch_first` says.
     states = [layout.at(1) if o.dim() == 3 and o.numel() else None for o in call.outputs[1:3]]
     return [layout, *states, *[None] * (len(call.outputs) - 3)]
 

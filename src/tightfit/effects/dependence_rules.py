@@ -1,7 +1,6 @@
-"""What operators do to the rows that `dependence` follows: a rule for each, that says where the rows of the result lie, or raises that they are mixed.
+"""Rules of `dependence`: for each operator the layout of the rows in its result, or an error that rows are mixed.
 
-A rule is not asked where no rows go in, and what only views a tensor needs none. An operator that is not named here is not known to keep rows
-apart.
+A rule is not called for operators without rows among their inputs, and views need none. An operator without a rule counts as mixing rows.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
-    """Enters a rule for the operators called `names`, which are words."""
+    """Registers a rule for the operators in `names`, separated by spaces."""
 
     def enter(function: Rule) -> Rule:
         for name in names.split():
@@ -47,9 +46,10 @@ def pointwise(flow: Flow, call: Call) -> Result:
 
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
 def new(flow: Flow, call: Call) -> Result:
-    """A factory that asks a tensor for its type alone."""
+    """A factory that takes only dtype and device from a tensor."""
     found: list[Layout | Uniform | None] = []
     for number, output in enumerate(call.outputs):
+        # The tensor that it is called on is not read, so it counts as an operator without inputs.
         found.append(flow._constant(call, output, number))
     return found
 
@@ -61,16 +61,16 @@ def same_memory(flow: Flow, call: Call) -> Result:
 
 
 def dims_of(value: Any, num_dims: int) -> list[int] | None:
-    """Dimensions as they are given, from the front; None for all."""
+    """The given dimensions, counted from the front; None for all."""
     dims = [d for d in tree_leaves(value) if d is not None]
     return sorted({d % max(1, num_dims) for d in dims}) if dims else None
 
 
 def worked_on(flow: Flow, call: Call, name: str = "dim", subject: str = "self") -> tuple[Layout | None, list[int]]:
-    """The rows of the first tensor, and the dimensions that are worked on, which are others.
+    """The layout of the rows in the first tensor, and the dimensions that the operator works along.
 
     Raises:
-        Mixes: they are the same.
+        Mixes: it works along the rows.
     """
     tensor = call[subject]
     if any(flow.is_uniform(t) for t in call.tensors):
@@ -111,7 +111,7 @@ def reduction(flow: Flow, call: Call) -> Result:
     _softmax_backward_data tril_along"""
 )
 def along(flow: Flow, call: Call) -> Result:
-    """Something along other dimensions, which keeps all of them in place."""
+    """Operators along other dimensions than the rows' that keep the shape."""
     only(flow, call, "self")
     if "dims" in call.arguments:
         return worked_on(flow, call, "dims")[0]
@@ -131,7 +131,7 @@ def triangle(flow: Flow, call: Call) -> Result:
 
 
 def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> Layout | None:
-    """The rows of a tensor whose last dimensions are worked on."""
+    """The layout of the rows in a tensor whose last `num_last` dimensions are worked along."""
     if flow.is_uniform(tensor):
         raise Mixes("works on what is the same for all rows")
     layout = flow.layout(tensor)
@@ -244,18 +244,21 @@ def batch_norm(flow: Flow, call: Call) -> Result:
                 raise Mixes("combines rows with something that varies along them")
     elif trains or any(flow.layout(t) is not None for t in rest):
         raise Mixes("takes statistics over the rows")
+    # Instance norm is a batch norm of (1, batch * channels, ...) in torch (Normalization.cpp, `instance_norm`):
+    # there the rows are channels, and statistics are their own.
     statistics = layout.at(0) if layout.dim == 1 else None
     return [layout, *[statistics if o.dim() == 1 and o.dtype != torch.uint8 else None for o in call.outputs[1:]]]
 
 
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable conv_depthwise3d")
 def convolution(flow: Flow, call: Call) -> Result:
-    """Of each image by itself; along a spatial dimension only where the kernel has one place there."""
+    """Each image by itself; rows in a spatial dimension only where the kernel has size 1 there."""
     subject = call.tensors[0]
     only(flow, call, "input", "self")
     layout, weight = flow.layout(subject), call["weight"]
     if layout is None or flow.is_uniform(subject):
         raise Mixes("convolves what there is for each row")
+    # An input without a batch dimension, or rows that a grouped convolution would take for channels.
     if subject.dim() != weight.dim() or layout.dim == 1:
         raise Mixes("takes channels together")
     if layout.dim > 1:
@@ -274,6 +277,7 @@ def convolution(flow: Flow, call: Call) -> Result:
 def embedding(flow: Flow, call: Call) -> Result:
     """A row of the table for each index."""
     only(flow, call, "indices")
+    # The counts are over the indices of one call, which for a part are fewer.
     if call.get("scale_grad_by_freq"):
         raise Mixes("divides gradients by how often a row is looked up")
     layout = flow.layout(call["indices"])
@@ -293,6 +297,8 @@ def nll_loss(flow: Flow, call: Call) -> Result:
     """Unreduced."""
     only(flow, call, "self", "target")
     layout, target = flow.layout(call["self"]), flow.layout(call["target"])
+    # A reduced loss takes rows together; sums and means that parts can be put together for are met before the
+    # rules (`totals`).
     if call["reduction"] != 0 or layout is None or layout.dim == 1:
         raise Mixes("takes the rows together")
     expected = layout if not layout.dim else layout.at(layout.dim - 1)

@@ -1,8 +1,8 @@
-"""Sums and means over all rows, and what is linear in them: a loss that is can be put together of those of parts.
+"""Sums and means over all rows, and linear functions of them: such a loss can be combined from the losses of micro-batches.
 
-The mean of a batch is the mean of its parts' means, each weighted by its share; so is whatever is linear in means, constants included, as the
-shares add up to one. A sum is the sum of the parts' sums, and so is what is linear in sums, without constants. Divided by how many rows there are,
-it is a mean. Only what depends on no row may be a factor.
+The mean of a batch is the mean of its parts' means, each weighted by its share; so is any linear function of means, constants included, as the
+shares add up to one. A sum is the sum of the parts' sums, and so is a linear function of sums without constants. Divided by the number of rows,
+it is a mean. Only values that depend on no row may be factors.
 """
 
 import dataclasses
@@ -38,22 +38,22 @@ class Total:
 
 
 def is_sum(state: Any) -> bool:
-    """Whether a state is that of a sum over rows."""
+    """Whether a state is a sum over rows."""
     return isinstance(state, Total) and not state.means
 
 
 def divides_by_rows(flow: "Flow", call: "Call") -> bool:
-    """Whether the current operator divides by a number that is another one for another number of rows."""
+    """Whether the current operator divides by a number that depends on the number of rows."""
     if call.name != "div":
         return False
     return list(operation_of(call.func, call.arguments, call.outputs).sizes) != list(flow.its_sizes())
 
 
 def total_of(flow: "Flow", call: "Call") -> Total | None:
-    """What an operator gives that takes rows together in a linear way, or works on what does; None where there is nothing of that.
+    """The state of a linear function of sums or means over rows; None if the operator's result is none.
 
     Raises:
-        Mixes: it works on such, and is not linear in it.
+        Mixes: it has such an argument, and is not linear in it.
     """
     tensors = call.tensors
     totals = [state for t in tensors if isinstance(state := flow.state(t), Total)]
@@ -72,7 +72,7 @@ def total_of(flow: "Flow", call: "Call") -> Total | None:
 
 
 def _of_rows(flow: "Flow", call: "Call") -> Total | None:
-    """The sum or mean of something that each row has its own of."""
+    """A sum or mean over a dimension that includes the rows."""
     if call.name not in ("sum", "mean") or not isinstance(flow.state(call["self"]), Pattern):
         return None
     tensor = call["self"]
@@ -104,6 +104,7 @@ def _together(flow: "Flow", call: "Call", totals: Sequence[Total], constants: Se
     # What works in place may leave something of what was there before.
     stays = call.func._schema.is_mutable and not isinstance(flow.state(call["self"]), Total)
     has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
+    # A constant added to a sum would be added once for each part.
     if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):
         raise Mixes(first.reason)
     return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)))
