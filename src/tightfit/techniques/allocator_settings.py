@@ -1,7 +1,7 @@
 """Allocator settings: expandable segments, which let the caching allocator grow a segment instead of asking for another.
 
-PyTorch's notes on CUDA memory management, `PYTORCH_CUDA_ALLOC_CONF`. It costs nothing in a step, and what it is worth is found by replaying the
-traced run with it: memory that is reserved and that nobody holds.
+PyTorch's notes on CUDA memory management, `PYTORCH_CUDA_ALLOC_CONF`. It costs no time per step; its saving, reserved but unused memory, is found
+by replaying the traced run with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class AllocatorSettings(AbstractTechnique):
         )
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Changes the settings from here on, where there is a card; `tightfit run` sets them before the program begins."""
+        """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
         if torch.backends.cuda.is_built() and torch.cuda.is_initialized() and torch.version.cuda:
             for choice in chosen:
                 _set(choice.settings["alloc_conf"])

@@ -1,8 +1,8 @@
-"""What a loss head in chunks saves and costs, from the tape of the plain run.
+"""The saving and cost of a chunked loss head, from the tape of the plain run.
 
-Memory: everything of the size of the logits goes; a chunk of it comes while the loss is computed, and the gradients that are there earlier
-than in the plain run. Time: the same products (one more if the gradients are computed in the backward pass), fewer passes over the logits in
-all, but one over the gradient of the weight per chunk.
+Memory: everything of the size of the logits is gone; one chunk of it is allocated while the loss is computed, and some gradients are allocated
+earlier than in the plain run. Time: the same products (one more if the gradients are computed in the backward pass), fewer passes over the
+logits in total, but one over the gradient of the weight per chunk.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class _Way:
     device: Device
 
     def changes(self, head: LossHead) -> Iterator[Change]:
-        """What is gone, and what is there instead."""
+        """The storages that are gone, and the ones that replace them."""
         anatomy = self.anatomy
         for storage in head.gone:
             size = int(anatomy.block_bytes[storage])
@@ -93,7 +93,7 @@ class _Way:
             yield *back, numbers + product + head.casts_weight * weight // self.num_chunks
 
     def _waiting(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        """Gradients that are there before the plain run has them."""
+        """Gradients that are allocated earlier than in the plain run."""
         event, births = self.anatomy.event_of, self.births
         is_forward = self.gradients_in == "forward"
         begin = int(event(head.product if is_forward else head.back_begin))
@@ -111,7 +111,7 @@ class _Way:
             yield int(event(head.product)), back_end, head.num_tokens * head.width * head.head_item_bytes
 
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        """Where the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept."""
+        """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
         anatomy = self.anatomy
         died, back_end = int(anatomy.died[head.logits]), int(anatomy.event_of(head.back_end))
         if died <= back_end:
@@ -128,7 +128,7 @@ class _Way:
             yield step, end, min(logits, int(anatomy.block_bytes[head.weight_gradient]))
 
     def seconds(self, head: LossHead, seconds: Column) -> float:
-        """What one run of the head takes longer."""
+        """The extra time of one run of the head."""
         efficiency = efficiency_of(self.device)
         second_per_byte = 1 / (self.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         product = float(seconds[head.product])
@@ -151,7 +151,7 @@ def _bytes_at_once(head: LossHead) -> int:
 
 
 def _traffic(head: LossHead, gradients_in: GradientsIn) -> int:
-    """Bytes that pass per logit, products left out: casts, log-softmax, exponential and scale each read and write."""
+    """Memory traffic per logit in bytes, without the products: casts, log-softmax, exponential and scale each read and write."""
     wide = max(_SUM_BYTES, head.loss_item_bytes)
     cast = head.head_item_bytes + wide if head.head_item_bytes != wide else 0
     loss, exponential = cast + 2 * wide, 2 * wide + cast
@@ -160,7 +160,7 @@ def _traffic(head: LossHead, gradients_in: GradientsIn) -> int:
 
 
 def _elementwise_seconds(tape: Tape, head: LossHead, seconds: Column) -> float:
-    """What the plain run spends between the head's product and its gradients."""
+    """The time of the plain run between the head's product and its gradients."""
     forward = float(seconds[head.product + 1 : head.loss_end].sum())
     own = tape.operators.module[head.back_begin : head.back_end] == tape.operators.module[head.product]
     return forward + float(seconds[head.back_begin : head.back_end][~own].sum())
@@ -173,7 +173,7 @@ def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
 
 
 def _births(tape: Tape) -> Column:
-    """The event at which each storage is born."""
+    """The event at which each storage is allocated."""
     births = np.zeros(len(tape.storages), dtype=np.int64)
     allocations = tape.events.kind == EventKind.ALLOCATE
     births[tape.events.storage[allocations]] = np.flatnonzero(allocations)

@@ -1,7 +1,7 @@
-"""What smaller states are worth on a tape, as the options of the techniques that keep them say it: between steps, or in the backward pass too.
+"""Options of the techniques with quantised or factored states, from a tape: between steps, or with updates in the backward pass too.
 
-While a parameter is updated its states are whole, and either the optimizer's own intermediate results are held beside them or what a piece
-of a state is coded in. With updates in the backward pass that is so once a gradient is there; otherwise within the optimizer's step.
+While a parameter is updated its states are dequantised, and either the optimizer's own intermediate results or the temporaries of quantising a
+piece of a state are allocated beside them: in the backward pass once a gradient is complete, or else within the optimizer's step.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from tightfit.techniques.optimizer.state_codecs import MIN_NUMBERS, NUMBERS_PER_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """A form of states, in numbers: `bytes_kept` of each, `part` of all states that it takes.
+    """The cost of a state format: `bytes_kept` per element, `part` the fraction of all states that it applies to.
 
-    Coding and restoring one number moves `bytes_moved` besides the number itself, which is read or written `num_passes` times, and holds
-    `bytes_between` for each number of a piece, `bytes_more_in_16_bits` more where the state is not in float32.
+    Quantising and dequantising one element moves `bytes_moved` besides the element itself, which is read or written `num_passes` times, and
+    allocates `bytes_between` for each element of a piece, `bytes_more_in_16_bits` more if the state is not in float32.
     """
 
     bytes_kept: float
@@ -48,9 +48,9 @@ class Coding:
 def coded_options(
     run: OptimizerTape, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
 ) -> list[Option]:
-    """States in this form, with the optimizer's step as it is, and with updates in the backward pass where nothing stands against them.
+    """Options with states in this format: with a plain optimizer step, and with updates in the backward pass if there is no obstacle.
 
-    Each is there with the optimizer's implementation that runs, tensor by tensor, and with the fused one.
+    Each is offered with the optimizer's present implementation, tensor by tensor, and with the fused one.
     """
     clips, again = bool(run.looks_at_gradients), seconds_of_second_pass(run)
     found = []
@@ -97,7 +97,7 @@ def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool) 
 
 
 def _smaller_states(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
-    """States shrink to what is kept, but for small ones."""
+    """States shrink to the bytes kept, except small ones."""
     large = _large(run, run.state(run.stretches[-1]))
     begins = np.maximum(run.born[large], run.stretches[0].begin_event)
     sizes = run.tape.storages.num_bytes[large]
@@ -106,7 +106,7 @@ def _smaller_states(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
 
 
 def _fraction_left(run: OptimizerTape, coding: Coding) -> float:
-    """The part that is left of the bytes of all states, small ones among them."""
+    """The remaining fraction of the bytes of all states, small ones included."""
     states = run.state(run.stretches[-1])
     total, large = int(run.block_bytes[states].sum()), int(run.block_bytes[_large(run, states)].sum())
     return 1.0 - coding.part * (1.0 - _fraction_kept(run, coding)) * large / max(1, total)
@@ -117,7 +117,7 @@ def _fraction_kept(run: OptimizerTape, coding: Coding) -> float:
 
 
 def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
-    """What is held besides gradients and small states while each parameter with a gradient is updated."""
+    """The temporaries besides gradients and quantised states while each parameter with a gradient is updated, in bytes."""
     size = run.bytes_per_number
     gradients = run.gradients(stretch)
     numbers = run.block_bytes[gradients] / size

@@ -1,4 +1,4 @@
-"""The module whose `forward` a wrapper was handed as what comes next."""
+"""Finds the module of the `forward` that a wrapper was given."""
 
 import functools
 from collections.abc import Callable
