@@ -32,7 +32,7 @@ class Session:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
-        # What is computed on the host is small, and a pool of threads costs more than it brings.
+        # Host computations are small, and a thread pool costs more than it saves.
         torch.set_num_threads(1)
         card = Card(
             compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
@@ -63,7 +63,7 @@ class Session:
         self._tape = dataclasses.replace(tape, effects=self.watch.effects())
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
-        """The tape of the run, as it stood when the last step was over."""
+        """The tape of the run at the end of the last step."""
         assert self._tape is not None
         return dataclasses.replace(self._tape, target=target, versions=versions)
 

@@ -58,7 +58,7 @@ def parse_target(
     """The target that `text` names.
 
     Raises:
-        UsageError: there is no such thing, or it does not take what it is given.
+        UsageError: there is no such file or function, or it takes no such arguments.
     """
     if text.endswith(".py"):
         if not Path(text).is_file():

@@ -67,10 +67,10 @@ def trace(
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs. `with_effects`: the tape says as well what modules write and who reads gradients.
+    `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
-        UsageError: `timeout_seconds` is no time to wait.
+        UsageError: `timeout_seconds` is not positive.
         CaptureError: the workload could not be traced; the message says why and where. Or no step of it ended for `timeout_seconds`.
         InternalError: a fault of tightfit itself, in the child.
     """

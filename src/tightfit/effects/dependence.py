@@ -47,7 +47,7 @@ State = Pattern | Mixed | Total | Uniform
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operator as it was called: its arguments by the names of its schema, and the tensors that it gave."""
+    """One operator call: its arguments by the names of its schema, and its output tensors."""
 
     func: OpOverload
     arguments: Mapping[str, Any]
@@ -251,7 +251,7 @@ class Flow(Run):
         # Kept by tensor and not by storage: an expanded constant shares the storage of the one that is not.
         self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
 
-    # What rules ask.
+    # Queries of the rules.
 
     def state(self, tensor: torch.Tensor) -> State | None:
         """The state of a tensor's storage; None for a constant."""

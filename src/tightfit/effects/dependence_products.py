@@ -67,7 +67,7 @@ def addmm(flow: Flow, call: Call) -> Result:
         raise Mixes("has no rule that says what it does to rows")
     found = _product(flow, left, right, left.dim() - 2)
     if call.get("beta", 1) == 0:
-        # What is added then is not read; it is often memory that nobody has written.
+        # With beta=0 the added tensor is not read; it is often uninitialised memory.
         return found
     summed = call.outputs[0].dim()
     dims = flow.broadcast([added], summed)

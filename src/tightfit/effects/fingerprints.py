@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _NOT_COMPARED = frozenset((*_CASTS, *_UNFILLED))
-# Beside their result, kernels return reserves and seeds that nobody has to fill.
+# Besides their result, kernels return reserves and seeds that may stay uninitialised.
 _FIRST_RESULT_ONLY = ("attention", "batch_norm", "cudnn", "miopen", "rnn", "lstm", "gru", "dropout")
 # Sums in the order in which threads arrive. Source: the list of torch.use_deterministic_algorithms.
 _ADDS_IN_ANY_ORDER = (
@@ -81,7 +81,7 @@ class Fingerprints(TorchDispatchMode):
             if any(word in name for word in _FIRST_RESULT_ONLY):
                 leaves = leaves[:1]
             if leaves:
-                # Other modes are not to see this: a selective checkpoint keeps what it sees.
+                # Other modes must not see this: a selective checkpoint saves what it sees.
                 with torch.no_grad(), _disable_current_modes():
                     self.taken.append(_fingerprint(func, name, leaves))
         return result
@@ -180,7 +180,7 @@ def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Finger
     plain = [
         leaf
         for leaf in leaves
-        # What has no memory has no bits: forward-mode differentiation makes zeros that are none.
+        # Tensors without memory have no bits: forward-mode differentiation makes such zeros (ZeroTensor).
         if leaf.layout == torch.strided
         and not leaf.is_meta
         and not leaf._is_zerotensor()

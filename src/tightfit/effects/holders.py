@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
-# A longer container than this (a vocabulary, say) is told from a changed one by its length and its last element.
+# For longer containers (a vocabulary, say) only length and last element are compared.
 _LARGEST_CONTAINER = 1_000
 
 

@@ -197,7 +197,7 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
         restore(before)
         for path, cache, misses in caches:
             if cache.cache_info().misses != misses:
-                # What it keeps from this run may be fake, and is not to be found by a real one.
+                # Its entries from this run may be fake tensors, which a real run must not find.
                 cache.cache_clear()
                 left.filled.append(f"{path} was filled")
         torch.set_rng_state(generator)

@@ -80,7 +80,7 @@ def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torc
     for name, is_size, _ in schema_of(func):
         leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if is_plain(leaf)]
         if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
-            # What a sum is divided by may be how many rows there are: whoever follows them decides.
+            # The divisor of a sum may be the number of rows: `totals` decides.
             sizes += [-1 if leaf is None else leaf for leaf in leaves]
         else:
             values += leaves

@@ -68,7 +68,8 @@ class Reach:
 
     holders: list[Holder] = dataclasses.field(default_factory=list)
     contents: list[Any] = dataclasses.field(default_factory=list)
-    # Those of the holders that are dicts, by position, with what they held when last looked at: looked through together, without a call for each.
+    # Those of the holders that are dicts, by position, with their contents when last read: compared in one
+    # pass, without a call for each.
     modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
@@ -78,7 +79,7 @@ class Reach:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     tensor_paths: list[str] = dataclasses.field(default_factory=list)
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
-    # Of `functools.cache`, with their paths: what is in them nobody can look at.
+    # Of `functools.cache`, with their paths: their contents cannot be inspected.
     caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def _mappings(self) -> list[dict[Any, Any]]:
@@ -212,7 +213,7 @@ class _Walk:
     def __init__(self, inside: Collection[int]) -> None:
         self.found = Reach()
         self._seen: set[int] = set()
-        # Keeps what was seen alive for as long as the walk takes: ids are only unique among the living.
+        # Keeps visited objects alive during the walk: ids are only unique among live objects.
         self._alive: list[Any] = []
         self._inside = inside
 
@@ -361,7 +362,7 @@ class _Walk:
         if isinstance(value, PLAIN) or len(self._seen) > 4 * _MOST_OBJECTS or not _can_hold(value):
             return
         if type(value) in weakref.ProxyTypes:
-            # Asked before what it says its class is.
+            # Checked first, as a proxy reports the class of its object.
             self._value(path, inner_container(value))
             return
         if isinstance(value, torch.nn.Module):

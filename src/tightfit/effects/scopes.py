@@ -36,7 +36,7 @@ class _Variable(MutableMapping[str, Any]):
         self._variable.set(value)
 
     def __delitem__(self, name: str) -> None:
-        # There is no way back to not having been set, but by the token of who set it.
+        # A variable cannot be unset without the token of the call that set it.
         self._variable.set(None)
 
     def __iter__(self) -> Iterator[str]:
@@ -108,7 +108,7 @@ def inner_container(value: Any) -> Any:
         return value.queue
     if type(value) in weakref.ProxyTypes:
         try:
-            # What is asked of a proxy is answered by the object.
+            # A proxy forwards attribute access to its object.
             return value.__init__.__self__
         except ReferenceError:
             return None

@@ -69,7 +69,7 @@ class RegionState:
     def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
         reach = self._reach or reach_of(module)
         if reach.is_same():
-            # The holders that are dicts have what they had: only the others are asked.
+            # The holders that are dicts are unchanged: only the others are read.
             contents = list(reach.contents) if reach.others else reach.contents
             for number in reach.others:
                 contents[number] = reach.holders[number].content(is_kept=is_kept)
@@ -173,7 +173,7 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Differenc
         return
     later = {holder.key: content for holder, content in zip(after.reach.holders, after.contents, strict=True)}
     for holder, first in zip(before.reach.holders, before.contents, strict=True):
-        # What is not reached any more hangs on something that is, and that has changed.
+        # An object that is not reached any more was referred to by one that is, and that has changed.
         second = later.get(holder.key, first)
         if not holder.same(first, second):
             is_dict = isinstance(first, dict)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROWS = -1
 """Among the `means` of a `Total`: the mean over rows, each of which counts as much."""
 
-# What is linear in its one argument; in each of the tensors that it puts together; in what it adds up.
+# Operators that are linear in their one argument; in each of the tensors that they combine; in their summands.
 _OF_ONE = frozenset(["neg", "positive", "clone", "_to_copy", "sum", "mean"])
 _TOGETHER = frozenset(["stack", "cat"])
 _ADDS = frozenset(["add", "sub", "rsub", "copy"])
@@ -29,8 +29,8 @@ _ADDS = frozenset(["add", "sub", "rsub", "copy"])
 class Total:
     """State of a storage whose elements are linear in means over rows, or in sums.
 
-    `means` are the weights by which what parts give is to be averaged: those of the losses of these numbers, each a mean over as many terms as it says,
-    or `ROWS`. Where there is more than one, they must agree. Without any it is a sum. `reason` says where rows came together.
+    `means` are the weights for averaging the results of parts: the numbers of losses, each a mean over its own number of terms, or `ROWS`. If there
+    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined.
     """
 
     means: frozenset[int]
@@ -101,7 +101,7 @@ def _together(flow: "Flow", call: "Call", totals: Sequence[Total], constants: Se
     first = totals[0]
     if call.name == "div" and divides_by_rows(flow, call):
         return dataclasses.replace(first, means=frozenset({ROWS}))
-    # What works in place may leave something of what was there before.
+    # An in-place operator may keep part of the former contents.
     stays = call.func._schema.is_mutable and not isinstance(flow.state(call["self"]), Total)
     has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
     # A constant added to a sum would be added once for each part.

@@ -43,7 +43,7 @@ def difference(one: torch.Tensor | None, other: torch.Tensor | None, bound: floa
     one, other = one.detach().to(wide), other.detach().to(wide)
     scale = torch.maximum(one.norm(), other.norm()).clamp(min=least)
     found = (one - other).norm() / scale
-    # Asked so that what is no number is no difference.
+    # Compared this way round, NaN counts as no difference.
     return found.item() if bool(found > bound) else None
 
 

@@ -47,7 +47,8 @@ class LoopWatch:
     def __init__(self, choices: Sequence[Choice], on_apply: Callable[[Choice], None]) -> None:
         self._waiting = {name: [c for c in choices if c.settings["loop"] == name] for name in _ENTRIES}
         self._on_apply = on_apply
-        # The loops that choices were put on. A session is kept by the model's own forward, and not here.
+        # The loops that choices were applied to. A session is kept alive by the model's own forward, and not
+        # here.
         self._met: WeakTable[Any, weakref.ref[Session]] = WeakTable()
         self._watched: dict[Name, Leave] = {}
         self.statistics: Counter[str] = Counter()

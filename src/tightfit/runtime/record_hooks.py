@@ -203,7 +203,7 @@ def all_tensors() -> Iterator[torch.Tensor]:
 
 
 def _all_of(kind: type) -> list[Any]:
-    # type() and not isinstance(): some objects run code of their own when they are asked for their class.
+    # type() and not isinstance(): some objects run code of their own when their class is read.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 

@@ -136,7 +136,8 @@ class HostRecorder(TorchDispatchMode):
         """Records the storages that were freed since the last call."""
         for reference, time_ns in self._deaths:
             assert isinstance(reference, _StorageReference)
-            # What was resized has a younger reference by now, and what died before its storage's address was used again comes before that.
+            # A resized storage has a newer reference by now, and a storage that was freed before its address
+            # was used again is handled before that.
             if self._references.get(reference.cdata) is reference:
                 self._died(reference, time_ns)
 

@@ -27,7 +27,7 @@ CHECK_STEPS = 2
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Verdict(OnlyHere):
-    """Whether something was refused after a plan was put on: `failure` is the first such error."""
+    """The first refusal after a plan was applied: `failure` is that error."""
 
     failure: ApplyError | None = None
 
@@ -179,7 +179,7 @@ class Session:
         refusals the first one is kept; threads of the backward pass may call this.
         """
         if self._is_over:
-            # What is left of a backward pass, say, from before the session was undone.
+            # A backward pass from before the session was undone may still run.
             return ApplyError(message, technique=technique, places=places)
         if self.verdict.failure is None:
             self.verdict.refuse(message, technique=technique, places=places)

@@ -30,7 +30,7 @@ class BackwardOwner(Protocol):
         ...
 
     def around_backward(self, backward: "BackwardPass") -> Any:
-        """Runs the pass by `backward.run()`, once, and returns what that returns."""
+        """Runs the pass by `backward.run()`, once, and returns its result."""
         ...
 
 
@@ -58,7 +58,7 @@ class BackwardPass:
     _innermost: Callable[..., Any]
 
     def run(self, *, keeps_graph: bool | None = None) -> Any:
-        """Runs the pass with the arguments that it was called with, but for `keeps_graph` where one is given."""
+        """Runs the pass with its own arguments, except `keeps_graph` if it is given."""
         return self._next(*self._args(keeps_graph), **self.kwargs)
 
     def run_again(self, *, keeps_graph: bool | None = None, inputs: tuple[Any, ...] | None = None) -> Any:
@@ -106,7 +106,7 @@ def keeps_graph() -> bool:
 
 
 def on_backward(owner: BackwardOwner) -> Leave:
-    """Has `owner` called around the backward passes that concern it, until what is returned is called or it is collected.
+    """Calls `owner` around the backward passes that concern it, until the returned function is called or the owner is collected.
 
     Of several owners that a pass concerns, the first to enter is the outermost, but those that want all passes are around the others.
 

@@ -57,7 +57,7 @@ class Name:
         Raises:
             ApplyError: there is no such name in the installed library.
         """
-        # A static method or a property would be bound by `getattr`, and could not be put back as it was.
+        # A static method or a property would be bound by `getattr`, and could not be restored as it was.
         return inspect.getattr_static(self.holder(), self.name)
 
     def missing(self) -> ApplyError:
@@ -154,7 +154,7 @@ TENSOR_HOOK = Name(
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
 # Saved tensors are compared by version when a node is run (torch/csrc/autograd/saved_variable.cpp): raising a
-# version finds who reads, without writing a value.
+# version finds the nodes that read a parameter, without writing a value.
 SET_VERSIONS = Name(
     module="torch._C._autograd",
     name="_unsafe_set_version_counter",

@@ -43,7 +43,7 @@ def is_any_node_hooked() -> bool:
 
 
 def _put(inner: Any, owners: Callable[[], list[NodeHookOwner]]) -> Any:
-    # A static method, as torch has it: it is called through the class and through what is made of it.
+    # A static method, as in torch: it is called through the class and through instances.
     registered = inner.__func__ if isinstance(inner, staticmethod) else inner
 
     @functools.wraps(registered)

@@ -20,7 +20,7 @@ from tightfit.torch_hooks.manifest import Name
 
 Owner = TypeVar("Owner")
 Leave = Callable[[], object]
-# Takes what the name stood for before and what tells the owners, and gives what stands there while there are owners.
+# Takes the original and a function that returns the owners, and returns the wrapper.
 Put = Callable[[Callable[..., Any], Callable[[], list[Owner]]], Callable[..., Any]]
 
 # A bound on a walk through other people's objects: a wrapper around a wrapper is found within a few steps, and
@@ -80,7 +80,7 @@ class Replaced(Generic[Owner]):
             return []
         with self._lock:
             if not self._references and vars(holder).get(self.known.name) is self._ours:
-                # Somebody has taken away again what was around this one.
+                # Other code has removed its wrapper from around ours.
                 self._away[id(self._ours), 0]()
         return self.owners()
 

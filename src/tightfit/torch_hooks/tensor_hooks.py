@@ -12,7 +12,7 @@ from tightfit.torch_hooks.replaced import Leave, Replaced
 
 _NOTE = "tightfit: hooked"
 
-# Reading what is noted on a node makes room for notes on it: not done before there was a first one.
+# Reading a node's metadata allocates it, so it is not read before the first mark.
 _noted: list[bool] = []
 
 

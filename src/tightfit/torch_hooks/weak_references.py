@@ -25,7 +25,8 @@ class Deaths:
         # thread.
         self._log: collections.deque[weakref.ref[Any] | int] = collections.deque()
         self.note: _Note = self._log.append
-        # Each `next` of this reads the clock and appends what it says; `next(times, reference)` is how a callback calls it.
+        # Each `next` of this reads the clock and logs the time; `next(times, reference)` is how a callback
+        # calls it.
         times = map(self._log.append, iter(time.time_ns, None))
         self.note_time: _Note = functools.partial(cast(Callable[..., object], next), times)
 
@@ -41,7 +42,7 @@ class Deaths:
                 time_ns = entry
             else:
                 yield entry, time_ns
-            # What ran meanwhile may have asked too.
+            # The consumer may have read the log itself in between.
             if self._log and self._log[0] is entry:
                 self._log.popleft()
 

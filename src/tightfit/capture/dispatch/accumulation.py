@@ -4,8 +4,8 @@ Two places. Where a tensor is used twice, the gradients of its uses are added, i
 (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). And the backward of a selection (gather, max over a dimension, topk, sort,
 index, take, index_select, masked_select ...) fills a tensor of zeros that it has just made: in place, unless a dispatch mode is on, which
 counts as a tensor subclass (`isTensorSubclassLike`, aten/src/ATen/TensorSubclassLikeUtils.h; used so in FunctionsManual.cpp,
-TensorAdvancedIndexing.cpp and ReduceOps.cpp). The decision is made again here: what the engine itself writes into, if it is dense and its
-storage has no other owner, is overwritten.
+TensorAdvancedIndexing.cpp and ReduceOps.cpp). The decision is repeated here: a tensor that the engine itself writes into is overwritten, if it
+is dense and its storage has no other owner.
 """
 
 import sys

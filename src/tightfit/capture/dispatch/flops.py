@@ -1,4 +1,4 @@
-"""Floating-point operations of an operator: torch's own formulas, but for attention with a causal mask.
+"""Floating-point operations of an operator: torch's own formulas, except for attention with a causal mask.
 
 Those formulas count every score. The fused kernels leave out the tiles of scores that lie wholly above the diagonal and compute the others whole
 (Dao 2023, "FlashAttention-2", section 3.1; the kernels for memory-efficient and cuDNN attention do the same): of n x n tiles n (n + 1) / 2 are left.

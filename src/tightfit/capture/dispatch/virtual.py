@@ -79,7 +79,7 @@ class VirtualGpu(TorchDispatchMode):
         self.truths = Truths()
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
-        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # told what each operator writes to
+        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
         self._handlers = handlers
         self._kernels = kernels
         self._composites = composites
@@ -129,7 +129,7 @@ class VirtualGpu(TorchDispatchMode):
         """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they count."""
         known = facts(func)
         if "generator" in kwargs:
-            # The card's generators are host generators in truth (patches/torch_api.py), which fake kernels
+            # The virtual card's generators are host generators (patches/torch_api.py), which fake kernels
             # refuse for `cuda` tensors.
             kwargs = {**kwargs, "generator": None}
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]

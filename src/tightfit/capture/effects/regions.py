@@ -63,7 +63,7 @@ class RegionWatch:
         self._path_of = gpu.attribution.path_of
         self._index_of = gpu.index_of
         gpu.on_write = self.wrote
-        # Tensors that forwards write to, by `id`: what stands aside for a second run.
+        # Tensors that forwards write to, by `id`: a second run gets copies of them.
         self._written_to: set[int] = set()
         # Of each storage, the operators that wrote to it besides optimizers, and their lines.
         self._writes: dict[int, list[tuple[int, int]]] = {}

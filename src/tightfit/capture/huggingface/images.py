@@ -1,4 +1,4 @@
-"""Images for any Hugging Face model: the layout that it takes and the tokens that each one stands for.
+"""Images for any Hugging Face model: the layout that it takes and the number of tokens per image.
 
 Four layouts exist: plain (rows, channels, height, width), with a dimension of frames or tiles in front of the
 channels, patches cut out by the processor with a grid of their positions, and patches padded to a fixed

@@ -38,7 +38,7 @@ CHARACTERS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the batches: see `HuggingFaceTarget`."""
+    """The properties of the batches: see `HuggingFaceTarget`."""
 
     labels: str
     with_images: bool
@@ -86,7 +86,7 @@ def first(config: Any, names: tuple[str, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Rows of token ids: `length` in all, of which the first few stand for an image."""
+    """Rows of token ids: `length` in total, the first few of them placeholders for an image."""
 
     shape: tuple[int, ...]
     ordinary: Tensor
@@ -132,13 +132,13 @@ class _Tokens:
         return ids
 
     def is_image(self) -> Tensor:
-        """1 where a token stands for an image, else 0."""
+        """1 for placeholder tokens of an image, else 0."""
         torch = importlib.import_module("torch")
         return torch.isin(self.prompt(), torch.tensor(self.image_token)).long()
 
 
 def image_token(config: Any) -> int | None:
-    """The id that stands for a feature of an image in the text, None for models without one."""
+    """The placeholder id for a feature of an image in the text, None for models without one."""
     token = first(config, ("image_token_id", "image_token_index", "media_token_id"))
     return token[0] if isinstance(token, list) else token
 

@@ -165,7 +165,7 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=target.autocast == "float16")
     while True:
         batch = make_batch()
-        batch = _move(batch, device, dtype)  # only now: the name let go of the last batch on the device before
+        batch = _move(batch, device, dtype)  # only now: rebinding the name has freed the last batch on the device
         with _autocast(target.autocast, device):
             outputs = _forward(model, batch)
             loss = _loss(outputs)
@@ -201,7 +201,7 @@ def _build(config: Any, task: huggingface_tasks.Task, target: HuggingFaceTarget)
 
 
 def _forward(model: Any, batch: dict[str, Any]) -> Any:
-    """Some models import what they need only when they run: the matcher of a detector, a fused kernel."""
+    """Runs the model; some import packages only when they run, such as the matcher of a detector or a fused kernel."""
     try:
         return model(**batch)
     except ImportError as error:
@@ -233,7 +233,7 @@ def _adapt(model: Any, config: Any, target: HuggingFaceTarget) -> Any:
 
 
 def _complete(config: Any, task: huggingface_tasks.Task) -> None:
-    """Set what a default config leaves open and a tokenizer or a checkpoint would have brought."""
+    """Set fields that a default config leaves open and a tokenizer or a checkpoint would have set."""
     if getattr(config, "architectures", None) is None:
         config.architectures = []
     text = config.get_text_config()

@@ -1,4 +1,4 @@
-"""What a Hugging Face model is trained for: the tasks by name, and which one a config means.
+"""Training tasks of Hugging Face models: the tasks by name, and the default one of a config.
 
 A task is an auto class of transformers together with the kind of labels that its models take. The order of the
 table is the priority of tasks for a model type that serves several: BERT is in the causal table too, yet without

@@ -128,8 +128,8 @@ def convolution_workspace_bytes(
 ) -> tuple[int, int, int]:
     """cuDNN's workspace of one convolution as (likely, low, high) bytes.
 
-    `low` is an engine that reads the tensors as they lie; `high` holds every converted operand twice, with the largest split of the filter's
-    gradient, or the Winograd transforms where no tensor cores run. Shapes are (batch, channels, ...), the weight's (out, in / groups, ...).
+    `low` is an engine that reads the tensors in their memory format; `high` has every converted operand twice, with the largest split of the
+    filter's gradient, or the Winograd transforms if no tensor cores are used. Shapes are (batch, channels, ...), the weight's (out, in / groups, ...).
     """
     element_bytes = dtype.itemsize
     weight_elements = math.prod(weight_shape)

@@ -1,7 +1,7 @@
 """Collects a tape while a workload runs: appends to plain lists, and turns them into columns once at the end.
 
-Also the live view that `torch.cuda.memory_allocated` and its like are answered from: it replays the events so far through the simulated
-allocator when somebody asks, and costs nothing when nobody does.
+Also the live view behind `torch.cuda.memory_allocated` and similar functions: it replays the events so far through the simulated allocator when
+it is queried, and costs nothing otherwise.
 """
 
 from collections.abc import Iterable, Mapping

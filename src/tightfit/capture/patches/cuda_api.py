@@ -1,6 +1,6 @@
 """Patches `torch.cuda` and `torch.accelerator` to answer for the simulated card.
 
-Figures about memory come from the simulated allocator as it stands, so a script that logs `max_memory_allocated` logs the prediction.
+Memory statistics come from the simulated allocator, so a script that logs `max_memory_allocated` logs the prediction.
 """
 
 import contextlib
@@ -86,7 +86,8 @@ class CudaApi:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """`torch.cuda.mem_get_info`: free and total bytes of the card."""
-        # Without what other processes hold: the card is simulated as free but for this one's context.
+        # Without the memory of other processes: the card is simulated as free except for this process's
+        # context.
         used = self.live.allocator().reserved_bytes + self.device.context_bytes
         return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 

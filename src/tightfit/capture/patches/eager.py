@@ -86,7 +86,7 @@ _finder = _Finder()
 
 
 def keep_compiler_out() -> None:
-    """Puts the stand-in in place, unless the compiler has been loaded already."""
+    """Installs the stand-in module, unless the compiler is imported already."""
     if _NAME in sys.modules:
         return
     sys.meta_path.insert(0, _finder)

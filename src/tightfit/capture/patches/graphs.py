@@ -55,7 +55,7 @@ class VirtualCapture(contextlib.AbstractContextManager["VirtualCapture"]):
 
 
 def install() -> None:
-    """Puts the stand-ins in torch's place."""
+    """Replaces torch's classes and functions."""
     answers: dict[str, Any] = {
         "CUDAGraph": VirtualGraph,
         "graph": VirtualCapture,

@@ -70,8 +70,8 @@ def _install_guard() -> None:
     )
     zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _this: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
-    # Every slot returns 0: whichever of them `deviceCount` is, it says that there are no devices. The guard is
-    # only ever asked for that, and then replaced.
+    # Every slot returns 0: whichever of them `deviceCount` is, it says that there are no devices. torch calls
+    # nothing else of this guard, and then replaces it.
     vtable = (ctypes.c_void_p * 64)(*[address] * 64)
     guard_without_devices = ctypes.c_void_p(ctypes.addressof(vtable))
     registry[_CUDA] = ctypes.addressof(guard_without_devices)

@@ -37,7 +37,7 @@ class _Unsaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """A pickle, and what was taken out of it."""
+    """A pickle, and the tensors that were taken out of it."""
 
     pickled: bytes
     taken: tuple[Any, ...]
@@ -140,7 +140,7 @@ class _Saves:
         return _Unpickler(saved, torch.device(map_location) if is_place else torch.device("cuda")).load()[0]
 
     def install_safetensors(self) -> None:
-        """The functions of `safetensors.torch`, before anybody imports them by name."""
+        """Patches `safetensors.torch`, before any code imports its functions by name."""
         import safetensors.torch as library
 
         save_file, load_file, save, load = library.save_file, library.load_file, library.save, library.load

@@ -97,7 +97,7 @@ def die_with_parent(parent: int) -> None:
     """To be called first by a child: from then on it ends when `parent`, the process that started it, ends."""
     if _IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Too late to be told.
+        # The parent ended before the call: there will be no signal.
         if os.getppid() != parent:
             os._exit(1)
         return

@@ -30,7 +30,8 @@ from tightfit.capture.processes.children import child, die_with_parent
 
 _IDLE_SECONDS = 60
 _IS_SUPPORTED = sys.platform == "linux"
-# What is read when Python starts or when torch and numpy are imported; all else is given to each child anew.
+# Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
+# each child.
 _READ_AT_START = re.compile(
     "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
@@ -69,7 +70,7 @@ class ForkedChild:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[None, bytes | None]:
-        """What it wrote to stderr, where that is read, once it has ended.
+        """Its output to stderr, if that is read, once it has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
@@ -131,7 +132,7 @@ class _Server:
         )
 
     def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> int | None:
-        """Has a child call `module`'s `main(*arguments, pid of the server)`. Its process number; None where the server does not answer."""
+        """Forks a child that calls `module`'s `main(*arguments, pid of the server)`. Returns its process id; None if the server does not answer."""
         self.is_busy = True
         try:
             order = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
@@ -149,7 +150,7 @@ class _Server:
         return int(said)
 
 
-# By the thread that asked, with whose end Linux ends them.
+# With the thread that made each one, since Linux ends a server with that thread.
 _servers: list[tuple[int, _Server]] = []
 
 
@@ -217,7 +218,7 @@ def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server
 def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
     """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
     for name in preloaded:
-        # What is missing or broken is the child's to tell.
+        # A missing or broken module is reported by the child.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     folder = os.getcwd()
@@ -235,7 +236,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
             _run(order, descriptors, server, folder)
         for descriptor in descriptors:
             os.close(descriptor)
-        # Before anybody can want to end its group.
+        # Before the pid is sent, so that the client can kill the group.
         os.setpgid(pid, pid)
         connection.send(str(pid).encode())
         _, status = os.waitpid(pid, 0)
@@ -254,7 +255,7 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(order["folder"]))
-        # What the server may have looked up in its own environment, and what it has listed of folders that have got files since.
+        # Caches of the server: its temporary folder, and listings of folders that have got new files since.
         tempfile.tempdir = None
         importlib.invalidate_caches()
         # As `python -m` has it.

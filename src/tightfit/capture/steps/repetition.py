@@ -128,7 +128,7 @@ class Repetition:
         return result
 
     def _observe(self, result: Any, begin: int, first_storage: int) -> _Call | None:
-        """What the call did, or None where it did something that cannot be repeated from memory."""
+        """The record of the call, or None if it did something that cannot be repeated without running it."""
         recorder = self._gpu.recorder
         kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
         born = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}

@@ -14,7 +14,7 @@ import torch
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.value_checks import has_values
 
-# In place of scores, so low that nothing is left of them after a softmax; what is written instead of minus infinity.
+# Scores at or below this have weight zero after a softmax; models use it instead of minus infinity.
 _NEARLY_MINUS_INFINITY = -1e9
 # A bias within this leaves the scores that it is added to their digits.
 _LARGEST_BIAS = 1e3
@@ -93,6 +93,6 @@ def _is_each_row_seen(query: torch.Tensor, hidden: torch.Tensor | None, biases: 
         found = [bias.amax() <= _LARGEST_BIAS for bias in biases]
         added = functools.reduce(operator.add, [bias.detach() for bias in biases])
         added = added if hidden is None else added.masked_fill(hidden, float("-inf"))
-        # Asked so that what is no number is not seen.
+        # Compared this way round, NaN counts as masked.
         found.append((added.amax(-1) >= -_LARGEST_BIAS).all())
         return bool(torch.stack(found).all())

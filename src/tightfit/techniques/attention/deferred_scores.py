@@ -212,7 +212,7 @@ class DeferredScores(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
+        # Below autograd only values are needed: `_Defer` is the node of the graph.
         def values(member: DeferredScores) -> torch.Tensor:
             with torch.no_grad():
                 return member._attention.replayed() if member._settled is None else member._settled.detach()

@@ -125,9 +125,9 @@ class Deferred(AbstractSource):
         if operator is _aten.zero_.default:
             self.is_zero()
             return args[0]
-        self.was_asked = True  # whatever was asked, an update at once would have changed the answer
+        self.was_asked = True  # an update in the first pass would have changed this result
         if operator in _SCALING:
-            # The script may write to what it multiplied by.
+            # The script may write to the factor later.
             other = args[1].detach().clone() if isinstance(args[1], torch.Tensor) else args[1]
             self.changes.append((operator, other))
             return args[0]

@@ -121,7 +121,7 @@ class LazyTensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.whole().detach().__reduce_ex__(proto)
 
-    # What torch's wrapper subclasses say of the tensors inside, for those who count memory.
+    # The interface of torch's wrapper subclasses for their inner tensors, which tools that count memory use.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of

@@ -181,7 +181,8 @@ class KeptPass:
             assert parameter.grad is not None
             self._compare(parameter, parameter.grad, deferred)
             deferred.put(parameter)
-            # As an update would: whatever needs this parameter from here on is told by torch, or makes other gradients.
+            # As an update would: a node that still needs this parameter raises torch's error about its version,
+            # or gives other gradients.
             bits, key = _bits_and_key(parameter)
             disturbed.append((bits.bitwise_xor_(key), key))
             # torch compares the versions of saved tensors when a node reads them: with another one, a node that
@@ -244,7 +245,7 @@ class KeptPass:
         is_same = torch.isclose(
             _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
         )
-        # Another direction of the same length is told by the sum.
+        # The sum finds gradients of another direction and the same norm.
         other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
         # Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
         is_same &= ~(other.abs() > bound)
@@ -262,7 +263,7 @@ class KeptPass:
             came.add(parameter)
             told(parameter)
 
-        # Whoever is frozen meanwhile still has its gradient.
+        # A parameter that was frozen in between still gets its gradient.
         frozen = [parameter for parameter in waiting if not parameter.requires_grad]
         for parameter in waiting:
             # Emptied first, or the engine would add to the lazy gradient that stands there.
@@ -305,7 +306,7 @@ def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterato
 @contextmanager
 def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
     """Restores the elements of tensors that are written to inside."""
-    # What was never written to since it was made, such as a mask, is not going to be.
+    # A buffer that was never written to, such as a mask, is not saved.
     before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if tensor._version]
     try:
         yield

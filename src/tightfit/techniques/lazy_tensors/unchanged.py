@@ -13,7 +13,7 @@ class Contents:
     """The address, version and sum of bits of each of `tensors`, at construction."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # What has no storage of its own is a matter of whoever made it.
+        # Wrapper subclasses have no storage of their own.
         self._tensors = [t for t in dict.fromkeys(tensors) if type(t) in _PLAIN and t.layout == torch.strided]
         self._places = [_place(tensor) for tensor in self._tensors]
         self._sums = _sums(self._tensors)

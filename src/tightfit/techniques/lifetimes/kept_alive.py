@@ -65,7 +65,7 @@ class KeptAlive(AbstractTechnique):
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
-        """There is nothing to put on a model."""
+        """Nothing can be applied to a model."""
         raise ApplyError("it is advice about the program's own lines, and nothing that a plan could put on a model")
 
 

@@ -27,8 +27,8 @@ from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
-# What refers to a gradient that nobody else keeps, while `_is_shared` looks at it: the parameter, two names and an argument; and to its storage:
-# the gradient and a name.
+# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, two names and
+# an argument; and to its storage: the gradient and a name.
 _OWN_REFERENCES = 4
 _OWN_USES = 2
 _ZEROING = ("aten.zero_", "aten._foreach_zero_")
@@ -101,8 +101,7 @@ class _Freed:
                 continue
             deferred = deferred_gradient(parameter)
             if deferred is not None or _is_shared(gradient):
-                # What is deferred already answers itself; a view of the script's own buffer is filled where it is.
-                # As torch's own `zero_grad(set_to_none=False)` does to a gradient.
+                # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
                 with torch.no_grad():
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
                     gradient.zero_()

@@ -261,7 +261,7 @@ class DeferredLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
+        # Below autograd only values are needed: `_Defer` is the node of the graph.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -329,5 +329,5 @@ def _loss(
     return out.reshape(target.shape) if reduction == "none" else out
 
 
-# Reads of the values whose result has no gradient: the logits are computed for them and let go.
+# Operators whose result has no gradient: the logits are computed for them and freed.
 _ONLY_READ = frozenset({"argmax"})

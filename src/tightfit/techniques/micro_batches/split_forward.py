@@ -139,7 +139,8 @@ class SplitForward:
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
                 )
             decisions = watch.decisions
-            # A plan may be put on the modules inside by their first forward, and change what is trained.
+            # A plan may be applied to inner modules by their first forward, and change which parameters are
+            # trained.
             _refuse_hooks(self.model, self._refuse)
             aside.take()
             loss_key, loss = find_loss(output)

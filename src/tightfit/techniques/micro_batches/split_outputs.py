@@ -197,7 +197,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Sums, others: Sequence[torch.Tensor], *parameters: torch.Tensor) -> Any:
         ctx.sums, ctx.refuse = sums, sums.refuse
-        # None for outputs without a gradient, so that a second loss on the others is told from zeros.
+        # None for outputs without a gradient, so that a second loss on them can be detected.
         ctx.set_materialize_grads(False)
         return sums.loss(), *others
 
@@ -209,7 +209,7 @@ class _Joined(torch.autograd.Function):
             raise ctx.refuse(
                 "the program computes a loss of its own from what the model returns, and micro_batches has only the gradients of the model's own; leave it out"
             )
-        # The gradients are handed over once: they would be scaled again in a second pass.
+        # The gradients are returned once: a second pass would scale them again.
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")

@@ -109,7 +109,7 @@ class Updates:
         try:
             self._make_all()
         except ApplyError as error:
-            # What the script has changed meanwhile stands against it; whoever reads one of these gradients is told.
+            # The script has changed something since: a read of one of these gradients gets the error.
             for kept in self._kept:
                 kept.give_up(str(error))
 
@@ -143,8 +143,8 @@ class Updates:
             del reached[parameter]
         reason = self._reason_against(backward, reached)
         try:
-            # What is added to a consumed gradient has no sum: dropped, and the script's next step is refused
-            # unless it clears them first.
+            # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
+            # refused unless it clears gradients first.
             with told_of_gradients(standing.used, _drop):
                 if not reached:
                     return backward.run()

@@ -97,7 +97,8 @@ def _load(*, is_virtual: bool) -> None:
             f"the plan codes optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install it, or {_REMEDY}"
         )
     try:
-        # On virtual tensors only the shapes of its operators are asked for, and its kernels cannot be loaded where torch has no CUDA.
+        # For virtual tensors only the shape rules of its operators are needed, and its kernels cannot be loaded
+        # where torch has no CUDA.
         with no_card() if is_virtual else nullcontext():
             importlib.import_module(LIBRARY)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

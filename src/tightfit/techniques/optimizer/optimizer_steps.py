@@ -66,7 +66,7 @@ def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, 
 
 def beside(optimizer: torch.optim.Optimizer, groups: Groups, states: dict[torch.Tensor, Any]) -> torch.optim.Optimizer:
     """An optimizer of the same class with these groups and states, and without hooks; the script's own is unchanged."""
-    # The constructor would check its arguments again, and register the optimizer with whoever watches new ones.
+    # The constructor would check its arguments again, and notify the owners of new optimizers.
     made = object.__new__(type(optimizer))
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")})
     made.param_groups, made.state = groups, states  # type: ignore[assignment]

@@ -14,14 +14,14 @@ import torch
 
 Bits = Literal[8, 4]
 
-# What the states of torch.optim are called that may be kept in fewer bits; squares are never negative. Sums that only grow
-# (Adagrad's) are not among them: what is added falls below the resolution.
+# Names of the states of torch.optim that may be quantised; squares are never negative. Sums that only grow
+# (Adagrad's) are left out: each new term is below the resolution.
 SIGNED = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})
 
 BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
 MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
-# Large tensors are coded in pieces of so many numbers, so that what is in between is held for one piece only.
+# Large tensors are quantised in pieces of this size, so that temporaries exist for one piece only.
 NUMBERS_PER_PIECE = 2**24
 
 

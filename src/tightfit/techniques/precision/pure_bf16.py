@@ -150,7 +150,7 @@ def _refuse_copy(*_: object) -> Never:
 def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
     """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
-    # The bits that are cut off, for the case that the plan cannot be put on in the end.
+    # The truncated bits, in case the plan cannot be applied in the end.
     before = session.before
 
     def raise_again() -> None:

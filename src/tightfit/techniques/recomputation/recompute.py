@@ -47,7 +47,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
 _MOST_SHAPES = 64
-# Checks after plain attributes have changed, which a counter does in every call; what is put back for the second run needs none.
+# Checks after plain attributes have changed, which a counter does in every call; attributes that are restored
+# for the second run need none.
 _CHECKS_AFTER_CHANGES = 4
 # A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
 _CALLS_BETWEEN_CHECKS = 200
@@ -93,7 +94,8 @@ class Recomputed:
         self._is_first = True
         self._shapes: set[Any] = set()
         self._contents: Any = None
-        # The tensors with a graph that its last forward left on what it can reach, and how many second runs there had been by then.
+        # The tensors with a graph that its last forward stored on reachable objects, and the number of second
+        # runs by then.
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left_after = 0
         self.num_second_runs = 0
@@ -362,7 +364,7 @@ class Call:
         owner.num_second_runs += 1
         now = owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
-        # Somebody else may have them only through what is put back to what it was.
+        # Tensors that may be referred to only by the state that is being replaced.
         kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
         changed = differences(self._before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []

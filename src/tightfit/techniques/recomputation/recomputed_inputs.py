@@ -51,7 +51,8 @@ class _Replay:
             "enabled": torch.is_autocast_enabled(self._device_type),
         }
         assert self.call is not None, "the first run is over"
-        # Gradients are on, as code may ask, and kernels are chosen by it. The cache is off: what is cast here has a graph of which nothing was saved.
+        # Gradients are on, as code may check, and kernels are chosen by it. The cache is off: its casts would
+        # have a graph without saved tensors.
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
@@ -165,7 +166,7 @@ class Segment:
         try:
             result = recomputed.run(_resolving(replay), (anchor, *args), kwargs, replay.begins)
         except BaseException:
-            # What was begun is not to be gone on with.
+            # A pass that was cut short is not continued.
             self._current = None
             raise
         if handle is not None:

@@ -87,7 +87,7 @@ def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], Abstra
         number = counts[context.is_recompute]
         counts[context.is_recompute] += 1
         if torch.is_inference_mode_enabled():
-            # Torch keeps the versions of what it saves, and these have none.
+            # torch records the versions of tensors that it saves, and inference tensors have none.
             return CheckpointPolicy.PREFER_RECOMPUTE
         # Keeping every product saved 9 % less than keeping those that the plain run keeps (docs/log.md, "The
         # planner, made exact and quick").

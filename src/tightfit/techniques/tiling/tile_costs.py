@@ -61,7 +61,7 @@ def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | No
     made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
     back = np.flatnonzero((born >= visit.back_begin) & (born < visit.back_end))
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
-    # What the last operator of the backward pass leaves behind dies with the next one.
+    # Temporaries of the backward pass's last operator are freed with the next one.
     storages = np.r_[made[made != output], back[died[back] < visit.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
     handed_on = back[(died[back] >= visit.back_end_event) & ~np.isin(back, gradients)]
@@ -127,7 +127,7 @@ class TileAccount:
             for begin, end in [(born, died)] if is_alone else windows:
                 if max(born, begin) < min(died, end):
                     yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
-        # Of a tile, its input, its output and the gradient of its input are there beside what it makes on the way.
+        # A tile's input, output and input gradient are allocated beside its intermediate results.
         beside = round(self._share * (one.output_bytes + 2 * anatomy.bytes_of(one.handed_on)))
         (begin, end), (back, back_end) = passes
         # The output is there from the first tile on.

@@ -92,7 +92,7 @@ class _Slabs:
     def __init__(
         self, children: Sequence[torch.nn.Module], *, where: str, num_tiles: int, verdict: Verdict, check_steps: int
     ) -> None:
-        # A list of its own, as something to ask for the state of all.
+        # A ModuleList, so that snapshots can be taken of all children together.
         self._chain = torch.nn.ModuleList(children)
         self._where = where
         self._num_tiles = num_tiles

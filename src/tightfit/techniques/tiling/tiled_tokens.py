@@ -32,7 +32,7 @@ from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
-# What is known to look at more than one token, to say so before anything runs.
+# Modules that are known to mix tokens, to refuse them before anything runs.
 _MIXES = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
@@ -123,7 +123,8 @@ class _Tiles:
     ) -> torch.Tensor:
         tiles = _cut(value.shape[dim], self._num_tiles)
         module = module_of(forward)
-        # What runs a tile lives as long as the graph: it must not hold the whole input, which a module around this one may drop.
+        # The function that runs a tile is referred to by the graph: it must not refer to the whole input, which
+        # an enclosing module may free.
 
         def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
             return forward(part, *others, **kwargs)

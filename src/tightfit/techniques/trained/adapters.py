@@ -58,7 +58,7 @@ class Adapters(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
-        """There is nothing to put on a model."""
+        """Nothing can be applied to a model."""
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
         )

@@ -34,7 +34,7 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
-    """Stands in for `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
+    """Replaces `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
 
     Shapes are (batch, heads, length, width). With `return_lse=True` the log-sum-exp is returned too, scaled into a new tensor as torch does.
     """
