@@ -12,8 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-# At 64 KiB the mask of a padded batch of 32 x 512 was unknown, was read as ones, and attention took the path of
-# a batch without padding (docs/log.md, 2026-11-20).
+# At 64 KiB the mask of a padded batch of 32 x 512 would be unknown, and the batch taken for one without padding
+# (docs/log.md, 2026-11-20).
 MAX_INTEGER_BYTES = 1 << 20  # the padding mask of 128k tokens
 MAX_FLOAT_BYTES = 1 << 10
 

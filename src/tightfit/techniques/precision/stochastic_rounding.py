@@ -26,7 +26,7 @@ def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> tor
     """
     noise = torch.randint(1 << _BITS_CUT_OFF, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     # Floats of one sign are ordered as their bits are: an integer addition moves to the next bfloat16 when it
-    # carries. Infinities and NaN keep an exponent of ones.
+    # carries.
     bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(1 << _BITS_CUT_OFF))
     return bits.view(torch.float32).to(torch.bfloat16)
 
