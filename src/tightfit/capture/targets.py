@@ -93,6 +93,8 @@ def _parameter(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UsageError(f"-p {text}: write name=value")
     try:
+        # Numbers, lists and None as Python writes them; anything else is taken for a string, so that no quotes
+        # are needed.
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value

@@ -128,6 +128,7 @@ def no_step(label: str, said: str, timeout_seconds: float) -> str:
 
 def _death(label: str, code: int, said: str) -> str:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
     place = _user_place(said)
     where = f" at {place}" if place else ""

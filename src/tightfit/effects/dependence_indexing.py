@@ -56,6 +56,8 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     is_together = dims == list(range(dims[0], dims[-1] + 1))
     place = dims[0] if is_together else 0
     num_dims = subject.dim() - len(given) + num_index
+    # `x[torch.arange(n), y]` takes one position of each row: position numbers of the rows index their own
+    # dimension.
     counting = {dim: index for dim, index in given.items() if flow.counts_rows(index)}
     rows = flow.layout(subject)
     of_index = flow.broadcast([i for d, i in given.items() if d not in counting], num_index)

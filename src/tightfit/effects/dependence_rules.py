@@ -169,6 +169,7 @@ def pad(flow: Flow, call: Call) -> Result:
     """Other dimensions may grow."""
     layout, padding = flow.layout(call["self"]), call["pad"]
     if layout is not None:
+        # The list of paddings begins with the last dimension.
         at = 2 * (call["self"].dim() - 1 - layout.dim)
         if any(padding[at : at + 2]):
             raise Mixes("pads the rows")
@@ -178,6 +179,7 @@ def pad(flow: Flow, call: Call) -> Result:
 @rule("cat concat concatenate")
 def cat(flow: Flow, call: Call) -> Result:
     """Along another dimension; everything has its rows in the same place."""
+    # torch.cat ignores tensors of shape (0,), whatever the dimensions of the others.
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
     found = flow.broadcast(tensors, call.outputs[0].dim())
     if found is not None and call.get("dim", 0) % call.outputs[0].dim() == found.dim:
@@ -301,6 +303,7 @@ def nll_loss(flow: Flow, call: Call) -> Result:
     # rules (`totals`).
     if call["reduction"] != 0 or layout is None or layout.dim == 1:
         raise Mixes("takes the rows together")
+    # The target has no class dimension, which is dimension 1 of the scores.
     expected = layout if not layout.dim else layout.at(layout.dim - 1)
     if target != expected:
         raise Mixes("compares rows with others")

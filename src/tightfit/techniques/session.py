@@ -132,6 +132,7 @@ class Session:
         A value that other code sets there meanwhile stays. If it calls our function, that behaves like the original after the undo.
         """
         own = vars(holder)
+        # Only what the object itself has: an attribute of its class is found again once ours is deleted.
         had, before = name in own, own.get(name)
         if callable(value) and not isinstance(value, type | torch.nn.Module):
             value = Layer(holder, name, value, before)

@@ -84,6 +84,7 @@ def check_each(chosen: Iterable[Choice], check: Callable[[Choice], Checked]) -> 
         ApplyError: the first error of a check, with the places of all choices that failed, so that a plan can be made without them.
     """
     found: list[Checked] = []
+    # All choices are checked, so that one new plan can leave out every place that fails.
     first, places = None, []
     for choice in chosen:
         try:

@@ -65,6 +65,7 @@ def batch_maker(model: Any, config: Any, request: Request) -> Callable[[], dict[
     if "input_ids" in names:
         fields["input_ids"] = tokens.prompt
         if images is not None and images.num_tokens:
+            # Gemma 3 refuses to train without them: its mask lets the tokens of an image see each other.
             fields |= dict.fromkeys(names & {"token_type_ids", "mm_token_type_ids"}, tokens.is_image)
     fields |= _labels(config, names, request, tokens, images)
     return lambda: {name: make() for name, make in fields.items()}
@@ -98,6 +99,7 @@ class _Tokens:
     def of(cls, model: Any, config: Any, request: Request, *, num_image_tokens: int) -> _Tokens:
         text = config.get_text_config()
         placeholder = image_token(config)
+        # Qwen-VL models find the images of a row by the token in front of each (`get_rope_index`).
         before = getattr(config, "vision_start_token_id", None)
         opening = (
             *([before] if before is not None and num_image_tokens else []),
@@ -110,8 +112,11 @@ class _Tokens:
         choices = (NUM_CHOICES,) if request.labels == "choices" else ()
         return cls(
             shape=(request.batch_size, *choices, length),
+            # A padding id would be left out of the loss, and an image id would ask for a feature that the batch
+            # does not have.
             ordinary=_ordinary_ids(config, num_ids),
             opening=opening,
+            # A default config may name an end token beyond its own vocabulary.
             end=end if end is not None and end < num_ids else None,
             image_token=placeholder,
         )

@@ -97,6 +97,7 @@ def choose(config: Any, name: str | None) -> tuple[str, Task]:
 def _classes(task: Task) -> Mapping[str, str | tuple[str, ...]]:
     """Model type to class name(s), as transformers has them."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    # The bare model's table is MODEL_MAPPING_NAMES, without a task in its name.
     infix = f"{task.mapping}_" if task.mapping else ""
     return getattr(auto, f"MODEL_{infix}MAPPING_NAMES", {})
 

@@ -207,6 +207,7 @@ def _write_token(f: Any, number: int) -> str:
 
 
 def _read_token(f: Any) -> str:
+    # The position is restored: where it is no token of ours, torch reads the file from there.
     place = f.tell()
     start = f.read(len(_TOKEN) + 20)
     f.seek(place)

@@ -86,6 +86,8 @@ class _Way:
         is_forward = self.gradients_in == "forward"
         yield *loop, numbers + head.casts_weight * weight
         if is_forward and head.weight_gradient >= 0 and head.head_item_bytes < _SUM_BYTES:
+            # The half-precision product that is added to the float32 sum, one block of rows at a time
+            # (`_add_product`).
             yield *loop, weight // NUM_WEIGHT_BLOCKS
         if not is_forward:
             back = int(event(head.back_begin)), int(event(head.back_end))

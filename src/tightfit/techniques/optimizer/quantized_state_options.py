@@ -140,6 +140,7 @@ def _seconds(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> float:
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
         if is_fused or run.implementation == "fused":
+            # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
             total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))

@@ -175,6 +175,7 @@ class _Tiles:
 
 def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
     """The first dimension that can be split into `num_tiles` tiles, or else the longest; None if tiles would have fewer than two tokens."""
+    # Leading dimensions first: their tiles are contiguous, and are not copied.
     leading = value.shape[:-1]
     if math.prod(leading) < 2 * num_tiles:
         return None

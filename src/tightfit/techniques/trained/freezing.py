@@ -88,6 +88,7 @@ class Freezing(AbstractTechnique):
             raise ApplyError("none of the first blocks is trained anyway; leave freezing out")
         if all(id(p) in frozen for p in session.model.parameters() if p.requires_grad):
             raise ApplyError("all that is trained would be frozen; leave freezing out")
+        # An optimizer would go on applying a gradient that no backward pass replaces.
         if any(p.grad is not None for p in frozen.values()):
             raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
         for parameter in frozen.values():
