@@ -142,7 +142,7 @@ def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
 
 
 def target_of(fields: dict[str, Any]) -> targets.Target:
-    """The target whose fields, with its `kind`, a request has."""
+    """The target from its fields, with its `kind`, in a request."""
     kinds: dict[str, Any] = {
         c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
     }

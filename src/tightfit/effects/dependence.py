@@ -38,7 +38,7 @@ class Mixed:
 
 
 class Uniform:
-    """State of a storage whose elements are all the same, however many there are."""
+    """State of a storage whose elements are all equal, for any number of rows."""
 
 
 UNIFORM = Uniform()
@@ -191,7 +191,7 @@ class Run(TorchDispatchMode):
         return self._reads.pop(0)
 
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises Mixes where the value that is read is not the same for all rows."""
+        """Raises Mixes if the value that is read depends on the rows."""
 
     def _note(self, operation: Operation) -> None:
         self.operations.append(operation)

@@ -11,7 +11,7 @@ from tightfit.effects.rows import Layout, Mixes
 
 @rule("gather scatter scatter_add scatter_reduce take_along_dim")
 def gather(flow: Flow, call: Call) -> Result:
-    """Along another dimension, all of it row by row."""
+    """Gathers or scatters along another dimension than the rows', with all arguments row by row."""
     dim = call["dim"] % call["self"].dim()
     tensors = [t for t in call.tensors if t.dim()]
     sized = [t for t in tensors if not flow.is_uniform(t)]
@@ -89,7 +89,7 @@ def index(flow: Flow, call: Call) -> Result:
 
 @rule("index_put _index_put_impl _unsafe_index_put")
 def index_put(flow: Flow, call: Call) -> Result:
-    """Writes to what `index` would give."""
+    """Writes to the elements that `index` would return."""
     layout, num_dims = indexed(flow, call["self"], call["indices"])
     rows, values = flow.layout(call["self"]), call["values"]
     if rows is None:

@@ -33,7 +33,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     conj_physical nan_to_num logical_not"""
 )
 def pointwise(flow: Flow, call: Call) -> Result:
-    """Each element by itself, with broadcasting."""
+    """Elementwise operators, with broadcasting."""
     out = call.outputs[0]
     found = flow.broadcast(call.tensors, out.dim())
     if found is None:
@@ -56,7 +56,7 @@ def new(flow: Flow, call: Call) -> Result:
 
 @rule("squeeze unsqueeze t transpose swapaxes swapdims detach as_strided")
 def same_memory(flow: Flow, call: Call) -> Result:
-    """In place: another view of the same memory."""
+    """In-place views: the same memory with another shape."""
     return [flow.layout(output) for output in call.outputs]
 
 
@@ -96,7 +96,7 @@ def only(flow: Flow, call: Call, *names: str) -> None:
     std_mean var_mean aminmax count_nonzero"""
 )
 def reduction(flow: Flow, call: Call) -> Result:
-    """Over other dimensions; `max` and `min` of two tensors are pointwise."""
+    """Reductions over other dimensions than the rows'; `max` and `min` of two tensors are pointwise."""
     if call.name in ("max", "min") and isinstance(call.get("other"), torch.Tensor):
         return pointwise(flow, call)
     only(flow, call, "self")
@@ -120,13 +120,13 @@ def along(flow: Flow, call: Call) -> Result:
 
 @rule("roll")
 def roll(flow: Flow, call: Call) -> Result:
-    """Along named dimensions; without any it is flattened first."""
+    """Rolls the named dimensions; without any, the tensor is flattened first."""
     return worked_on(flow, call, "dims")[0]
 
 
 @rule("tril triu")
 def triangle(flow: Flow, call: Call) -> Result:
-    """Of the last two dimensions."""
+    """Triangles of the last two dimensions."""
     return behind(flow, call["self"], 2)
 
 
@@ -152,7 +152,7 @@ _NUM_SPATIAL = {
 
 def _spatial(num_last: int) -> Rule:
     def pool(flow: Flow, call: Call) -> Result:
-        """Over the last dimensions."""
+        """Pooling, resampling and padding of the last dimensions."""
         (first, *_) = call.tensors
         only(flow, call, "self", "input")
         return [behind(flow, first, num_last)] * len(call.outputs)
@@ -166,7 +166,7 @@ for _number, _names in _NUM_SPATIAL.items():
 
 @rule("constant_pad_nd")
 def pad(flow: Flow, call: Call) -> Result:
-    """Other dimensions may grow."""
+    """Pads other dimensions than the rows'."""
     layout, padding = flow.layout(call["self"]), call["pad"]
     if layout is not None:
         # The list of paddings begins with the last dimension.
@@ -178,7 +178,7 @@ def pad(flow: Flow, call: Call) -> Result:
 
 @rule("cat concat concatenate")
 def cat(flow: Flow, call: Call) -> Result:
-    """Along another dimension; everything has its rows in the same place."""
+    """Concatenates along another dimension; all tensors have their rows in the same dimension."""
     # torch.cat ignores tensors of shape (0,), whatever the dimensions of the others.
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
     found = flow.broadcast(tensors, call.outputs[0].dim())
@@ -191,7 +191,7 @@ def cat(flow: Flow, call: Call) -> Result:
 
 @rule("stack")
 def stack(flow: Flow, call: Call) -> Result:
-    """Along a new dimension."""
+    """Stacks along a new dimension."""
     tensors = call["tensors"]
     found = flow.broadcast(tensors, tensors[0].dim())
     if found is None:
@@ -220,7 +220,7 @@ def layer_norm(flow: Flow, call: Call) -> Result:
 
 @rule("native_group_norm group_norm")
 def group_norm(flow: Flow, call: Call) -> Result:
-    """Over all but the first dimension."""
+    """Group norm, over all dimensions but the first."""
     only(flow, call, "input")
     layout = flow.layout(call["input"])
     if layout is not None and layout.dim:
@@ -233,7 +233,7 @@ def group_norm(flow: Flow, call: Call) -> Result:
     miopen_batch_norm _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional"""
 )
 def batch_norm(flow: Flow, call: Call) -> Result:
-    """With statistics that are given: pointwise. With those of the batch: per channel, and rows may be among the channels (instance norm)."""
+    """Batch norm: pointwise with given statistics; with those of the batch per channel, and rows may be channels (instance norm)."""
     subject = call["input"]
     rest = [t for n in ("weight", "bias", "running_mean", "running_var") if isinstance(t := call.get(n), torch.Tensor)]
     layout = flow.layout(subject)
@@ -277,7 +277,7 @@ def convolution(flow: Flow, call: Call) -> Result:
 
 @rule("embedding")
 def embedding(flow: Flow, call: Call) -> Result:
-    """A row of the table for each index."""
+    """Looks up a row of the table for each index."""
     only(flow, call, "indices")
     # The counts are over the indices of one call, which for a part are fewer.
     if call.get("scale_grad_by_freq"):
@@ -320,7 +320,7 @@ def element_loss(flow: Flow, call: Call) -> Result:
 
 @rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback grid_sampler cudnn_grid_sampler")
 def grid(flow: Flow, call: Call) -> Result:
-    """Of each image with its own grid."""
+    """Samples each image with its own grid."""
     found = [flow.layout(t) for t in call.tensors]
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:
         raise Mixes("samples one row for another")

@@ -48,7 +48,7 @@ class Operation:
 
 
 class HasOperations(Protocol):
-    """A run."""
+    """A run with its number of rows and its operators."""
 
     num_rows: int
     operations: list[Operation]

@@ -81,7 +81,7 @@ class NumpyState:
         np.random.set_state(state)
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two states are."""
+        """Whether two states are equal."""
         if one is other:
             return True
         same = _frozen(one) == _frozen(other)

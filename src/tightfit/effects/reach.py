@@ -160,7 +160,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @final
 class _Cell(Holder):
-    """A variable that a function shares with the one around it."""
+    """A closure cell: a variable that a function shares with the enclosing one."""
 
     def __init__(self, path: str, cell: types.CellType) -> None:
         super().__init__(path, id(cell))

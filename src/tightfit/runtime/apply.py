@@ -171,7 +171,7 @@ def is_module(where: str) -> bool:
 
 
 def root_of(where: str) -> str:
-    """The class of the model that a place lies in."""
+    """The class of the model that a place belongs to."""
     return where.partition(".")[0]
 
 

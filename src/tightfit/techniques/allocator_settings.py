@@ -20,14 +20,14 @@ EXPANDABLE = "expandable_segments:True"
 
 @final
 class AllocatorSettings(AbstractTechnique):
-    """Trades nothing: the same blocks at other addresses."""
+    """Costs nothing: the same blocks at other addresses."""
 
     name = "allocator_settings"
     exact = True
     exactness = "bit for bit: no operator is changed"
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """Expandable segments."""
+        """One option: expandable segments."""
         yield Option(
             technique=self.name,
             where="allocator",

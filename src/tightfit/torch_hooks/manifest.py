@@ -31,7 +31,7 @@ class Name:
 
     @property
     def library(self) -> str:
-        """The package that has it."""
+        """The package that the name belongs to."""
         return self.module.partition(".")[0]
 
     def holder(self) -> Any:

@@ -73,7 +73,7 @@ def run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 
 class _HostCall:
-    """One run of an operator on the host. `is_wide`: in float32, for operators that the host has in no smaller type."""
+    """One run of an operator on the host. `is_wide`: in float32, for operators without a host kernel for smaller dtypes."""
 
     def __init__(self, gpu: VirtualGpu, *, is_wide: bool) -> None:
         self._gpu = gpu
@@ -82,7 +82,7 @@ class _HostCall:
         self._arguments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: on the host, on the card
 
     def on_host(self, value: Any) -> Any:
-        """An argument as the host is given it."""
+        """An argument converted for the host."""
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, torch.dtype):

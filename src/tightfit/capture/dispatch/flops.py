@@ -22,7 +22,7 @@ _CAUSAL = {
 
 
 def formula(operator: OpOverload) -> Callable[..., int] | None:
-    """The function that counts the operations of a call of `operator`, from its arguments and `out_val`; None where nothing is counted."""
+    """The function that counts the FLOPs of a call of `operator`, from its arguments and `out_val`; None if there is no formula."""
     count = flop_registry.get(operator._overloadpacket)
     if count is None or operator not in _CAUSAL:
         return count

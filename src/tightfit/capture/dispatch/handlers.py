@@ -1,4 +1,4 @@
-"""Operators that torch's fake tensors cannot run as a card would: what crosses between host and device, and what depends on data."""
+"""Operators that torch's fake tensors do not run as a card does: copies between host and device, and data-dependent operators."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -185,7 +185,7 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
 
 
 def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The sizes of the steps are counted from lengths on the host, and stay there."""
+    """The batch sizes of the time steps are computed from lengths on the host, and stay there."""
     padded, lengths, batch_first = args
     # The host kernel runs on one feature per step, for the batch sizes alone; the packed data itself lies on
     # the card.

@@ -77,7 +77,7 @@ _COPIES = {
 
 
 class HostMemory:
-    """Runs operators on host tensors, except where their data cannot matter."""
+    """Runs operators on host tensors, except on blank ones, whose data does not matter."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -21,7 +21,7 @@ _UNRUNNABLE = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeEr
 
 
 class Unknown(Exception):
-    """A value that is not kept."""
+    """The value is not known."""
 
 
 class Shadows:

@@ -13,7 +13,7 @@ from tightfit.errors.faults import hands_over
 
 @hands_over
 def check(device: Any) -> None:
-    """Lets `cuda` and `cuda:0` pass, in whatever form a program may name them.
+    """Accepts `cuda` and `cuda:0`, in any form that a program may name them.
 
     Raises:
         CaptureError: it is another card.

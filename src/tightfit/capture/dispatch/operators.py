@@ -61,7 +61,7 @@ _RENAMES = {
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, which nest one list deep."""
+    """The tensors among the arguments or results of an operator, which are nested at most one list deep."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -26,7 +26,7 @@ class Reads:
         self._num_reads: Counter[str] = Counter()
 
     def scalar(self, dtype: torch.dtype) -> bool | int | float | complex:
-        """What `.item()` gives.
+        """The result of `.item()`.
 
         Raises:
             CaptureError: the same line has read so often that its loop will not end.
@@ -50,7 +50,7 @@ class Reads:
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
-        """Gives a host tensor the policy's values; large ones are left at zero, as untouched pages."""
+        """Fills a host tensor with the policy's values; large ones stay zero, as untouched pages."""
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
         self._assume(

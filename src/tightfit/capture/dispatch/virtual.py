@@ -126,7 +126,7 @@ class VirtualGpu(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         adjust: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they count."""
+        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they are recorded."""
         known = facts(func)
         if "generator" in kwargs:
             # The virtual card's generators are host generators (patches/torch_api.py), which fake kernels
@@ -244,7 +244,7 @@ class VirtualGpu(TorchDispatchMode):
             self.born(tensor)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The tape's index of the storage that `tensor` lies in, if it is on the device."""
+        """The tape's index of the storage of `tensor`, if it is on the device."""
         if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
             return None
         reference = self.references.get(tensor.untyped_storage()._cdata)

@@ -120,7 +120,7 @@ class GradientWatch:
         return tuple(self._found)
 
     def _is_awaited(self, tensor: torch.Tensor) -> bool:
-        """Whether an optimizer has yet to use the gradient of `tensor`."""
+        """Whether an optimizer has not used the gradient of `tensor` yet."""
         return any(
             turn.num_backwards and any(p is tensor for group in optimizer.param_groups for p in group["params"])
             for optimizer, turn in self._turns.items()

@@ -28,7 +28,7 @@ class EffectWatch:
     def call(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Runs a call of a module."""
+        """Runs a module call."""
         return self._regions.call(module, args, kwargs, run)
 
     def backward(self, roots: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class EffectWatch:
         self._gradients.before_step(optimizer)
 
     def end_step(self) -> None:
-        """A step of the user's loop is over."""
+        """A step of the user's loop has ended."""
         self._regions.begin_step()
 
     def effects(self) -> tuple[Effect, ...]:

@@ -90,7 +90,7 @@ def _has_placeholder(config: Any) -> bool:
 
 
 def _grid(vision: Any, rows: int, side: int, channels: int) -> Images:
-    """Patches of all images behind each other, and how many in time, height and width each image has.
+    """The concatenated patches of all images, and the number of each image's patches in time, height and width.
 
     The still image is repeated to fill `temporal_patch_size` frames (Qwen2VLImageProcessor).
     """
@@ -110,7 +110,7 @@ def _grid(vision: Any, rows: int, side: int, channels: int) -> Images:
 
 
 def _padded_patches(vision: Any, rows: int, channels: int) -> Images:
-    """As many patches as the model takes at most, none of them padding."""
+    """The largest number of patches that the model takes, none of them padding."""
     torch = importlib.import_module("torch")
     cells = int(getattr(vision, "num_patches", 256) ** 0.5)
     shape = (rows, cells**2, channels * vision.patch_size**2)
@@ -126,7 +126,7 @@ def _padded_patches(vision: Any, rows: int, channels: int) -> Images:
 
 
 def _tiles(vision: Any, rows: int, side: int, channels: int) -> Images:
-    """One image cut into all the tiles there may be, read by cross attention: the text has no placeholders."""
+    """One image with the largest number of tiles, read by cross attention: the text has no placeholders."""
     torch = importlib.import_module("torch")
     tiles = vision.max_num_tiles
     return Images(

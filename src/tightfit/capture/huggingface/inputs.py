@@ -180,7 +180,7 @@ def _length(asked: int | None, num_positions: int | None, num_image_tokens: int,
 
 
 def _num_positions(model: Any, text: Any) -> int | None:
-    """How long a row may be where positions are looked up in a learned table, else None (rotary, relative, none).
+    """The longest row if positions are looked up in a learned table, else None (rotary, relative, none).
 
     A table may have a few rows more than there are positions: RoBERTa's starts behind the padding id, OPT's at 2.
     """
@@ -259,7 +259,7 @@ def _labels(
 
 
 def _transcript(names: set[str], request: Request, tokens: _Tokens) -> Maker:
-    """Target tokens of an encoder: as many as asked; short where alignment to the audio bounds them."""
+    """Target tokens of an encoder: as many as requested; fewer if alignment to the audio bounds them."""
     rows, length = request.batch_size, tokens.shape[-1]
     aligned = "decoder_input_ids" not in names and request.sequence_length is None
     return functools.partial(tokens.random, (rows, min(length, DEFAULT_TRANSCRIPT_TOKENS) if aligned else length))

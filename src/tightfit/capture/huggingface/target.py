@@ -302,5 +302,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """Model types are spelt with `-` or `_`, as their authors liked."""
+    """A model type in one spelling: some are written with `-`, others with `_`."""
     return name.lower().replace("-", "_")

@@ -33,7 +33,7 @@ _LIBRARY_FOLDERS = tuple(
 
 
 class Attribution:
-    """Answers `locate()` with the indices of the module path and of the user's line for what is dispatched now."""
+    """Finds the module path and the user's line of the operator that is being dispatched."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder

@@ -108,7 +108,7 @@ class Recorder:
         values.append(value)
 
     def span(self, name: str, kind: SpanKind) -> None:
-        """What follows belongs to the span `name`, until the next one begins."""
+        """Starts the span `name`, which lasts until the next one starts."""
         self.spans.append((name, kind, len(self._event_columns[0])))
 
     def mark(self, storages: Iterable[int], category: Category) -> None:

@@ -27,7 +27,7 @@ class VirtualEvent:
         """Orders `stream` after this event."""
 
     def query(self) -> bool:
-        """Whether the event is over: always."""
+        """Whether the event is complete: always."""
         return True
 
     def elapsed_time(self, end_event: Self) -> float:
@@ -36,7 +36,7 @@ class VirtualEvent:
         return 1.0
 
     def synchronize(self) -> None:
-        """Waits for the event, which is over."""
+        """Waits for the event, which is complete."""
 
 
 class VirtualStream:

@@ -51,7 +51,7 @@ class _StandIn(types.ModuleType):
 
     @staticmethod
     def graph_break(msg: str = "") -> None:
-        """There is no graph."""
+        """Does nothing: there is no graph."""
 
     @staticmethod
     def is_compiling() -> bool:
@@ -66,7 +66,7 @@ class _StandIn(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the light submodules where they are; the import of any other loads the real package first."""
+    """Finds the light submodules in their files; the import of any other one loads the real package first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

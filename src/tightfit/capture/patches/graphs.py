@@ -29,7 +29,7 @@ class VirtualGraph:
         """Launches the captured kernels again, on the same memory."""
 
     def reset(self) -> None:
-        """Lets the graph go."""
+        """Frees the graph."""
 
     def pool(self) -> tuple[int, int]:
         """The id of the graph's memory pool."""

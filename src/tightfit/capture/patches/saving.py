@@ -44,7 +44,7 @@ class _Saved:
 
 
 def install(gpu: VirtualGpu) -> None:
-    """Answers saves and loads; a process that has done this is not used for anything else."""
+    """Patches saving and loading; a process that has done this is not used for anything else."""
     setattr(FakeTensor, "__reduce_ex__", _reduce)  # noqa: B010 - the type checker is right that it is not ours
     saves = _Saves(gpu)
     replace(torch, save=saves.save, load=saves.load)

@@ -62,7 +62,7 @@ def _construct_above_modes(gpu: VirtualGpu) -> None:
 
 
 def become(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between tensors of one kind."""
+    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between ordinary tensors."""
     is_parameter, requires_grad = isinstance(target, torch.nn.Parameter), target.requires_grad
     names = {
         k: v

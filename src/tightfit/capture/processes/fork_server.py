@@ -55,7 +55,7 @@ class ForkedChild:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end.
+        """Waits for the child to end.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
@@ -164,7 +164,7 @@ def _end_all() -> None:
 def forked_child(
     module: str, request: Path, *, environment: Mapping[str, str], reads_errors: bool, preloaded: Sequence[str]
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
-    """As `tightfit.capture.processes.children.child`, but faster: `preloaded` modules have been imported when it begins, by a server that serves again."""
+    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules."""
     server = _server(environment, preloaded) if _IS_SUPPORTED else None
     pipe, write = os.pipe() if reads_errors else (None, 2)
     pid = None

@@ -215,7 +215,7 @@ class StepWatch:
         self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
 
     def end_step(self) -> None:
-        """One turn of the user's loop is over."""
+        """One iteration of the user's loop has ended."""
         self.num_ended += 1
         if self._effects is not None:
             self._effects.end_step()

@@ -67,7 +67,7 @@ class _History:
 
 
 class Repetition:
-    """Answers calls of root modules, from memory where it can."""
+    """Runs calls of root modules, or skips those that repeat earlier ones."""
 
     def __init__(self, gpu: VirtualGpu) -> None:
         self._gpu = gpu

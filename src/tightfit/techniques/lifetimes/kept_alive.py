@@ -71,7 +71,7 @@ class KeptAlive(AbstractTechnique):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A line of the user's code with what it keeps: `num_storages` of `num_bytes` in all, most of it made by `module`."""
+    """A line of the user's code with the storages that it keeps alive: `num_storages` of `num_bytes` in total, most of it made by `module`."""
 
     line: str
     module: str
@@ -80,7 +80,7 @@ class _Line:
 
     @property
     def made(self) -> str:
-        """What is kept, in words."""
+        """The storages in words."""
         by = f" of {self.module}" if self.module else ""
         return f"{self.num_storages} tensors{by}" if self.num_storages > 1 else f"a tensor{by}"
 

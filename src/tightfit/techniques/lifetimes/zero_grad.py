@@ -44,7 +44,7 @@ class ZeroGrad(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """One where gradients are zeroed and kept."""
+        """One option if gradients are filled with zeros and kept."""
         run = OptimizerTape(tape, device)
         kept = _kept(run)
         zeroing = _zeroing(tape)
@@ -141,7 +141,7 @@ class _Freed:
 
 
 def _add_to_zeros(parameter: torch.Tensor) -> None:
-    """Negative zeros become positive ones, as where they are added to zeros."""
+    """Adds zero: negative zeros become positive ones, as in an addition to a gradient of zeros."""
     if parameter.grad is not None and parameter.grad.layout == torch.strided:
         parameter.grad.add_(0.0)
 

@@ -60,7 +60,7 @@ def loss_head_options(technique: str, tape: Tape, device: Device) -> Iterator[Op
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One way to compute the loss in chunks."""
+    """Memory and time of one way to compute the loss in chunks."""
 
     num_chunks: int
     gradients_in: GradientsIn
@@ -148,7 +148,7 @@ class _Way:
 
 
 def _bytes_at_once(head: LossHead) -> int:
-    """Bytes per logit of a chunk at its highest: the logits and their log-probabilities, both wide, and outputs of a tanh."""
+    """Peak bytes per logit of a chunk: the logits and their log-probabilities, both wide, and outputs of a tanh."""
     return 2 * max(_SUM_BYTES, head.loss_item_bytes) + head.has_tanh * head.loss_item_bytes
 
 

@@ -253,7 +253,7 @@ class _ProofWatch(Watch):
 
 
 def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
-    """Raises Mixes where a loss function does not compare each row with its own target alone."""
+    """Raises Mixes if a loss function does not compare each row with its own target only."""
     scores, target, weight = inputs["input"], inputs["target"], inputs.get("weight")
     layout = flow.layout(scores)
     if layout is None or flow.is_uniform(scores):

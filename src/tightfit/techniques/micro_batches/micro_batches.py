@@ -155,7 +155,7 @@ def _is_of_loop(run: OptimizerTape) -> bool:
 
 
 def _returns_loss(tape: Tape) -> bool:
-    """Whether the model that is called is where the loss functions run."""
+    """Whether the loss functions run inside of the model."""
     losses = _operators(tape, _LOSSES)
     roots = [root for root in _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD)) if root]
     # A loss function that is a module of its own (torch.nn.CrossEntropyLoss) is called beside the model, not by it.

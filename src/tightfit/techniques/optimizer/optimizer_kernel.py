@@ -37,7 +37,7 @@ class OptimizerKernel(AbstractTechnique):
     tolerance = 0.1
 
     def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """One for each implementation that did not run and that this optimizer is known to have."""
+        """One option for each other implementation that this optimizer is known to have."""
         run = OptimizerTape(tape, device)
         if not run.stretches:
             return []

@@ -135,7 +135,7 @@ def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is
 
 
 def _seconds(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> float:
-    """Seconds per step that are added: the updates one by one, and the traffic and kernels of coding."""
+    """The extra time per step in seconds: updates one by one, and the traffic and kernels of quantisation."""
     total = 0.0
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))

@@ -123,7 +123,7 @@ def _rows_per_piece(matrix: torch.Tensor) -> int:
 
 @final
 class Tables:
-    """The tables of codes of `bits` bits as tensors, made once for each device."""
+    """The tables of `bits`-bit codes as tensors, made once for each device."""
 
     def __init__(self, bits: Bits) -> None:
         self._bits: Bits = bits

@@ -123,7 +123,7 @@ class Recomputed:
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether this is around `module`, and not around one that it is a copy of."""
+        """Whether this wraps `module`, and not a module that it is a copy of."""
         return self._module() is module
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

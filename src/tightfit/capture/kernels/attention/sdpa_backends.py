@@ -1,4 +1,4 @@
-"""Which attention kernel a card runs, and the routing of `scaled_dot_product_attention` to it.
+"""The attention kernel that a card runs, and the routing of `scaled_dot_product_attention` to it.
 
 A CPU build of torch falls back to plain matrix products. `choose_backend` restates `select_sdp_backend` of torch 2.11 to 2.13
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h) with the user's own switches, and `scaled_dot_product_attention` does
@@ -65,7 +65,7 @@ def _deterministic() -> bool:
 
 
 def _priority(card: Card) -> list[SDPBackend]:
-    """The order of trial: what the user set, else cuDNN first on Hopper and Blackwell (`check_prefer_cudnn_attention`)."""
+    """The order in which kernels are tried: the user's setting, else cuDNN first on Hopper and Blackwell (`check_prefer_cudnn_attention`)."""
     order = [SDPBackend(value) for value in torch._C._get_sdp_priority_order()]
     order = [backend for backend in order if backend != SDPBackend.OVERRIDEABLE]
     major, minor = card.compute_capability
