@@ -1,4 +1,4 @@
-"""How far estimates are from real cards: published measurements beside what `tightfit estimate` says of the same loops.
+"""The accuracy of estimates: published measurements on real GPUs beside the output of `tightfit estimate` for the same loops.
 
     python -m venv /tmp/accuracy && . /tmp/accuracy/bin/activate
     pip install torch==2.13.0
@@ -9,7 +9,7 @@
 
 The T4 rows were measured with a later transformers: build a second environment with
 benchmarks/requirements-accuracy-t4.txt and give its interpreter with --python. torch itself is of the version under
-test, not of the measurement's. Rows come from --data; where that folder is absent nothing runs and the reason is said.
+test, not of the measurement's. Rows come from --data; without that folder nothing runs, and the reason is printed.
 Exit status: 0 when every group ran, 1 when some row could not be estimated, 2 for wrong arguments.
 """
 
@@ -75,7 +75,7 @@ def versions(python: str) -> str:
 
 
 def baseline_figures(rows: Sequence[Row], options: argparse.Namespace) -> list[dict[str, float]]:
-    """What simpler estimators say of each row; an estimator that fails on a row is absent from its figures."""
+    """The figures of simpler estimators for each row; an estimator that fails on a row is left out there."""
     module = (options.python, "-m", "benchmarks.accuracy_baselines")
     commands = [
         (*module, row.workload, *parameter_options(row), "--steps", str(min(row.num_steps, BASELINE_STEPS)))

@@ -1,4 +1,4 @@
-"""Simpler estimators, run on the same workloads, to see what the extra machinery is worth.
+"""Baselines for the accuracy benchmark: simpler estimators on the same workloads.
 
     python -m benchmarks.accuracy_baselines benchmarks/workloads/recorded_32_layers.py:train -p num_tokens=256
 
@@ -80,7 +80,7 @@ def tracked(workload: Iterator[Any], num_steps: int) -> dict[str, int]:
 
 
 def figures(target: str, parameters: dict[str, str | int], num_steps: int) -> dict[str, int]:
-    """What each baseline says of the workload, in bytes."""
+    """The estimate of each baseline for the workload, in bytes."""
     seen = tracked(load(target, parameters), num_steps)
     said = {"mem_tracker": seen["peak"]}
     if "weights" in seen:

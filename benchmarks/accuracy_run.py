@@ -1,4 +1,4 @@
-"""Runs `tightfit estimate` on one row of the accuracy benchmark, as a user would, and compares what it says.
+"""Runs `tightfit estimate` on one row of the accuracy benchmark, as a user would, and compares its figures with the measured one.
 
 Each distinct command runs once in a process of its own, with the interpreter whose library versions match those of the
 measurement; two figures of one run share it.
@@ -82,7 +82,7 @@ def run_json(command: Sequence[str], timeout_seconds: float) -> Answer:
 
 
 def run_all(commands: Sequence[tuple[str, ...]], jobs: int, timeout_seconds: float) -> dict[tuple[str, ...], Answer]:
-    """The answer to each distinct command, `jobs` of them at a time; says on stderr how far it is."""
+    """The answer to each distinct command, `jobs` of them at a time; prints progress on stderr."""
     distinct = list(dict.fromkeys(commands))
 
     def run(command: tuple[str, ...]) -> Answer:

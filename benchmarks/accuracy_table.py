@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether the band holds the measurement; None where there is no band."""
+        """Whether the measurement lies in the band; None where there is no band."""
         if self.low_bytes is None or self.high_bytes is None:
             return None
         return self.low_bytes <= self.measured_bytes <= self.high_bytes

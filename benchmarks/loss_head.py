@@ -1,4 +1,4 @@
-"""The memory of a loss head, whole and in chunks, on the virtual GPU, beside what was measured on a card.
+"""The memory of a loss head, whole and in chunks, on the virtual GPU, beside published measurements.
 
 python -m benchmarks.loss_head ROWS.csv[.gz]      the rows of Liger-Kernel's benchmarks (benchmark/data/all_benchmark_data.csv of
 https://github.com/linkedin/Liger-Kernel), of which those of `fused_linear_cross_entropy` are taken: a bfloat16 head of width H with V classes for BT

@@ -17,7 +17,7 @@ from tightfit.cli.main import run
 
 
 def main(losses_file: str, *words: str) -> int:
-    """Runs what is asked for, and returns its exit code."""
+    """Runs the command line, and returns its exit code."""
     losses: list[float] = []
     plain = torch.Tensor.backward
 

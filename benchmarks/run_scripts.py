@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 CARD = "RTX 4090"
 MIB = 1 << 20
 SECONDS_PER_COMMAND = 600
-# Sizes at which activations outweigh what else is on the card, and the host takes seconds.
+# Sizes at which activations dominate the memory on the GPU, and the host takes seconds.
 ARGUMENTS = {
     "accelerate_glue": "--vocab_size 400 --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4 --max_length 128 "
     "--num_train_samples 96 --num_eval_samples 12 --batch_size 32 --eval_batch_size 8 --num_epochs 1",
@@ -110,7 +110,7 @@ class Bench:
         return json.loads(done.stdout)
 
     def budget_mib(self) -> int:
-        """A third of the way from the most that the plan that reaches least may hold to what the plain run holds."""
+        """The budget: a third of the way from the upper end of the lowest plan's peak to the plain peak."""
         least = self.plan(1)
         if "error" in least:
             return 1
@@ -122,7 +122,7 @@ class Bench:
         return -(-(reached + (held - reached) // 3) // MIB)
 
     def run_virtually(self) -> subprocess.CompletedProcess[str]:
-        """The first steps of the planned script on the virtual card."""
+        """The first steps of the planned script on the virtual GPU."""
         return self.command(
             "-m", "tightfit", "run", "--virtual", "--plan", "plan.json", self.path, "--", *self.arguments
         )

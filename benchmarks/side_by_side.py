@@ -5,7 +5,7 @@
 
 `published` takes rows of the accuracy benchmark, whose peaks others measured (its environments and folder of measurements are needed); `gpu` takes what
 `python -m benchmarks.gpu` measured on a card. Each tool runs in a process of its own with the interpreter --python, and its seconds are those of the
-process. A tool that is not installed there, or that fails on a workload, is said to be so in the table.
+process. The table says so where a tool is not installed there, or fails on a workload.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a tool said of a case, or why it said nothing."""
+    """The estimate of a tool for a case, or the reason why there is none."""
 
     num_bytes: float | None
     seconds: float

@@ -1,4 +1,4 @@
-"""What one tool says that a workload needs, in a process of its own, as a user would ask it.
+"""The estimate of one tool for a workload, in a process of its own, as a user would run it.
 
     python -m benchmarks.side_by_side_tools accelerate benchmarks/workloads/published_fp32.py:train_images -p batch_size=200
 
@@ -60,7 +60,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _network_of(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The module that holds all that the optimizer updates."""
+    """The module that contains all parameters of the optimizer."""
     wanted = {id(weight) for weight in _weights(optimizer)}
     modules = [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]
     holders = [module for module in modules if wanted <= {id(weight) for weight in module.parameters()}]
@@ -68,7 +68,7 @@ def _network_of(optimizer: torch.optim.Optimizer) -> torch.nn.Module:
 
 
 def _largest_layer(network: torch.nn.Module) -> int:
-    """Parameters of the module that holds most of its own, without its children."""
+    """Parameters of the module with the most of its own, submodules not counted."""
     return max(sum(weight.numel() for weight in module.parameters(recurse=False)) for module in network.modules())
 
 

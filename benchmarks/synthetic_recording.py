@@ -66,7 +66,7 @@ class Recorder:
 
     @property
     def is_full(self) -> bool:
-        """There are as many events as were asked for."""
+        """Whether the requested number of events is reached."""
         return len(self.events) >= self.num_events
 
     def malloc(self, num_bytes: int, layer: int, site: int, stream: int = 0) -> Block:

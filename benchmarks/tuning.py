@@ -2,7 +2,7 @@
 
 python -m benchmarks.tuning [--seconds S] [--csv docs/tuning.csv] [RECORDING ...]      without recordings: those beside the checkout, where there are any
 
-Each synthetic workload is tuned with one seed, and what is recommended is then tried on another seed of the same workload, which the tuner has not seen.
+Each synthetic workload is tuned with one seed, and the recommendation is then tried on another seed of the same workload, which the tuner has not seen.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _SEED, _OTHER_SEED = 1, 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row of the table; memory in MiB, shares of what the default holds above the peak of live bytes."""
+    """One row of the table; memory in MiB, shares of what the default reserves above the peak of allocated bytes."""
 
     workload: str
     events: int
@@ -43,7 +43,7 @@ class Line:
 
 
 def line(name: str, recording: Recording, unseen: Recording | None, seconds: float) -> Line:
-    """Tunes for one recording. The process ends if the tuner recommends what is worse than the default."""
+    """Tunes for one recording. The process ends if the recommendation is worse than the default."""
     tuning = tune(recording, alloc_conf="expandable_segments:True", seconds=seconds)
     chosen = tuning.recommended
     if chosen is None or chosen.peak_reserved_bytes > tuning.default.peak_reserved_bytes or tuning.given is None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
@@ -11,6 +12,11 @@ from tests.process_state import changed_since, process_state
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
+
+
+# How long an example takes says more of what else the machine does than of the code.
+hypothesis.settings.register_profile("tightfit", deadline=None)
+hypothesis.settings.load_profile("tightfit")
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def too_long(path: Path) -> Iterator[str]:
 
 
 def main(folders: list[str]) -> int:
-    """Prints what is too long below `folders`; 1 if anything is."""
+    """Prints the files and functions below `folders` that are too long; 1 if any is."""
     paths = [path for folder in folders for path in sorted(Path(folder).rglob("*.py")) if EXEMPT not in path.parents]
     faults = [fault for path in paths for fault in too_long(path)]
     print("\n".join(faults) or "sizes: all files and functions are within the limits")

@@ -1,4 +1,4 @@
-"""What is predicted for a row: a trace on the virtual GPU, in a process that sees no card, and its estimate on a card."""
+"""The prediction for a row: a trace on the virtual GPU, in a process that sees no GPU, and its estimate on a device."""
 
 import dataclasses
 import os

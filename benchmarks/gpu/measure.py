@@ -1,4 +1,4 @@
-"""What one fresh process does: takes the steps of a row on the card and reads what they held and how long they took.
+"""The measurement in a fresh process: runs the steps of a row on the GPU and reads their peaks and times.
 
 The same code runs on the virtual GPU (`on_virtual_gpu`), where torch answers from the simulated allocator; what only a driver and a clock know is then
 taken from the trace: the process is what is reserved and the card's context, and a step takes as long as the roofline says.
@@ -27,7 +27,7 @@ _MAX_RECORDED_EVENTS = 4_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a run held at its highest and the median of its later steps; with `failed`, it ran out of memory.
+    """The peaks of a run and the median time of its later steps; with `failed`, it ran out of memory.
 
     `process_bytes` is what the driver says that the process holds, None where it cannot be asked. `num_retries` counts how often the allocator had to give
     its cache back before it got memory.
@@ -42,7 +42,7 @@ class Measurement:
 
 
 class ProcessPeak:
-    """The most that the process holds on the card while the object is entered, sampled by a thread."""
+    """The peak of the process's GPU memory inside of the `with` block, sampled by a thread."""
 
     def __init__(self) -> None:
         nvml = Nvml.open()
@@ -157,7 +157,7 @@ def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording:
 
 
 def card_here() -> dict[str, Any]:
-    """The card and the versions, of a process that uses it.
+    """The GPU and the versions of a process that uses it.
 
     Raises:
         RuntimeError: torch finds no card.
@@ -175,7 +175,7 @@ def card_here() -> dict[str, Any]:
 
 
 def answer(work: Callable[..., Any], pipe: Any, arguments: dict[str, Any]) -> None:
-    """What a child process runs: sends what `work` returned, or one line that says why it did not."""
+    """The body of a child process: sends the result of `work`, or one line that says why it failed."""
     try:
         found = work(**arguments)
         pipe.send({"ok": dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found})

@@ -1,4 +1,4 @@
-"""Fresh processes that begin with torch loaded: a server imports it once and forks for each, before anything has touched the card.
+"""Fresh processes that start with torch loaded: a server imports it once and forks for each, before anything has used the GPU.
 
 Where the server's imports have initialised CUDA, which a fork does not survive, processes are spawned instead, at some seconds each.
 """
@@ -16,7 +16,7 @@ _PRELOADED = ["torch", "benchmarks.gpu.measure"]
 _ON_TRANSFORMERS = "benchmarks.gpu.tokens"
 _GRACE_SECONDS = 10
 _START_SECONDS = 120
-# What CUDA and torch say in a process that was forked after CUDA had begun.
+# The messages of CUDA and torch in a process that was forked after CUDA was initialised.
 _AFTER_A_FORK = ("initialization error", "re-initialize CUDA", "not initialized")
 
 
@@ -52,7 +52,7 @@ class Processes:
 
 
 def started(*, virtual: bool, with_transformers: bool) -> tuple[Processes, dict[str, Any]]:
-    """Processes that can use the card, and what the card is; on the virtual GPU there is no card to ask.
+    """Processes that can use the GPU, and its description; for the virtual GPU there is none to query.
 
     Raises:
         RuntimeError: no process finds a card; the message is torch's.

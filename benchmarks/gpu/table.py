@@ -1,4 +1,4 @@
-"""Results as a table, and what they say in sum: errors of each peak and of time, failures under the estimate, waste; in all and by family. No torch."""
+"""Results as a table, and their summary: errors of each peak and of the time, failures within the estimate, waste; in total and by family. No torch."""
 
 import csv
 import io

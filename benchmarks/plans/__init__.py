@@ -1,1 +1,1 @@
-"""What plans are worth: budgets from roomy to the least that can be held, against simple baselines, the optimum, and published figures."""
+"""The quality of plans: budgets from the plain peak down to the lowest reachable one, against simple baselines, the optimum and published figures."""

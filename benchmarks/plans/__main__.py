@@ -1,4 +1,4 @@
-"""What plans are worth, on a machine without a card.
+"""The quality of plans, measured on a machine without a GPU.
 
     python -m benchmarks.plans [--only NAME ...] [--csv docs/plans.csv] [--tapes FOLDER]    the grid
     python -m benchmarks.plans optimality | headlines | ladder                              one of the other parts
@@ -18,9 +18,9 @@ from tightfit.errors import TightfitError
 
 
 def run_grid(names: Sequence[str], path: Path, folder: Path | None) -> int:
-    """Makes the rows of the workloads that are missing or named; 1 if a plan is not what is asked of it.
+    """Computes the rows of the workloads that are missing or named; 1 if a plan does not meet its requirements.
 
-    A workload that fails is said and left out; a later run tries it again.
+    A workload that fails is reported and left out; a later run tries it again.
     """
     chosen = [named(name) for name in names] or list(WORKLOADS)
     done = [row for row in table.load(path) if row.workload not in names]

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.plans.bench import StoredBench, bench_of
+from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.workloads import Workload
+from tightfit.analysis.profile import Profile
 from tightfit.errors import TightfitError
 from tightfit.planner.option import Option
 from tightfit.techniques.catalogue import techniques
@@ -16,7 +17,7 @@ from tightfit.techniques.catalogue import techniques
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a simple remedy holds at most, and the seconds for the samples of a plain step; `why_not` instead where it does not run."""
+    """The upper end of a baseline's peak, and its seconds for the samples of a plain step; `why_not` instead where it does not run."""
 
     name: str
     device_bytes: int
@@ -31,13 +32,13 @@ def outermost_repeated(options: Sequence[Option]) -> list[Option]:
     return [o for o in blocks if not any(o.slots < other.slots for other in blocks)]
 
 
-def _options(bench: StoredBench, names: Iterable[str]) -> list[Option]:
-    tape = bench.trial(()).tape
+def _options(bench: StoredRuns, names: Iterable[str]) -> list[Option]:
+    tape = bench.run_with(()).tape
     known = techniques()
-    return [o for name in names if name in known for o in known[name].options(tape, bench.card)]
+    return [o for name in names if name in known for o in known[name].options(Profile(tape, bench.card))]
 
 
-def _remedies(bench: StoredBench, allow: Sequence[str]) -> Iterator[tuple[str, list[Option]]]:
+def _remedies(bench: StoredRuns, allow: Sequence[str]) -> Iterator[tuple[str, list[Option]]]:
     blocks = outermost_repeated(_options(bench, ("checkpointing",)))
     states = [o for o in _options(bench, ("low_bit_states",)) if o.settings["bits"] == 8]
     yield "nothing", []
@@ -48,7 +49,7 @@ def _remedies(bench: StoredBench, allow: Sequence[str]) -> Iterator[tuple[str, l
         yield "every block twice, 8-bit states", [*blocks, *states]
 
 
-def baselines(workload: Workload, bench: StoredBench, folder: Path | None) -> Iterator[Baseline]:
+def baselines(workload: Workload, bench: StoredRuns, folder: Path | None) -> Iterator[Baseline]:
     """All of them, with the user's own settings of the allocator."""
     yield from _measured(bench, workload.allow, "", 1)
     if workload.half_differs:
@@ -59,11 +60,11 @@ def baselines(workload: Workload, bench: StoredBench, folder: Path | None) -> It
         yield from _measured(half, workload.allow, "half the batch", workload.batch_size / (workload.batch_size // 2))
 
 
-def _measured(bench: StoredBench, allow: Sequence[str], prefix: str, times: float) -> Iterator[Baseline]:
+def _measured(bench: StoredRuns, allow: Sequence[str], prefix: str, times: float) -> Iterator[Baseline]:
     for name, options in _remedies(bench, allow):
         words = ", ".join(word for word in (prefix, name) if word and (word != "nothing" or not prefix))
         try:
-            trial = bench.trial(options)
+            trial = bench.run_with(options)
         except TightfitError as error:
             yield Baseline(name=words, device_bytes=0, high_bytes=0, seconds=0.0, why_not=str(error))
             continue

@@ -1,6 +1,6 @@
-"""A bench whose trials stay on disk, so that a run that was cut short goes on where it was.
+"""Traced runs cached on disk, so that an interrupted benchmark continues where it was.
 
-A tape is found again by the workload, the card and the choices, not by the code that made it: give another folder after a change.
+The key of a tape is the workload, the device and the choices, not the code that made it: use another folder after a change.
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from benchmarks.plans.workloads import Workload
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
-from tightfit.fit.trials import Bench, Trial
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
 
 NUM_STEPS = 2
 
 
-class StoredBench(Bench):
-    """Trials of `target`, traced for two steps; kept in `folder`, if there is one. `num_traced` and `seconds_traced` count what was traced."""
+class StoredRuns(TracedRuns):
+    """Runs of `target`, traced for two steps; kept in `folder`, if there is one. `num_traced` and `seconds_traced` count what was traced."""
 
     def __init__(self, target: Target, label: str, device: str, folder: Path | None) -> None:
         super().__init__(
@@ -41,8 +41,8 @@ class StoredBench(Bench):
         self.num_traced = 0
         self.seconds_traced = 0.0
 
-    def trial(self, options: Iterable[Option]) -> Trial:
-        """As `Bench.trial`, from disk if it is there."""
+    def run_with(self, options: Iterable[Option]) -> TracedRun:
+        """As `TracedRuns.run_with`, from disk if it is there."""
         options = tuple(options)
         key = frozenset(option.key for option in options)
         if key in self._made:
@@ -51,17 +51,10 @@ class StoredBench(Bench):
         if place is not None and place.with_suffix(".json").exists():
             said = json.loads(place.with_suffix(".json").read_text())
             tape = Tape.load(place.with_suffix(".npz"))
-            self._made[key] = Trial(
-                options=options,
-                settings_option=None,
-                tape=tape,
-                estimate=self._estimate(tape, self._settings),
-                roots=tuple(said["roots"]),
-                notes=tuple(said["notes"]),
-            )
+            self._made[key] = self._costed(options, tape, roots=said["roots"], notes=said["notes"])
             return self._made[key]
         started = time.monotonic()
-        made = super().trial(options)
+        made = super().run_with(options)
         self.num_traced += 1
         self.seconds_traced += time.monotonic() - started
         print(
@@ -82,8 +75,8 @@ class StoredBench(Bench):
         return self._folder / hashlib.sha1(repr((self._name, NUM_STEPS, sorted(key))).encode()).hexdigest()
 
 
-def bench_of(workload: Workload, folder: Path | None, batch_size: int | None = None) -> StoredBench:
+def bench_of(workload: Workload, folder: Path | None, batch_size: int | None = None) -> StoredRuns:
     """The bench of a workload of the grid, with its own batch or another."""
     name = workload.name.removesuffix("-lossy")
     label = name if batch_size is None else f"{name} at batch {batch_size}"
-    return StoredBench(workload.target(batch_size), label, workload.device, folder)
+    return StoredRuns(workload.target(batch_size), label, workload.device, folder)

@@ -1,4 +1,4 @@
-"""The grid: every workload under budgets from most of the plain peak to the least that can be held, and what is asked of each plan."""
+"""The grid: every workload under budgets from most of the plain peak down to the lowest reachable one, and the requirements for each plan."""
 
 import dataclasses
 import time
@@ -8,7 +8,8 @@ from pathlib import Path
 from benchmarks.plans.baselines import Baseline, baselines
 from benchmarks.plans.bench import bench_of
 from benchmarks.plans.workloads import Workload
-from tightfit.fit.planning import Allowed, Found, Search
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.search import Found, Search
 from tightfit.planner.option import Option
 
 SHARES = (0.9, 0.6, 0.4)
@@ -20,7 +21,7 @@ _SAME = 1e-6
 class Row:
     """One budget of a workload (`kind` is "plan"), or one simple remedy ("baseline", without a budget).
 
-    `high_bytes` is the upper end of what the traced run may hold, `seconds` a step of it; `wrong` says what is asked and not met.
+    `high_bytes` is the upper end of the traced run's peak, `seconds` its time per step; `wrong` names the requirements that are not met.
     """
 
     workload: str
@@ -45,7 +46,7 @@ class Row:
 def rows_of(workload: Workload, folder: Path | None, shares: Sequence[float] = SHARES) -> Iterator[Row]:
     """The rows of one workload: its baselines, then its plans, the largest budget first."""
     bench = bench_of(workload, folder)
-    plain = bench.trial(())
+    plain = bench.run_with(())
     simple = []
     for baseline in baselines(workload, bench, folder):
         simple.append(baseline)
@@ -122,7 +123,7 @@ def summary(options: Sequence[Option]) -> str:
 
 
 def _faults(row: Row, before: Row | None, simple: Sequence[Baseline] = ()) -> Iterator[str]:
-    """`before` is the plan for the next larger budget, `simple` are the remedies: none holds less than the least."""
+    """The requirements that a plan misses. `before` is the plan for the next larger budget, `simple` are the baselines."""
     if row.name == "least":
         yield from (f"{b.name} holds less" for b in simple if not b.why_not and b.high_bytes < row.high_bytes)
     if not row.fits:

@@ -9,8 +9,9 @@ import numpy as np
 from benchmarks.plans.bench import bench_of
 from benchmarks.plans.grid import summary
 from benchmarks.plans.workloads import named
-from tightfit.fit.planning import Allowed, Search
-from tightfit.fit.trials import Trial
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.search import Search
+from tightfit.fit.traced_runs import TracedRun
 from tightfit.tape import Category, EventKind, Tape
 
 # Of the plain run's peak, for exact plans.
@@ -19,7 +20,7 @@ _KEPT = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
 def highest(tape: Tape, categories: Iterable[Category]) -> int:
-    """The most bytes that storages of `categories` hold together at any moment."""
+    """The peak of the bytes of `categories` together."""
     kinds, storages = tape.events.kind, tape.events.storage
     relevant = (storages >= 0) & np.isin(kinds, (EventKind.ALLOCATE, EventKind.FREE))
     signs = np.where(kinds[relevant] == EventKind.ALLOCATE, 1, -1)
@@ -29,15 +30,15 @@ def highest(tape: Tape, categories: Iterable[Category]) -> int:
 
 
 def activations(tape: Tape) -> int:
-    """The most that all but parameters, gradients and the optimizer's states hold: activations, temporaries, inputs, workspaces."""
+    """The peak without parameters, gradients and optimizer states: activations, temporaries, inputs, workspaces."""
     return highest(tape, [category for category in Category if category not in _KEPT])
 
 
 def lines(folder: Path | None) -> Iterator[str]:
-    """Exact plans, then the least that can be held by them, and with an optimizer's states in fewer bits."""
+    """Exact plans, then the lowest peak that they reach, and with quantised optimizer states."""
     workload = named("llama-8b")
     bench = bench_of(workload, folder)
-    plain = bench.trial(())
+    plain = bench.run_with(())
     yield f"{workload.name}: batch {workload.batch_size}, {dict(workload.settings)}, {workload.device}"
     yield _line("plain", plain, plain, "")
     for share in SHARES:
@@ -51,7 +52,7 @@ def lines(folder: Path | None) -> Iterator[str]:
         yield _line(name, trial, plain, summary(trial.all_options()))
 
 
-def _line(name: str, trial: Trial, plain: Trial, choices: str) -> str:
+def _line(name: str, trial: TracedRun, plain: TracedRun, choices: str) -> str:
     held, before = activations(trial.tape), activations(plain.tape)
     peak = trial.estimate.peak.device_bytes
     return (

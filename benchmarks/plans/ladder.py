@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plans.baselines import outermost_repeated
-from benchmarks.plans.bench import StoredBench, bench_of
+from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.workloads import Workload
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.techniques.catalogue import techniques
 
@@ -55,14 +56,14 @@ RUNGS: tuple[Rung, ...] = (
 def lines(folder: Path | None) -> Iterator[str]:
     """A line for each rung: predicted and measured ratio to the rung before."""
     bench = bench_of(LLAMA_3B, folder)
-    plain = bench.trial(()).estimate.peak.allocated_bytes
+    plain = bench.run_with(()).estimate.peak.allocated_bytes
     yield f"{'packed':26} {plain / 2**30:6.1f} GiB, measured {PACKED_GIB}"
     # The measured recipe has the fused optimizer from the start.
     taken = list(_options(bench, "optimizer_kernel"))
     for rung in RUNGS:
         options = _options(bench, rung.technique)
         taken = [*(t for t in taken if not any(o.slots & t.slots for o in options)), *options]
-        now = bench.trial(taken).estimate.peak.allocated_bytes
+        now = bench.run_with(taken).estimate.peak.allocated_bytes
         share, measured = now / plain, rung.measured_gib / PACKED_GIB
         yield (
             f"{rung.name:26} {now / 2**30:6.1f} GiB, measured {rung.measured_gib}; of the packed run {share:.3f}, measured {measured:.3f} "
@@ -70,9 +71,9 @@ def lines(folder: Path | None) -> Iterator[str]:
         )
 
 
-def _options(bench: StoredBench, name: str) -> Sequence[Option]:
-    tape = bench.trial(()).tape
-    options = list(techniques()[name].options(tape, bench.card))
+def _options(bench: StoredRuns, name: str) -> Sequence[Option]:
+    tape = bench.run_with(()).tape
+    options = list(techniques()[name].options(Profile(tape, bench.card)))
     if name == "checkpointing":
         return outermost_repeated(options)
     wanted = {"num_chunks": 8, "kernel": "fused", "bits": 8, "in_backward": True}

@@ -1,7 +1,7 @@
 """How far plans are from the best that there is, found by trying everything; and how long the solver takes for models that are too deep for that.
 
-Three comparisons: the solver against all combinations of a problem's options, by what they promise; a search, traces and corrections included,
-against the traces of all combinations of what is done with the blocks of a model of three; and the solver's time on made-up deep models.
+Three comparisons: the solver against all combinations of a problem's options, by their predictions; a search, traces and corrections included,
+against the traces of all combinations of choices for a model of three blocks; and the solver's time on synthetic deep models.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.plans.bench import StoredBench, bench_of
+from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.workloads import Workload
-from tightfit.fit.planning import Allowed, Search
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.search import Search
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem
@@ -95,10 +96,10 @@ def combinations(problem: Problem) -> Iterator[tuple[int, ...]]:
     return extend((), 0)
 
 
-def against_all_promises(bench: StoredBench) -> Iterator[Comparison]:
-    """The solver's answer against all combinations, by what the options promise; `seconds` are those of the whole step."""
-    plain = bench.trial(())
-    problem = part_of(Search(bench, 0, Allowed())._variant(plain).problem, ENUMERATED)
+def against_all_promises(bench: StoredRuns) -> Iterator[Comparison]:
+    """The solver's answer against all combinations, by the options' predictions; `seconds` are those of the whole step."""
+    plain = bench.run_with(())
+    problem = part_of(Search(bench, 0, Allowed()).candidates.variant(plain).problem, ENUMERATED)
     found = list(combinations(problem))
     peaks = np.array([problem.peak_bytes(chosen) for chosen in found])
     seconds = np.array([plain.seconds + problem.seconds[list(chosen)].sum() for chosen in found])
@@ -114,9 +115,9 @@ def against_all_promises(bench: StoredBench) -> Iterator[Comparison]:
         )
 
 
-def against_all_traces(bench: StoredBench) -> Iterator[Comparison]:
+def against_all_traces(bench: StoredRuns) -> Iterator[Comparison]:
     """The search's answer, any technique allowed, against the traces of all choices for the blocks, with the optimizer as is fastest."""
-    plain = bench.trial(())
+    plain = bench.run_with(())
     search = Search(bench, 0, Allowed())
     problem = part_of(search._variant(plain).problem, ENUMERATED)
     optimizers = [i for i, o in enumerate(problem.options) if o.where == "optimizer"]
@@ -126,7 +127,7 @@ def against_all_traces(bench: StoredBench) -> Iterator[Comparison]:
     settings = [o for o in search._options(plain.tape) if o.alloc_conf]
     needs, seconds = [], []
     for chosen in found:
-        trial = bench.trial(problem.options[i] for i in chosen)
+        trial = bench.run_with(problem.options[i] for i in chosen)
         needs.append(min(t.high_bytes for t in (trial, *(bench.with_settings(trial, o) for o in settings))))
         seconds.append(trial.seconds)
     high, all_seconds = np.array(needs), np.array(seconds)

@@ -49,7 +49,7 @@ def lines(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """What is asked of plans, and how many meet it."""
+    """The requirements for plans, and how many plans meet them."""
     plans = [row for row in rows if row.kind == "plan"]
     kept = sum(not row.wrong for row in plans)
     return f"{len({row.workload for row in plans})} workloads, {len(plans)} budgets: {kept} as asked, {len(plans) - kept} not"

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them, and back.
+"""Parsing and formatting of bytes and seconds.
 
 Sizes are whole numbers of bytes. A unit with an `i` is a power of 1024 and one without is a power of 1000, as IEC 80000-13 has it;
 a bare `G` or `M` is taken as binary, because that is what `free`, `nvidia-smi` and CUDA users mean by it.
@@ -17,6 +17,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _FACTORS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
+# 1 GiB is 2**30 bytes, 1 GB 10**9: a budget copied from a data sheet must not come out 7 % too large.
 _FACTORS |= {f"{prefix}ib": 1 << (10 * power) for power, prefix in enumerate("kmgt", 1)}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
@@ -37,6 +38,7 @@ def parse(text: str) -> Bytes:
 
 def format_bytes(count: int) -> str:
     """`count` bytes in the largest binary unit that keeps a digit before the point: `1.50 GiB`, `-3.0 MiB`, `512 B`."""
+    # Two digits for GiB, as a tenth of a GiB is more than many plans save.
     for power, unit, digits in ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1)):
         if abs(count) >= 1 << power:
             return f"{count / (1 << power):.{digits}f} {unit}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.cpu.applied import plan_of
 
+from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Script
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.cli.main import run
@@ -96,7 +97,7 @@ def test_all_that_is_offered_trains_right_or_is_refused(
 ) -> None:
     path, of_script = traced
     plain = _printed(path, capfd)
-    offered = [o for t in techniques().values() if t.exact for o in t.options(of_script.tape, find(CARD))]
+    offered = [o for t in techniques().values() if t.exact for o in t.options(Profile(of_script.tape, find(CARD)))]
     for name, options in {"first.json": offered, "last.json": offered[::-1]}.items():
         choices = [c for c in _choices(options) if "alloc_conf" not in c.settings]
         plan_of(choices, roots=of_script.report["roots"]).save(name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.conformance.training import choice_of
 
+from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
@@ -48,7 +49,7 @@ class Tapes:
     def offered(self, name: str, model: str) -> list[Option]:
         """What the technique `name` offers on the plain run of `model`."""
         if (name, model) not in self._offers:
-            self._offers[name, model] = list(technique(name).options(self.of(model), find(CARD)))
+            self._offers[name, model] = list(technique(name).options(Profile(self.of(model), find(CARD))))
         return self._offers[name, model]
 
     def together(self, name: str, model: str) -> list[Option]:

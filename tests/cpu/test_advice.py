@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.cpu.benches import CARD, arguments_of_bench
+from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
-from tightfit.devices.catalogue import find
 from tightfit.fit import advice
-from tightfit.fit.trials import Bench, Trial
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.units import parse
 
 WORKLOAD = """
@@ -52,9 +51,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def trial(file: Path, **parameters: int) -> Trial:
+def trial(file: Path, **parameters: int) -> TracedRun:
     target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
-    return Bench(**arguments_of_bench(target, "decoder")).trial(())
+    return TracedRuns(**run_arguments(target, "decoder")).run_with(())
 
 
 def size_in(text: str) -> int:
@@ -64,7 +63,7 @@ def size_in(text: str) -> int:
 
 
 def test_a_lighter_model_holds_about_what_is_said_of_it(file: Path) -> None:
-    (said,) = advice._blocks(trial(file), find(CARD))
+    (said,) = advice._blocks(trial(file))
     assert said.startswith("a lighter model, with 6 instead of 8 blocks in Decoder.blocks, ")
     assert size_in(said) == pytest.approx(trial(file, num_blocks=6).estimate.peak.allocated_bytes, rel=0.03)
 
@@ -84,4 +83,4 @@ def test_a_model_without_tokens_or_blocks_is_told_nothing_of_either(tmp_path: Pa
     )
     plain = trial(path, num_blocks=1)
     assert list(advice._sequence(plain)) == []
-    assert list(advice._blocks(plain, find(CARD))) == []
+    assert list(advice._blocks(plain)) == []

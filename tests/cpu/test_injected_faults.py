@@ -15,14 +15,15 @@ import torch
 from tests.cpu.applied import CHOICES, Net, choice, plan_of
 
 import tightfit
+from tightfit.capture import trace as capture_trace
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
 from tightfit.errors import InternalError
 from tightfit.errors.faults import is_ours
 from tightfit.errors.programs import one_line
+from tightfit.fit import candidates, traced_runs
 from tightfit.fit import plan as fit_plan
-from tightfit.fit import planning, trials
 from tightfit.reports import plans
 from tightfit.reports.text import estimates as text
 from tightfit.runtime import attach, record_host
@@ -99,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(folder: Path) -> Traced:
     """The plain run, traced once."""
     target = GeneratorFunction(location=str(folder / "work.py"), function="workload", parameters={})
-    prepared = trials.Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": []})
+    prepared = traced_runs.Preparation(function="tightfit.runtime.attach:prepare", argument={"choices": []})
     return trace(target, label="work.py:workload", device="RTX 4090", preparation=prepared)
 
 
@@ -129,11 +130,22 @@ def is_internal(code: int, said: str, *words: str) -> bool:
     return code == 4
 
 
+def test_a_tape_that_breaks_a_rule_is_a_fault_of_the_capture(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(capture_trace, "verify_tape", lambda _: ["a storage that is freed twice"])
+    code = run(["estimate", "work.py:workload", "--device", "RTX 4090"])
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert code == 4
+    assert line.startswith("tightfit: internal error in the capture: AssertionError at tightfit/capture/trace.py")
+    assert ": a storage that is freed twice; " in line
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_in_the_options_of_each_technique(
     name: str, plain: Traced, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "trace", lambda *_, **__: plain)
+    monkeypatch.setattr(traced_runs, "trace", lambda *_, **__: plain)
     monkeypatch.setattr(type(techniques()[name]), "options", broken)
     assert is_internal(run(COMMAND), (said := capfd.readouterr()).err, f"technique {name}")
     assert said.out == ""
@@ -201,12 +213,12 @@ def test_in_putting_a_technique_on_a_traced_run(capfd: pytest.CaptureFixture[str
 def test_a_trial_that_meets_one_ends_the_search(plain: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no refusal that the plan goes on from: no plan that met one is called proven."""
 
-    def traced(*_: Any, preparation: trials.Preparation, **__: Any) -> Traced:
+    def traced(*_: Any, preparation: traced_runs.Preparation, **__: Any) -> Traced:
         if preparation.argument["choices"]:
             raise InternalError("internal error in technique x")
         return plain
 
-    monkeypatch.setattr(trials, "trace", traced)
+    monkeypatch.setattr(traced_runs, "trace", traced)
     with pytest.raises(InternalError, match="technique x"):
         tightfit.plan("work.py:workload", "RTX 4090", budget="520MiB")
 
@@ -214,18 +226,18 @@ def test_a_trial_that_meets_one_ends_the_search(plain: Traced, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (planning, "solve"),
-        (planning, "replay_levels"),
+        (candidates, "solve"),
+        (candidates, "replay_levels"),
         (fit_plan, "_alternatives"),
         (fit_plan, "advice"),
-        (trials, "estimate_peak"),
+        (traced_runs, "estimate_peak"),
         (plans, "write_plan"),
     ],
 )
 def test_in_the_planner_and_its_report(
     owner: Any, name: str, plain: Traced, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "trace", lambda *_, **__: plain)
+    monkeypatch.setattr(traced_runs, "trace", lambda *_, **__: plain)
     monkeypatch.setattr(owner, name, broken)
     assert is_internal(run(COMMAND), capfd.readouterr().err)
 
@@ -257,8 +269,8 @@ def test_in_the_recorder_of_a_real_run(
 def test_debug_shows_the_traceback_before_the_line(
     monkeypatch: pytest.MonkeyPatch, plain: Traced, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "trace", lambda *_, **__: plain)
-    monkeypatch.setattr(planning, "solve", broken)
+    monkeypatch.setattr(traced_runs, "trace", lambda *_, **__: plain)
+    monkeypatch.setattr(candidates, "solve", broken)
     assert is_internal(run([*COMMAND, "--debug"]), (said := capfd.readouterr().err))
     assert said.startswith("Traceback (most recent call last)")
     assert run(["estimate", "no_such.py", "--device", "RTX 4090", "--debug"]) == 2
@@ -284,7 +296,7 @@ def test_what_a_callback_of_the_users_raises_is_theirs(plain: Traced, monkeypatc
     def say(_: str) -> None:
         raise TheirsError
 
-    monkeypatch.setattr(trials, "trace", lambda *_, **__: plain)
+    monkeypatch.setattr(traced_runs, "trace", lambda *_, **__: plain)
     with pytest.raises(TheirsError):
         tightfit.plan("work.py:workload", "RTX 4090", say=say)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.cpu.module_training import DEVICE, choice, levels, promised_peak
 
+from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Script
 from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
@@ -57,7 +58,7 @@ def traced_script(tmp_path: Path, options: Sequence[Option] = (), **settings: An
 
 def test_the_traced_saving_is_about_the_promised_one(tmp_path: Path) -> None:
     plain = traced_script(tmp_path, package="pytorch_lightning")
-    options = list(MicroBatches().options(plain, find(DEVICE)))
+    options = list(MicroBatches().options(Profile(plain, find(DEVICE))))
     assert [option.settings["loop"] for option in options] == ["Lightning"] * 3
     before, promised = int(levels(plain).max()), promised_peak(plain, options[1:2])
     found = int(levels(traced_script(tmp_path, options[1:2], package="pytorch_lightning")).max())
@@ -68,8 +69,8 @@ def test_the_traced_saving_is_about_the_promised_one(tmp_path: Path) -> None:
 def test_a_batch_norm_in_a_framework_is_advice(tmp_path: Path) -> None:
     plain = traced_script(tmp_path, layers="nn.BatchNorm1d(512),")
     assert plain.loop == "Lightning"
-    assert not list(MicroBatches().options(plain, find(DEVICE)))
-    (row,) = MicroBatches().advice(plain, find(DEVICE))
+    assert not list(MicroBatches().options(Profile(plain, find(DEVICE))))
+    (row,) = MicroBatches().advice(Profile(plain, find(DEVICE)))
     assert "statistics from the whole batch" in row.what
     assert not row.is_exact
 
@@ -105,4 +106,4 @@ def test_the_trainer_is_known_with_a_scaler_too(tmp_path: Path) -> None:
     script.write_text(TRAINER.replace('"out"', repr(str(tmp_path))))
     tape = trace(Script(path=str(script), arguments=()), label="train.py", device=DEVICE, num_steps=2).tape
     assert tape.loop == "Trainer"
-    assert {option.settings["loop"] for option in MicroBatches().options(tape, find(DEVICE))} == {"Trainer"}
+    assert {option.settings["loop"] for option in MicroBatches().options(Profile(tape, find(DEVICE)))} == {"Trainer"}

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from benchmarks.plans import grid, table
 from benchmarks.plans.baselines import outermost_repeated
-from benchmarks.plans.bench import StoredBench, bench_of
+from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.headlines import activations
 from benchmarks.plans.optimality import ENUMERATED, against_all_promises, combinations, deep, part_of
 from benchmarks.plans.workloads import WORKLOADS, Workload
 
-from tightfit.fit.planning import Allowed, Search
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.search import Search
 from tightfit.planner.solve import solve
 
 TINY = Workload(
@@ -48,31 +49,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench(folder: Path) -> StoredBench:
+def runs(folder: Path) -> StoredRuns:
     made = bench_of(TINY, folder)
-    made.trial(())
+    made.run_with(())
     return made
 
 
-def test_a_tape_that_was_kept_serves_again(bench: StoredBench, folder: Path):
+def test_a_tape_that_was_kept_serves_again(runs: StoredRuns, folder: Path):
     again = bench_of(TINY, folder)
-    assert again.trial(()).estimate == bench.trial(()).estimate
+    assert again.run_with(()).estimate == runs.run_with(()).estimate
     assert again.num_traced == 0
     assert bench_of(TINY, folder, 2)._place(frozenset()) != again._place(frozenset())
 
 
-def test_the_solver_misses_no_combination_of_a_traced_model(bench: StoredBench):
-    for comparison in against_all_promises(bench):
+def test_the_solver_misses_no_combination_of_a_traced_model(runs: StoredRuns):
+    for comparison in against_all_promises(runs):
         assert comparison.above == pytest.approx(0.0, abs=1e-4)
 
 
-def test_every_block_twice_is_every_block_once(bench: StoredBench):
-    options = Search(bench, 0, Allowed())._variant(bench.trial(())).problem.options
+def test_every_block_twice_is_every_block_once(runs: StoredRuns):
+    options = Search(runs, 0, Allowed()).candidates.variant(runs.run_with(())).problem.options
     assert [option.where for option in outermost_repeated(options)] == ["_Small.blocks.0", "_Small.blocks.1"]
 
 
-def test_activations_are_what_is_neither_parameter_nor_gradient_nor_state(bench: StoredBench):
-    trial = bench.trial(())
+def test_activations_are_what_is_neither_parameter_nor_gradient_nor_state(runs: StoredRuns):
+    trial = runs.run_with(())
     held = trial.estimate.at_peak
     assert activations(trial.tape) >= held["activations"] + held["temporaries"]
     assert activations(trial.tape) < trial.estimate.peak.allocated_bytes

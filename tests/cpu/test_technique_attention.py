@@ -10,6 +10,7 @@ from tests.cpu.attention_models import WAYS, WHOLE_WAYS, Layer, choice
 from tests.cpu.optimizer_training import DEVICE, peak_bytes
 from torch.utils.checkpoint import checkpoint
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit import capture
@@ -176,7 +177,7 @@ def _traced(**parameters: Any) -> Tape:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_promised_saving_is_the_traced_one(dtype):
     plain = _traced(dtype=dtype)
-    (option,) = Attention().options(plain, find(DEVICE))
+    (option,) = Attention().options(Profile(plain, find(DEVICE)))
     assert option.settings["modules"] == ["Sequential.0", "Sequential.1", "Sequential.2"]
     assert option.is_coarse
     assert option.seconds < 0
@@ -187,5 +188,5 @@ def test_the_promised_saving_is_the_traced_one(dtype):
 
 
 def test_nothing_is_offered_where_weights_are_dropped_or_a_kernel_runs_already():
-    assert list(Attention().options(_traced(dropout=0.1), find(DEVICE))) == []
-    assert list(Attention().options(_traced(applied=1, dtype="bfloat16"), find(DEVICE))) == []
+    assert list(Attention().options(Profile(_traced(dropout=0.1), find(DEVICE)))) == []
+    assert list(Attention().options(Profile(_traced(applied=1, dtype="bfloat16"), find(DEVICE)))) == []

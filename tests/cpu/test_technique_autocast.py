@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, Tied, choice, peak_bytes, traced, train
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.precision.autocast import Autocast
@@ -46,19 +47,19 @@ def test_a_model_without_numbers_is_refused():
 
 def test_the_promised_saving_is_near_the_traced_one():
     plain = traced(batch_size=8192)
-    (option,) = Autocast().options(plain, find(DEVICE))
+    (option,) = Autocast().options(Profile(plain, find(DEVICE)))
     actual = traced(batch_size=8192, technique=NAME, where="precision")
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 50e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=Autocast.tolerance)
     assert option.seconds < 0
     assert option.is_coarse and not option.exact
-    assert Autocast().options(actual, find(DEVICE)) == []
+    assert Autocast().options(Profile(actual, find(DEVICE))) == []
 
 
 def test_a_card_without_bfloat16_gets_advice():
     plain = traced()
-    assert Autocast().options(plain, find("T4")) == []
-    (advice,) = Autocast().advice(plain, find("T4"))
+    assert Autocast().options(Profile(plain, find("T4"))) == []
+    (advice,) = Autocast().advice(Profile(plain, find("T4")))
     assert "GradScaler" in advice.what and not advice.is_exact
-    assert list(Autocast().advice(plain, find(DEVICE))) == []
+    assert list(Autocast().advice(Profile(plain, find(DEVICE)))) == []

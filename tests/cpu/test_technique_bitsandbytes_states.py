@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer import bitsandbytes_codec
@@ -130,7 +131,7 @@ def train_wide(settings, optimizer):
 @pytest.mark.parametrize("more", [{}, IN_BACKWARD])
 def test_the_plan_names_it_and_promises_what_is_traced_with_fewer_kernels(more):
     plain = traced(num_blocks=8)
-    options = {tuple(o.settings.items()): o for o in LowBitStates().options(plain, find(DEVICE))}
+    options = {tuple(o.settings.items()): o for o in LowBitStates().options(Profile(plain, find(DEVICE)))}
     theirs, ours = (options[tuple((settings | more).items())] for settings in (THEIRS, OURS))
     assert theirs.seconds < 0.5 * ours.seconds
     text = "+".join(f"{name}:{value}" for name, value in (THEIRS | more).items())
@@ -147,7 +148,7 @@ def test_where_it_is_not_installed_the_plan_is_refused_in_one_line(monkeypatch):
     session = Session(model=model, optimizers=[torch.optim.Adam(model.parameters())])
     with pytest.raises(ApplyError, match=r"0\.46 or later, which is not installed here; install it, or make the plan"):
         LowBitStates().apply(session, [choice("low_bit_states", **THEIRS)])
-    assert not any("library" in o.settings for o in LowBitStates().options(traced(num_blocks=8), find(DEVICE)))
+    assert not any("library" in o.settings for o in LowBitStates().options(Profile(traced(num_blocks=8), find(DEVICE))))
 
 
 def test_an_older_version_counts_as_none(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from tests.cpu.loss_head_models import LOSSES, WHOLE_LOSSES, Plain, batch, choice
 from tests.cpu.optimizer_training import DEVICE, peak_bytes
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.fit import capture
@@ -254,7 +255,7 @@ def _traced(function: str = "workload", **parameters: Any) -> Tape:
 @pytest.mark.parametrize(("dtype", "loss"), [("float32", "flat"), ("bfloat16", "shifted")])
 def test_the_promised_saving_is_the_traced_one(dtype, loss):
     plain = _traced(dtype=dtype, loss=loss)
-    options = {tuple(o.settings.values()): o for o in ChunkedLoss().options(plain, find(DEVICE))}
+    options = {tuple(o.settings.values()): o for o in ChunkedLoss().options(Profile(plain, find(DEVICE)))}
     assert set(options) == {(2, "forward"), (2, "backward"), (4, "forward"), (4, "backward")}
     before = peak_bytes(plain)
     for gradients_in in ("forward", "backward"):
@@ -265,7 +266,7 @@ def test_the_promised_saving_is_the_traced_one(dtype, loss):
 
 
 def test_more_chunks_save_more_and_the_backward_pass_costs_a_product_more():
-    options = {tuple(o.settings.values()): o for o in ChunkedLoss().options(_traced(), find(DEVICE))}
+    options = {tuple(o.settings.values()): o for o in ChunkedLoss().options(Profile(_traced(), find(DEVICE)))}
     peaks = {key: peak_bytes(_traced(), [option]) for key, option in options.items()}
     assert peaks[4, "forward"] < peaks[2, "forward"]
     assert peaks[4, "backward"] < peaks[2, "backward"]
@@ -273,4 +274,4 @@ def test_more_chunks_save_more_and_the_backward_pass_costs_a_product_more():
 
 
 def test_a_small_head_is_not_offered():
-    assert list(ChunkedLoss().options(_traced("classifier"), find(DEVICE))) == []
+    assert list(ChunkedLoss().options(Profile(_traced("classifier"), find(DEVICE)))) == []

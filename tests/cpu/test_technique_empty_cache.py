@@ -5,6 +5,7 @@ from tests.cpu import empty_cache_models as models
 from tests.cpu.module_training import DEVICE, choice, traced
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.runtime.apply import apply_choices
 from tightfit.simulate.timeline_bytes import replay_levels
@@ -20,7 +21,7 @@ def _reserved(tape: Tape) -> int:
 
 def test_the_applied_run_reserves_what_the_replay_said() -> None:
     plain = traced(models.__file__, "uneven")
-    options = list(EmptyCache().options(plain, find(DEVICE)))
+    options = list(EmptyCache().options(Profile(plain, find(DEVICE))))
     assert options
     best = min(options, key=lambda o: _reserved(with_emptied_cache(plain, o.empties_at)))
     promised = _reserved(with_emptied_cache(plain, best.empties_at))

@@ -7,6 +7,7 @@ import torch
 from tests.cpu import frozen_models as models
 from tests.cpu.module_training import DEVICE, choice, levels, promised_peak, traced
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
@@ -23,7 +24,7 @@ def plain() -> Tape:
 
 
 def test_frozen_blocks_hold_what_was_promised(plain: Tape) -> None:
-    options = list(Freezing().options(plain, find(DEVICE)))
+    options = list(Freezing().options(Profile(plain, find(DEVICE))))
     assert [option.settings["num_blocks"] for option in options] == [2, 4, 6]
     assert not any(option.exact for option in options)
     before = int(levels(plain).max())
@@ -35,7 +36,7 @@ def test_frozen_blocks_hold_what_was_promised(plain: Tape) -> None:
 
 def test_what_works_before_the_blocks_is_frozen_with_them() -> None:
     tape = traced(models.__file__, "vision")
-    option = next(iter(Freezing().options(tape, find(DEVICE))))
+    option = next(iter(Freezing().options(Profile(tape, find(DEVICE)))))
     assert option.where == "Vision.blocks"
     model = models.Vision()
     chosen = choice("freezing", option.where, **option.settings)
@@ -67,26 +68,24 @@ def test_freezing_is_refused_where_it_is_too_late_or_all() -> None:
 
 
 def test_the_rows_name_what_each_would_hold(plain: Tape) -> None:
-    (frozen,) = Freezing().advice(plain, find(DEVICE))
+    (frozen,) = Freezing().advice(Profile(plain, find(DEVICE)))
     assert re.search(r"2 of 8: .*; 4 of 8: .*; 6 of 8: .*--allow freezing", frozen.what)
-    (adapters,) = Adapters().advice(plain, find(DEVICE))
+    (adapters,) = Adapters().advice(Profile(plain, find(DEVICE)))
     assert "LoRA on 56 linear layers" in adapters.what
     numbers = 8 * 8 * (4 * (256 + 256) + 3 * (256 + 768))
     assert f"with {numbers:,} trained numbers" in adapters.what
 
 
 def test_adapters_hold_what_was_promised(plain: Tape) -> None:
-    from tightfit.analysis.optimizer import OptimizerTape
-    from tightfit.analysis.trained_parts import TrainedParts
     from tightfit.techniques.trained import adapters
 
-    parts = TrainedParts(OptimizerTape(plain, find(DEVICE)))
+    parts = Profile(plain, find(DEVICE)).trained_parts
     promised = parts.peak_with(adapters._changes(parts, adapters._linears(parts), 64))
     found = int(levels(traced(models.__file__, "causal", rank=64)).max())
     assert promised == pytest.approx(found, rel=0.1)
 
 
 def test_adapters_are_nothing_to_put_on_a_model(plain: Tape) -> None:
-    assert list(Adapters().options(plain, find(DEVICE))) == []
+    assert list(Adapters().options(Profile(plain, find(DEVICE)))) == []
     with pytest.raises(ApplyError, match="write them into the program"):
         apply_choices([choice("adapters", "Vision.blocks", rank=8)], models.Vision(), [])

@@ -8,6 +8,7 @@ import torch
 from tests.cpu import kept_alive_models as models
 from tests.cpu.module_training import DEVICE
 
+from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
@@ -22,8 +23,8 @@ MIB = 1 << 20
 def advice(function: str, num_steps: int = 3) -> list[Advice]:
     target = GeneratorFunction(location=models.__file__, function=function, parameters={})
     tape = trace(target, label=function, device=DEVICE, num_steps=num_steps).tape
-    assert list(KeptAlive().options(tape, find(DEVICE))) == []
-    return list(KeptAlive().advice(tape, find(DEVICE)))
+    assert list(KeptAlive().options(Profile(tape, find(DEVICE)))) == []
+    return list(KeptAlive().advice(Profile(tape, find(DEVICE))))
 
 
 def line_of(text: str) -> str:

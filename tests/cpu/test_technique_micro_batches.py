@@ -8,6 +8,7 @@ from tests.cpu import micro_batch_models as models
 from tests.cpu.micro_batch_models import numbers_of, tokens_of
 from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, levels, traced, train
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
@@ -206,7 +207,7 @@ def test_autocast_around_the_model() -> None:
 @pytest.mark.parametrize("workload", ["large", "causal"])
 def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
     plain = traced(models.__file__, workload)
-    options = list(MicroBatches().options(plain, find(DEVICE)))
+    options = list(MicroBatches().options(Profile(plain, find(DEVICE))))
     assert [option.settings["num_parts"] for option in options] == [2, 4, 8]
     before = int(levels(plain).max())
     for option in options[1:2]:
@@ -219,9 +220,11 @@ def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
 def test_blocks_that_keep_their_products_run_in_parts_under_autocast() -> None:
     # Weights that a forward without gradients has cast would be missing when blocks are run again after the cache of casts was emptied.
     plain = traced(models.__file__, "causal", autocast=True)
-    halves = next(iter(MicroBatches().options(plain, find(DEVICE))))
+    halves = next(iter(MicroBatches().options(Profile(plain, find(DEVICE)))))
     blocks = [
-        o for o in SelectiveCheckpointing().options(plain, find(DEVICE)) if o.where.endswith(("layers.1", "layers.2"))
+        o
+        for o in SelectiveCheckpointing().options(Profile(plain, find(DEVICE)))
+        if o.where.endswith(("layers.1", "layers.2"))
     ]
     assert len(blocks) == 2
     both = traced(models.__file__, "causal", [halves, *blocks], autocast=True)
@@ -237,14 +240,14 @@ def _by_event(option, num_events: int):
 
 def test_a_loss_beside_the_model_is_advice() -> None:
     plain = traced(models.__file__, "beside")
-    assert list(MicroBatches().options(plain, find(DEVICE))) == []
-    (row,) = MicroBatches().advice(plain, find(DEVICE))
+    assert list(MicroBatches().options(Profile(plain, find(DEVICE)))) == []
+    (row,) = MicroBatches().advice(Profile(plain, find(DEVICE)))
     assert "gradient_accumulation_steps=2" in row.what
     assert row.saves_bytes > 0
 
 
 def test_a_contrastive_loss_is_refused_on_the_virtual_card() -> None:
     plain = traced(models.__file__, "contrastive")
-    option = next(iter(MicroBatches().options(plain, find(DEVICE))))
+    option = next(iter(MicroBatches().options(Profile(plain, find(DEVICE)))))
     with pytest.raises(ApplyError, match="as many classes"):
         traced(models.__file__, "contrastive", [option])

@@ -10,6 +10,7 @@ from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, lev
 from torch import nn
 from torch.nn import functional
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
@@ -168,10 +169,12 @@ def plain() -> Tape:
 
 def test_it_holds_what_it_promised_and_less_than_checkpointing(plain):
     nested = [
-        o for o in NestedCheckpointing().options(plain, find(DEVICE)) if o.settings["end"] - o.settings["begin"] == 4
+        o
+        for o in NestedCheckpointing().options(Profile(plain, find(DEVICE)))
+        if o.settings["end"] - o.settings["begin"] == 4
     ]
     assert [(o.settings["begin"], o.settings["end"]) for o in nested] == [(0, 4), (4, 8), (8, 12), (12, 16)]
-    blocks = list(Checkpointing().options(plain, find(DEVICE)))
+    blocks = list(Checkpointing().options(Profile(plain, find(DEVICE))))
     blocks = [o for o in blocks if o.where.rpartition(".")[0] == "Deep.layers"]
     assert len(blocks) == 16
     before = levels(plain).max()

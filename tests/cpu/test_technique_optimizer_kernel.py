@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, assert_same, choice, peak_bytes, traced, train
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer.optimizer_kernel import OptimizerKernel
@@ -76,7 +77,7 @@ def test_what_cannot_run_an_implementation_is_left_as_it_is():
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_promised_saving_is_the_traced_one(optimizer):
     plain = traced(optimizer=optimizer)
-    options = {option.settings["kernel"]: option for option in OptimizerKernel().options(plain, find(DEVICE))}
+    options = {option.settings["kernel"]: option for option in OptimizerKernel().options(Profile(plain, find(DEVICE)))}
     assert set(options) == {"fused", "for-loop"}
     assert options["fused"].seconds < 0 < options["for-loop"].seconds
     for kernel, option in options.items():
@@ -86,4 +87,4 @@ def test_the_promised_saving_is_the_traced_one(optimizer):
 
 def test_what_runs_fused_has_nothing_to_gain():
     fused = traced(technique=NAME, settings="kernel:fused")
-    assert OptimizerKernel().options(fused, find(DEVICE)) == []
+    assert OptimizerKernel().options(Profile(fused, find(DEVICE))) == []

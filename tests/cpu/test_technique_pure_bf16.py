@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, choice, peak_bytes, traced, train
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.precision.pure_bf16 import PureBf16
@@ -157,7 +158,7 @@ def test_an_operator_that_knows_no_bfloat16_is_refused_in_the_forward(read, is_p
 @pytest.mark.parametrize(("batch_size", "rounding"), [(64, "compensated"), (8192, "stochastic")])
 def test_the_promised_saving_is_near_the_traced_one(batch_size, rounding):
     plain = traced(batch_size=batch_size)
-    (option,) = (o for o in PureBf16().options(plain, find(DEVICE)) if o.settings["rounding"] == rounding)
+    (option,) = (o for o in PureBf16().options(Profile(plain, find(DEVICE))) if o.settings["rounding"] == rounding)
     actual = traced(batch_size=batch_size, technique=NAME, settings=f"rounding:{rounding}", where="precision")
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 20e6

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
@@ -240,7 +241,9 @@ USED_UP = "in_backward:True+clips:False"
 def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):
     plain = traced(num_blocks=8, max_norm=max_norm)
     kind = LowBitStates if name == LOW_BIT else FactoredStates
-    options = {"+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(plain, find(DEVICE))}
+    options = {
+        "+".join(f"{k}:{v}" for k, v in o.settings.items()): o for o in kind().options(Profile(plain, find(DEVICE)))
+    }
     actual = traced(num_blocks=8, technique=name, settings=settings_text, max_norm=max_norm)
     saved = peak_bytes(plain) - peak_bytes(actual)
     promised = peak_bytes(plain) - peak_bytes(plain, [options[settings_text]])
@@ -254,6 +257,6 @@ def test_the_promised_saving_is_the_traced_one(name, settings_text, max_norm):
 def test_nothing_is_offered_where_updates_run_in_the_backward_pass_already():
     tape = traced(num_blocks=8, technique=LOW_BIT, settings=f"bits:8+{USED_UP}")
     for technique in (LowBitStates(), FactoredStates(), UpdateInBackward()):
-        assert not list(technique.options(tape, find(DEVICE)))
-        assert not list(technique.advice(tape, find(DEVICE)))
-        assert list(technique.options(traced(num_blocks=8), find(DEVICE)))
+        assert not list(technique.options(Profile(tape, find(DEVICE))))
+        assert not list(technique.advice(Profile(tape, find(DEVICE))))
+        assert list(technique.options(Profile(traced(num_blocks=8), find(DEVICE))))

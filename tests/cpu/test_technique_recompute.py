@@ -10,6 +10,7 @@ from torch import nn
 
 from tightfit import fit
 from tightfit import plan as find_plan
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import merged
 from tightfit.planner.plan import Choice
@@ -115,7 +116,7 @@ def test_a_model_that_is_called_in_a_loop_may_be_run_twice_itself(tmp_path: Path
     (tmp_path / "policy.py").write_text(POLICY)
     target = f"{tmp_path / 'policy.py'}:workload"
     tape = fit.capture(target, device="RTX 4090")
-    (option,) = Checkpointing().options(tape, find("RTX 4090"))
+    (option,) = Checkpointing().options(Profile(tape, find("RTX 4090")))
     assert option.where == "Policy"
     # 40 calls leave a MiB twice each, one of which counts as an output; what they leave is back for one call at a time.
     assert max(-change.num_bytes for change in merged(option.changes)) > 38 << 20

@@ -8,6 +8,7 @@ import torch
 from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, levels, promised_peak, traced, train
 from torch import nn
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
@@ -123,7 +124,7 @@ def plain() -> Tape:
 
 
 def test_options_cut_after_pooling_and_never_before_what_works_in_place(plain):
-    options = list(SequentialCheckpointing().options(plain, find(DEVICE)))
+    options = list(SequentialCheckpointing().options(Profile(plain, find(DEVICE))))
     places = {(o.settings["begin"], o.settings["end"]) for o in options}
     assert {(0, 24), (0, 8)} <= places
     assert all(begin % 8 not in (2, 5) for begin, _ in places)
@@ -135,7 +136,8 @@ def test_options_cut_after_pooling_and_never_before_what_works_in_place(plain):
 
 def test_the_traced_saving_is_the_promised_one(plain):
     options = {
-        (o.settings["begin"], o.settings["end"]): o for o in SequentialCheckpointing().options(plain, find(DEVICE))
+        (o.settings["begin"], o.settings["end"]): o
+        for o in SequentialCheckpointing().options(Profile(plain, find(DEVICE)))
     }
     chosen = [options[0, 8], options[8, 16]]
     before, after = levels(plain).max(), levels(traced(__file__, "workload", chosen)).max()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promised_peak, traced, train
 from torch import nn
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
@@ -179,7 +180,7 @@ def plain() -> Tape:
 def test_the_traced_saving_is_the_promised_one(plain):
     options = [
         o
-        for o in TiledConvolutions().options(plain, find(DEVICE))
+        for o in TiledConvolutions().options(Profile(plain, find(DEVICE)))
         if o.settings == {"begin": 0, "end": 15, "num_tiles": 4}
     ]
     assert [o.where for o in options] == ["Sequential.0"]

@@ -12,6 +12,7 @@ from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promi
 from torch import nn
 from torch.nn import functional
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.effects.rows import Mixes
 from tightfit.errors import ApplyError
@@ -251,7 +252,7 @@ def plain() -> Tape:
 def test_the_traced_saving_is_the_promised_one(plain):
     options = [
         o
-        for o in TiledTokens().options(plain, find(DEVICE))
+        for o in TiledTokens().options(Profile(plain, find(DEVICE)))
         if o.settings == {"num_tiles": 4} and o.where.endswith("mlp")
     ]
     assert len(options) == 3
@@ -261,10 +262,10 @@ def test_the_traced_saving_is_the_promised_one(plain):
 
 
 def test_tiles_save_what_checkpointing_alone_cannot(plain):
-    blocks = [o for o in Checkpointing().options(plain, find(DEVICE)) if o.where[:-1].endswith("layers.")]
+    blocks = [o for o in Checkpointing().options(Profile(plain, find(DEVICE))) if o.where[:-1].endswith("layers.")]
     tiles = [
         o
-        for o in TiledTokens().options(plain, find(DEVICE))
+        for o in TiledTokens().options(Profile(plain, find(DEVICE)))
         if o.settings == {"num_tiles": 16, "recomputed": True} and o.where.endswith("mlp")
     ]
     assert not any(a.slots & b.slots for a in blocks for b in tiles)

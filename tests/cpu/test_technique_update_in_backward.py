@@ -9,6 +9,7 @@ import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
 from torch.utils.checkpoint import checkpoint
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
@@ -339,7 +340,7 @@ def test_optimizers_that_look_at_all_parameters_together_are_refused():
 @pytest.mark.parametrize(("max_norm", "kernel"), [(0.0, "same"), (1.0, "fused")])
 def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
     plain = traced(max_norm=max_norm)
-    options = {option.settings["kernel"]: option for option in UpdateInBackward().options(plain, find(DEVICE))}
+    options = {option.settings["kernel"]: option for option in UpdateInBackward().options(Profile(plain, find(DEVICE)))}
     assert set(options) == {"same", "fused"}
     assert options["fused"].seconds < options["same"].seconds
     option = options[kernel]
@@ -352,4 +353,4 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
 
 def test_nothing_is_offered_where_gradients_are_read_before_the_step():
     for averages, is_offered in ((0, True), (1, True), (8, False)):
-        assert bool(list(UpdateInBackward().options(traced(averages=averages), find(DEVICE)))) == is_offered
+        assert bool(list(UpdateInBackward().options(Profile(traced(averages=averages), find(DEVICE))))) == is_offered

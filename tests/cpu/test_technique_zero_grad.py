@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
 
+from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.techniques.lifetimes.zero_grad import ZeroGrad
 from tightfit.techniques.session import Session
@@ -81,7 +82,7 @@ def test_undone_it_zeroes_again_and_copies_are_their_own():
 
 def test_the_promised_saving_is_the_traced_one():
     plain = traced(set_to_none=0, batch_size=4096)
-    (option,) = ZeroGrad().options(plain, find(DEVICE))
+    (option,) = ZeroGrad().options(Profile(plain, find(DEVICE)))
     actual = traced(
         set_to_none=0,
         batch_size=4096,
@@ -95,7 +96,7 @@ def test_the_promised_saving_is_the_traced_one():
 
 
 def test_where_gradients_are_freed_already_there_is_nothing_to_do():
-    assert ZeroGrad().options(traced(), find(DEVICE)) == []
+    assert ZeroGrad().options(Profile(traced(), find(DEVICE))) == []
 
 
 def test_what_a_script_has_another_name_for_is_filled_where_it_is():

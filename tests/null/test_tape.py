@@ -19,6 +19,7 @@ from tightfit.tape import (
     Storages,
     Tape,
 )
+from tightfit.tape.read import read_tape
 from tightfit.tape.verify import verify_tape
 
 
@@ -103,3 +104,15 @@ def test_broken_events_are_named(column, values, complaint):
     tape = small_tape()
     events = dataclasses.replace(tape.events, **{column: np.asarray(values, dtype=getattr(tape.events, column).dtype)})
     assert any(complaint in fault for fault in verify_tape(dataclasses.replace(tape, events=events)))
+
+
+def test_a_file_whose_tape_breaks_a_rule_is_not_read(tmp_path):
+    tape = small_tape()
+    tape.save(tmp_path / "whole.npz")
+    assert len(read_tape(tmp_path / "whole.npz").events) == len(tape.events)
+    events = dataclasses.replace(tape.events, operator=np.asarray([1, 0, 0], dtype=tape.events.operator.dtype))
+    dataclasses.replace(tape, events=events).save(tmp_path / "broken.npz")
+    with pytest.raises(
+        RecordingError, match=r"broken\.npz is not a valid tape: events go back .*; trace the program again"
+    ):
+        read_tape(tmp_path / "broken.npz")

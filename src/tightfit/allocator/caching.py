@@ -1,9 +1,9 @@
 """A simulation of torch's CUDA caching allocator that is exact to the byte: which block, which segment, when the driver is asked.
 
 It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, a small and a large pool per stream, best fit with ties to the
-lowest address, splitting, merging, `max_split_size`, garbage collection, expandable segments, `record_stream`, and what is tried before an
-out-of-memory error. Requests are made live while a workload is traced, so the usual case is written out in `malloc` and `free`, and
-everything rare is a method of its own.
+lowest address, splitting, merging, `max_split_size`, garbage collection, expandable segments, `record_stream`, and the retries before an
+out-of-memory error. Functions of that file are named in parentheses. Every allocation of a trace passes through here, so the common case
+is inlined in `malloc` and `free`, and everything rare is a method of its own.
 """
 
 import sys
@@ -33,7 +33,7 @@ _UNKNOWN_TOTAL_BYTES = 1 << 40
 
 
 class OutOfDeviceMemory(Exception):
-    """No block could be had: what was asked for (rounded as the allocator does), and what was held. All in bytes."""
+    """The simulated out-of-memory error: the request (rounded as the allocator does) and what was allocated and reserved. All in bytes."""
 
     def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, free_bytes: int) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class OutOfDeviceMemory(Exception):
 
 
 class CachingAllocator(Counters):
-    """One device's allocator."""
+    """The caching allocator of one device."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class CachingAllocator(Counters):
         total_bytes: int | None = None,
         place_segment: Callable[[int, int], int] | None = None,
     ) -> None:
-        """`capacity_bytes` is what the allocator may hold, as `set_per_process_memory_fraction` bounds it; `total_bytes` what the card has.
+        """`capacity_bytes` is the limit on reserved bytes that `set_per_process_memory_fraction` sets; `total_bytes` the GPU's memory.
 
         As in torch, the first is checked before pages of an expandable segment are rounded up, and may be exceeded by less than a page.
 
-        `place_segment(num_bytes, stream)` gives the address of a new segment (by default ever growing ones, far apart).
+        `place_segment(num_bytes, stream)` gives the address of a new segment (by default increasing addresses, far apart).
         """
         super().__init__()
         self.settings = settings
@@ -72,12 +72,16 @@ class CachingAllocator(Counters):
         self._next_address = _FIRST_ADDRESS
         self._place = place_segment or self._place_next
         self._max_split = settings.max_split_size_bytes or sys.maxsize
+        # should_split: without expandable segments a request at or above max_split_size takes its block whole.
         self._split_below = sys.maxsize if settings.expandable_segments else self._max_split
         self._divisions = settings.roundup_power2_divisions
         self._rounds_up = any(count > 1 for count in self._divisions)
+        # malloc() collects only once a memory fraction is set: the threshold is a share of that limit.
         self._collects = self.capacity_bytes is not None and settings.garbage_collection_threshold > 0
         self._num_large_searches = 0
+        # In the default configuration best fit is the first key that is large enough, so `malloc` bisects without calling _search.
         self._searches_plainly = not (self._collects or settings.max_split_size_bytes or settings.expandable_segments)
+        # ExpandableSegment reserves addresses for 9/8 of the GPU's memory, so that pages unmapped early in it can go to its end.
         self.address_space_bytes = (total_bytes or capacity_bytes or _UNKNOWN_TOTAL_BYTES) * 9 // 8
         self._mapper = Mapper(
             large_page_bytes=settings.large_segment_size_bytes,
@@ -91,8 +95,9 @@ class CachingAllocator(Counters):
         """A block of at least `num_bytes` for use on `stream`.
 
         Raises:
-            OutOfDeviceMemory: the limit is reached, and giving back what is cached did not help.
+            OutOfDeviceMemory: the limit is reached, also after the cache was emptied.
         """
+        # The default rounding, inlined: a call of `rounded` for each of some 10,000 requests a step is measurable.
         if self._rounds_up:
             size = rounded(num_bytes, self._divisions)
         else:
@@ -102,14 +107,18 @@ class CachingAllocator(Counters):
         if pool is None:
             pool = self.pool_of(stream, is_small=pools is self._small)
         keys = pool.keys
+        # The key of (size, address 0) sorts before every block of this size, so equal sizes yield the lowest address, which is
+        # how BlockComparatorSize breaks ties.
         at = bisect_left(keys, size << ADDRESS_BITS) if self._searches_plainly else self._search(pool, size)
         if at < len(keys):
             block = pool.blocks.pop(keys.pop(at))
             block.is_free = False
         else:
             block = self._grow(pool, size)
+        # alloc_found_block splits here; `min_rest_bytes` is the remainder that should_split asks for.
         if block.size - size >= pool.min_rest_bytes and size < self._split_below:
             self._split(block, size)
+        # A free piece of a split segment becomes active; torch keeps inactive_split for non-expandable segments only.
         elif block.segment is None and (block.prev is not None or block.next is not None):
             self._count_split(-block.size)
         block.is_live = True
@@ -118,7 +127,8 @@ class CachingAllocator(Counters):
         return block
 
     def free(self, block: Block) -> None:
-        """The program is done with `block`; it is reusable at once unless another stream has used it."""
+        """Frees `block`; it is reusable at once unless another stream has used it."""
+        # allocated_bytes drops when the free is requested (FREE_REQUESTED), even where the block is reusable only later.
         block.is_live = False
         self.allocated_bytes -= block.size
         self.num_live -= 1
@@ -129,14 +139,15 @@ class CachingAllocator(Counters):
             self._reclaim(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """`block` is used on `stream` too, so once freed it waits for that stream."""
+        """Marks `block` as used on `stream`, so that a free waits for that stream."""
+        # recordStream ignores the allocation stream, whose kernels run in order anyway.
         if stream != block.pool.stream:
             if block.uses is None:
                 block.uses = set()
             block.uses.add(stream)
 
     def complete(self, block: Block) -> None:
-        """Other streams are done with a freed `block`; no effect on a block that waits for none."""
+        """Completes the free of a `block` that waits for other streams; no effect on any other block."""
         if block in self._waiting:
             del self._waiting[block]
             self.waiting_bytes -= block.size
@@ -144,29 +155,33 @@ class CachingAllocator(Counters):
             self._reclaim(block)
 
     def synchronize(self) -> None:
-        """All streams have caught up: every block that was freed is reusable."""
+        """Synchronises all streams: every freed block becomes reusable."""
         for block in list(self._waiting):
             self.complete(block)
 
     def empty_cache(self) -> None:
-        """Gives every segment (or page) that is free as a whole back to the driver, but for those of private pools: negative streams."""
+        """Frees every unused segment (or page) to the driver, except those of private pools, which have negative streams."""
         self.synchronize()
         for pools in (self._large, self._small):
+            # release_cached_blocks gives back private pools only once their CUDA graph is gone. Streams in order, because torch's
+            # set of free blocks is ordered by stream first and a recording shows the calls in that order.
             shared = sorted(stream for stream in pools if stream >= 0)
             paged = [block for stream in shared for block in self._release_whole_segments(pools[stream])]
+            # release_blocks gathers the expandable blocks first as well: unmapping changes the set that it iterates over.
             for block in paged:
                 self._mapper.release(block)
 
     def give_back(self, block: Block) -> None:
-        """Gives a free block back to the driver, if it is a whole segment, or else the whole pages in it."""
+        """Frees a free block to the driver if it is a whole segment, or else the whole pages in it."""
         if block.segment is not None:
             self._mapper.release(block)
         elif block.prev is None and block.next is None:
             self._release_segment(block)
 
     def adopt(self, block: Block, neighbour: Block | None) -> None:
-        """Takes in a block of a segment that exists already, right after its `neighbour` in the same segment: the start of a recording."""
+        """Adds an existing block right after its `neighbour` in the same segment, to reconstruct the start of a recording."""
         block.splice(neighbour, None)
+        # From now on a pool can hold expandable and plain blocks, which only _search tells apart.
         if block.segment is not None:
             self._searches_plainly = False
         if not block.is_mapped:
@@ -175,6 +190,7 @@ class CachingAllocator(Counters):
             self.allocated_bytes += block.size
             self.requested_bytes += block.requested_bytes
             self.num_live += 1
+        # Active but not allocated: freed before the recording began, with events of other streams outstanding.
         elif block.uses:
             self._waiting[block] = None
             self.waiting_bytes += block.size
@@ -183,7 +199,7 @@ class CachingAllocator(Counters):
             block.pool.add(block)
 
     def adopt_memory(self, num_bytes: int, *, is_segment: bool) -> None:
-        """The driver had given `num_bytes` before: as one segment, or as pages of an expandable one."""
+        """Counts `num_bytes` as reserved before the start: as one segment, or as pages of an expandable one."""
         self.reserved_bytes += num_bytes
         self.num_segments += is_segment
 
@@ -191,6 +207,8 @@ class CachingAllocator(Counters):
         """The small or large pool of a stream."""
         pools = self._small if is_small else self._large
         if stream not in pools:
+            # should_split: the small pool and expandable segments split off any remainder of 512 bytes or more, the large pool only
+            # remainders above 1 MiB (strictly greater).
             eager = is_small or self.settings.expandable_segments
             pools[stream] = Pool(
                 stream=stream, is_small=is_small, min_rest_bytes=MIN_BLOCK_BYTES if eager else SMALL_BYTES + 1
@@ -198,15 +216,16 @@ class CachingAllocator(Counters):
         return pools[stream]
 
     def free_blocks(self) -> list[Block]:
-        """Every free block, of all streams: what the cache holds."""
+        """Every free block of all streams: the cache."""
         pools = (*self._large.values(), *self._small.values())
         return [block for pool in pools for block in pool.free_blocks()]
 
     def _split(self, block: Block, size: int) -> None:
-        """Leaves `block` only its first `size` bytes; the rest is free."""
+        """Shrinks `block` to its first `size` bytes; the rest becomes a free block."""
         pool, after = block.pool, block.next
         address, rest_bytes = block.address + size, block.size - size
         if block.segment is None:
+            # A whole segment becomes a split one and its remainder inactive, or an inactive piece shrinks by what is taken from it.
             self._count_split(rest_bytes if after is None and block.prev is None else -size)
         rest = Block(address, rest_bytes, pool, block.segment)
         rest.prev, rest.next = block, after
@@ -218,8 +237,9 @@ class CachingAllocator(Counters):
         pool.add(rest)
 
     def _reclaim(self, block: Block) -> None:
-        """Puts a block back into its pool, together with its free neighbours (free_block)."""
+        """Merges a block with its free neighbours and puts it into its pool (free_block)."""
         pool, size = block.pool, block.size
+        # Only now, not in `free`: free_block lowers requested_bytes, when the last event of another stream has passed.
         self.requested_bytes -= block.requested_bytes
         before, after = block.prev, block.next
         if before is not None and before.is_free:
@@ -228,14 +248,17 @@ class CachingAllocator(Counters):
         if after is not None and after.is_free:
             pool.remove(after)
             block.absorb(after)
+        # insert_into_blocks stamps gc_count_base at every insertion, so a block that has just merged counts as fresh.
         block.cached_at = self._num_large_searches
         pool.add(block)
         if block.segment is None:
+            # A segment that became whole again is not split any more: its pieces, now merged, leave inactive_split.
             is_whole = block.prev is None and block.next is None
             self._count_split(size - block.size if is_whole else size)
 
     def _search(self, pool: Pool, size: int) -> int:
-        """Where in the order of free blocks the one to use stands, past the end where there is none (get_free_block)."""
+        """The index of the best-fitting free block, past the end if there is none (get_free_block)."""
+        # get_free_block counts calls while garbage collection is on; the age of a block is the number of calls since it was cached.
         if self._collects and not pool.is_small:
             self._num_large_searches += 1
         keys, blocks = pool.keys, pool.blocks
@@ -243,10 +266,14 @@ class CachingAllocator(Counters):
         if self.settings.expandable_segments:
             at = self._mapper.best_fit(pool, at)
         else:
+            # Expandable segments can be switched off at run time (their memory cannot be shared over CUDA IPC). Blocks that are left in
+            # them are skipped then.
             while at < len(keys) and blocks[keys[at]].segment is not None:
                 at += 1
         if at < len(keys):
             found = keys[at] >> ADDRESS_BITS
+            # An oversize block never serves a smaller request, and an oversize request only takes a block that is barely larger.
+            # The blocks that follow are larger still, so the search ends here.
             if size < self._max_split <= found:
                 return len(keys)
             if size >= self._max_split and found >= size + self.settings.max_non_split_rounding_bytes:
@@ -254,14 +281,16 @@ class CachingAllocator(Counters):
         return at
 
     def _grow(self, pool: Pool, size: int) -> Block:
-        """A block from the driver, for which cached ones are given back where that is what it takes."""
+        """A block from the driver, for which cached segments are freed if necessary."""
         if self._collects:
             self._collect_garbage()
         block = self._ask_driver(pool, size)
+        # The order of malloc() in torch: retry after freeing oversize blocks, then after freeing the whole cache.
         if block is None and self._release_oversize(pool, size):
             block = self._ask_driver(pool, size)
         if block is None:
             self.empty_cache()
+            # Counted for the attempt after the cache was emptied only (isRetry of alloc_block), successful or not.
             self.num_alloc_retries += 1
             block = self._ask_driver(pool, size)
         if block is None:
@@ -277,8 +306,9 @@ class CachingAllocator(Counters):
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or more pages, for a block of `size` bytes; None where a limit forbids it (alloc_block)."""
+        """A new segment, or more pages, for a block of `size` bytes; None if a limit forbids it (alloc_block)."""
         num_bytes = segment_bytes(size, self.settings.large_segment_size_bytes)
+        # The limit is compared with the whole segment: a request of 3 MiB counts 20 MiB, with expandable segments too.
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             return None
         if self.settings.expandable_segments:
@@ -290,10 +320,11 @@ class CachingAllocator(Counters):
         return block
 
     def _collect_garbage(self) -> None:
-        """Gives back whole segments that have not been used for longer than the average (garbage_collect_cached_blocks)."""
+        """Frees whole segments that were cached longer than the average (garbage_collect_cached_blocks)."""
         assert self.capacity_bytes is not None, "only a bounded allocator collects"
         target_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.capacity_bytes)
         now = self._num_large_searches
+        # Private pools (negative streams) have block sets of their own, which garbage_collect_cached_blocks does not visit.
         whole = [
             block
             for stream, pool in self._large.items()
@@ -302,6 +333,7 @@ class CachingAllocator(Counters):
         ]
         num_whole, total_age = len(whole), sum(now - block.cached_at for block in whole)
         freed_bytes = 0
+        # Each round frees every block of at least the average age, even beyond the target, so that collection stays rare.
         while freed_bytes < target_bytes and num_whole:
             threshold = total_age / num_whole
             old = [block for block in whole if block.segment is None and now - block.cached_at >= threshold]
@@ -315,9 +347,11 @@ class CachingAllocator(Counters):
                 self._release_segment(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Gives back blocks that are too large to be split, just enough for a block of `size` bytes (release_available_cached_blocks)."""
+        """Frees oversize blocks, just enough for a block of `size` bytes (release_available_cached_blocks)."""
         if self.settings.max_split_size_bytes is None:
             return False
+        # Blocks below max_split_size may be split and serve others, so only oversize ones are given back here: the smallest that
+        # suffices, or else several from the largest down.
         wanted_bytes = max(size, self._max_split)
         at = bisect_left(pool.keys, wanted_bytes << ADDRESS_BITS)
         blocks = pool.free_blocks()
@@ -334,7 +368,7 @@ class CachingAllocator(Counters):
         return released_bytes >= wanted_bytes
 
     def _release_whole_segments(self, pool: Pool) -> list[Block]:
-        """Gives back the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
+        """Frees the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
         blocks = pool.free_blocks()
         for block in blocks:
             if block.segment is None and block.prev is None and block.next is None:
@@ -358,7 +392,7 @@ class CachingAllocator(Counters):
 
 
 def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None, total_bytes: int | None) -> int | None:
-    """What the allocator may hold; a fraction below 1 is one of the card's memory, or of the capacity where that is all that is known."""
+    """The limit on reserved bytes; a fraction below 1 applies to the GPU's memory, or to the capacity where only that is known."""
     whole_bytes = total_bytes or capacity_bytes
     if settings.per_process_memory_fraction >= 1 or whole_bytes is None:
         return capacity_bytes

@@ -1,4 +1,4 @@
-"""What the simulated allocator counts: bytes in use, held and wasted, their peaks, and what the driver was asked for.
+"""The statistics of the simulated allocator: allocated, active, requested and reserved bytes, their peaks, and the calls of the driver.
 
 The figures have the meaning of torch's `DeviceStats` (c10/core/CachingDeviceAllocator.h), for all pools together.
 """
@@ -9,10 +9,10 @@ from collections import Counter
 class Counters:
     """Plain numbers, kept up to date by the allocator that inherits them.
 
-    `allocated_bytes` are blocks in use, `requested_bytes` what was asked for them, `waiting_bytes` blocks that were freed while another
-    stream still uses them, `reserved_bytes` what the driver has given, `inactive_split_bytes` the free pieces of segments that are partly
-    in use (expandable ones are left out, as in torch). `segments` counts by size all that the driver ever gave; `driver_log`, when it is
-    made a list, gets what was asked of it and given back, in order, as (action, address, bytes).
+    `allocated_bytes` are blocks in use, `requested_bytes` their sizes before rounding, `waiting_bytes` blocks that were freed while another
+    stream still uses them, `reserved_bytes` all segments and mapped pages, `inactive_split_bytes` the free pieces of segments that are
+    partly in use (expandable ones are left out, as in torch). `segments` counts every segment ever allocated by its size; `driver_log`,
+    when it is made a list, records the calls of the driver in order, as (action, address, bytes).
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,17 @@ class Counters:
 
     @property
     def active_bytes(self) -> int:
-        """Blocks in use, and those freed that another stream still uses."""
+        """Allocated blocks, and freed ones that another stream still uses."""
         return self.allocated_bytes + self.waiting_bytes
 
     @property
     def peak_active_bytes(self) -> int:
-        """The most that `active_bytes` was."""
+        """The peak of `active_bytes`."""
+        # Without waiting blocks active and allocated are equal, so `_count_malloc` keeps the extra peak only while some wait.
         return max(self._peak_active_bytes, self.peak_allocated_bytes)
 
     def reset_peaks(self) -> None:
-        """From now on peaks are those since this moment."""
+        """Restarts every peak at the current value, as `torch.cuda.reset_peak_memory_stats` does."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_requested_bytes = self.requested_bytes
         self.peak_reserved_bytes = self.reserved_bytes
@@ -50,7 +51,8 @@ class Counters:
         self._peak_active_bytes = self.active_bytes
 
     def memory_stats(self) -> dict[str, int]:
-        """The figures by the names that `torch.cuda.memory_stats` gives them."""
+        """The figures under their names in `torch.cuda.memory_stats`."""
+        # "active" accumulates as "allocated" does: both grow in alloc_found_block. They differ in when a free is subtracted.
         gauges = {
             "allocated_bytes": (self.allocated_bytes, self.peak_allocated_bytes, self.ever_allocated_bytes),
             "active_bytes": (self.active_bytes, self.peak_active_bytes, self.ever_allocated_bytes),
@@ -73,10 +75,11 @@ class Counters:
         return stats
 
     def _count_malloc(self, size: int, num_bytes: int) -> None:
-        """A block of `size` bytes has been handed out for a request of `num_bytes`."""
+        """Counts a block of `size` bytes that was allocated for a request of `num_bytes`."""
         self.num_mallocs += 1
         self.ever_allocated_bytes += size
         self.requested_bytes += num_bytes
+        # Peaks can only move up here: every other change of allocated bytes is a decrease.
         self.num_live += 1
         self.allocated_bytes += size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -86,16 +89,17 @@ class Counters:
         self.peak_num_live = max(self.peak_num_live, self.num_live)
 
     def _count_split(self, num_bytes: int) -> None:
-        """The free pieces of segments partly in use have grown, or shrunk, by `num_bytes`."""
+        """Adds `num_bytes`, which can be negative, to the free pieces of split segments."""
         self.inactive_split_bytes += num_bytes
         self.peak_inactive_split_bytes = max(self.peak_inactive_split_bytes, self.inactive_split_bytes)
 
     def _count_given(self, action: str, address: int, num_bytes: int) -> None:
-        """The driver has given memory: a segment, or pages of an expandable one."""
+        """Counts memory allocated from the driver: a segment, or pages of an expandable one."""
         self.reserved_bytes += num_bytes
         self.ever_reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self.segments[num_bytes] += 1
+        # Mapping pages changes reserved bytes but not the number of segments in torch's DeviceStats.
         if action == "segment_alloc":
             self.num_segments += 1
             self.ever_num_segments += 1
@@ -104,7 +108,7 @@ class Counters:
             self.driver_log.append((action, address, num_bytes))
 
     def _count_returned(self, action: str, address: int, num_bytes: int) -> None:
-        """The driver has memory back."""
+        """Counts memory freed to the driver."""
         self.reserved_bytes -= num_bytes
         self.num_segments -= action == "segment_free"
         if self.driver_log is not None:

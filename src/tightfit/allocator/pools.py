@@ -18,6 +18,7 @@ MIN_LARGE_BYTES = 10 << 20
 LARGE_ROUNDING_BYTES = 2 << 20
 """kRoundLarge: what such a segment is rounded up to."""
 
+# A key is size << 64 | address: one integer compares like the pair that torch's std::set orders by, at a fraction of the cost.
 ADDRESS_BITS = 64
 _FIRST_INTERVAL_BITS = SMALL_BYTES.bit_length()
 
@@ -26,8 +27,10 @@ def rounded(num_bytes: int, divisions: Sequence[int]) -> int:
     """The size of the block for a request of `num_bytes` (round_size); `divisions` is `AllocatorSettings.roundup_power2_divisions`."""
     if num_bytes < MIN_BLOCK_BYTES:
         return MIN_BLOCK_BYTES
+    # One entry per power of two from 1 MiB on; smaller requests use the first, larger than 32 GiB the last.
     interval = min(max(num_bytes.bit_length() - _FIRST_INTERVAL_BITS, 0), len(divisions) - 1)
     count = divisions[interval]
+    # roundup_power2_next_division, which torch skips for requests so small that a division would be below 512 bytes.
     if count > 1 and num_bytes > MIN_BLOCK_BYTES * count:
         step = (1 << (num_bytes.bit_length() - 1)) // count
         return -(-num_bytes // step) * step
@@ -38,6 +41,7 @@ def segment_bytes(size: int, large_segment_bytes: int) -> int:
     """The size of the segment that is asked of the driver for a block of `size` bytes (get_allocation_size)."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
+    # Requests between 1 and 10 MiB split a shared segment, to reduce fragmentation (the comment at the head of torch's file).
     if size < MIN_LARGE_BYTES:
         return large_segment_bytes
     return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
@@ -55,11 +59,11 @@ class ExpandableSegment:
 
 
 class Block:
-    """A range of device memory, in use or free, and its neighbours in the same segment.
+    """A range of device memory, allocated or free, and its neighbours in the same segment.
 
-    `is_free` says that it may be handed out (or merged with a free neighbour); a block that was freed while other streams still use it
-    (`num_events` of them) is neither live nor free, and so is a stretch of an expandable segment that is not mapped. `cached_at` counts
-    searches of the large pool, and serves garbage collection.
+    `is_free` means that it can be handed out (or merged with a free neighbour). Neither live nor free are a block that was freed while other
+    streams (`uses`) still use it, and an unmapped range of an expandable segment. `cached_at` is the number of searches of the large pool
+    when the block became free, from which garbage collection takes its age.
     """
 
     __slots__ = (
@@ -100,7 +104,7 @@ class Block:
             after.prev = self
 
     def absorb(self, other: "Block") -> None:
-        """Takes over the range of a neighbour, which is then no more."""
+        """Merges a neighbour into this block; the neighbour must not be used afterwards."""
         self.size += other.size
         if self.prev is other:
             self.address = other.address
@@ -110,7 +114,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of one stream, small or large: `keys` are sizes and addresses in one integer each, in order."""
+    """The free blocks of one stream, small or large: `keys` hold size and address packed into one integer each, sorted."""
 
     __slots__ = ("blocks", "is_small", "keys", "min_rest_bytes", "stream", "unmapped")
 
@@ -123,14 +127,14 @@ class Pool:
         self.unmapped: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """`block` is free from now on."""
+        """Adds a block that became free."""
         key = block.size << ADDRESS_BITS | block.address
         insort(self.keys, key)
         self.blocks[key] = block
         block.is_free = True
 
     def remove(self, block: Block) -> None:
-        """`block` is not free any more."""
+        """Removes a block that is allocated, merged or freed to the driver."""
         key = block.size << ADDRESS_BITS | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]

@@ -7,7 +7,7 @@ from tightfit.tape import EventKind
 
 
 class TapeReplay:
-    """Holds which block each live storage of a tape has."""
+    """Maps each live storage of a tape to its block."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
@@ -19,6 +19,7 @@ class TapeReplay:
             self.blocks[storage] = self.allocator.malloc(num_bytes[storage], streams[storage])
         elif kind == EventKind.FREE:
             self.allocator.free(self.blocks.pop(storage))
+        # A kernel of another stream used the storage: the tape's form of Tensor.record_stream.
         elif kind == EventKind.USE:
             self.allocator.record_stream(self.blocks[storage], value)
         elif kind == EventKind.SYNCHRONIZE:

@@ -1,9 +1,9 @@
 """The settings of torch's CUDA caching allocator, as `PYTORCH_CUDA_ALLOC_CONF` spells them.
 
 `AllocatorSettings.parse` reads the string with the keys, ranges and number forms of torch 2.13 (c10/core/AllocatorConfig.cpp and
-c10/cuda/CUDAAllocatorConfig.cpp). Two things are refused here that torch takes: separators in the wrong place, which torch skips over
-without a word, and `max_split_size_mb` together with `expandable_segments:True`, which makes reserved memory grow without bound
-(pytorch/pytorch issue #123548). Keys that concern host memory or locking are checked and then left out: they move no byte on the device.
+c10/cuda/CUDAAllocatorConfig.cpp). Two things are refused here that torch accepts: separators in the wrong place, which torch skips
+silently, and `max_split_size_mb` together with `expandable_segments:True`, which makes reserved memory grow without bound
+(pytorch/pytorch issue #123548). Keys that concern host memory or locking are checked and then ignored: they change no device memory.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ from tightfit.units import MIB
 NUM_INTERVALS = 16
 """Powers of two from 1 MiB to 32 GiB, each with its own number of divisions (kRoundUpPowerOfTwoIntervals)."""
 
+# torch computes value * 1024 * 1024 in a size_t and clamps values that would overflow.
 _MOST_MIB = (1 << 64) // MIB - 1
 _MIN_LARGE_ALLOC_MIB = 10
 _MOST_REGISTER_THREADS = 128
 _SPECIAL = frozenset(",:[]")
 _WHOLE = re.compile(r"[+-]?\d+")
+# std::stod, like std::stoull below, reads a prefix and ignores what follows: "0.8x" is 0.8.
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 _SWITCHES = frozenset(
@@ -56,7 +58,7 @@ KEYS = tuple(sorted(_SWITCHES | _WHOLE_KEYS | _FRACTIONS | {"backend", "roundup_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What of `PYTORCH_CUDA_ALLOC_CONF` decides about device bytes; the defaults are torch's.
+    """The settings of `PYTORCH_CUDA_ALLOC_CONF` that affect device memory, with torch's defaults.
 
     `max_split_size_bytes` None is no limit, `garbage_collection_threshold` 0 is off, and `roundup_power2_divisions` holds the divisions
     between one power of two and the next, from 1 MiB up, 0 where there is no such rounding.
@@ -80,6 +82,7 @@ class AllocatorSettings:
         values = dict(_pairs(_tokens(text)))
         _check_ignored(values)
         large_mib = _mebibytes(values, "large_segment_size_mb", 20, _MIN_LARGE_ALLOC_MIB + 1)
+        # torch refuses either below the large segment size: the shared 20 MiB segments would be oversize themselves.
         rounding_mib = _mebibytes(values, "max_non_split_rounding_mb", large_mib, large_mib)
         split_mib = _mebibytes(values, "max_split_size_mb", 0, large_mib)
         expandable = _switch(values, "expandable_segments")
@@ -103,7 +106,7 @@ _Value = str | tuple[tuple[str, str], ...]
 
 
 def _tokens(text: str) -> list[str]:
-    """`text` without white space, cut at each of `,:[]`, which are tokens of their own."""
+    """`text` without white space, split at `,:[]`, each of which is a token of its own."""
     return re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", text))
 
 
@@ -135,6 +138,7 @@ def _pairs(tokens: list[str]) -> Iterator[tuple[str, _Value]]:
 
 def _items(key: str, tokens: list[str]) -> tuple[tuple[str, str], ...]:
     """The items `A:B` of a list."""
+    # Four tokens an item: A, the colon, B and the comma, which the last item lacks.
     items = []
     for at in range(0, len(tokens), 4):
         item = tokens[at : at + 4]
@@ -156,7 +160,7 @@ def _text(key: str, value: _Value) -> str:
 
 
 def _whole(key: str, text: str) -> int:
-    """The number that C++'s `std::stoull` reads: the digits at the front, and a negative one wraps around."""
+    """The number that C++'s `std::stoull` reads: the leading digits; a negative number wraps around."""
     match = _WHOLE.match(text)
     if match is None or abs(int(match[0])) >= 1 << 64:
         raise UsageError(f"{key} needs a whole number, not '{text}'")
@@ -205,7 +209,8 @@ def _mebibytes(values: dict[str, _Value], key: str, default: int, least: int) ->
 
 
 def _check_ignored(values: dict[str, _Value]) -> None:
-    """Raises for what torch would refuse among the settings that move no device byte."""
+    """Raises for what torch would refuse among the settings that change no device memory."""
+    # cudaMallocAsync pools memory inside the driver (cudaMemPool), by rules that NVIDIA does not publish.
     backend = _text("backend", values.get("backend", "native"))
     if backend != "native":
         known = (
@@ -222,6 +227,7 @@ def _check_ignored(values: dict[str, _Value]) -> None:
         "pinned_num_register_threads",
         _text("pinned_num_register_threads", values.get("pinned_num_register_threads", "1")),
     )
+    # pinned_max_register_threads() of c10/cuda/CUDAAllocatorConfig.h is 128.
     if threads.bit_count() != 1 or threads > _MOST_REGISTER_THREADS:
         raise UsageError(
             f"pinned_num_register_threads must be a power of two up to {_MOST_REGISTER_THREADS}, and is {threads}"
@@ -256,6 +262,7 @@ def _divisions(value: _Value | None) -> tuple[int, ...]:
         if first:
             divisions[:index] = [count] * index
             first = False
+        # torch writes each interval by itself; intervals between two listed ones keep 0, only the ends are filled.
         divisions[index] = count
         last = index
     return tuple(divisions)

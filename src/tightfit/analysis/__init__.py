@@ -1,1 +1,1 @@
-"""What a tape shows of the program: its modules, optimizer, loss head and attention, as numbers, for techniques to make options of."""
+"""Analysis of a tape without torch: module calls, optimizer, loss head and attention, as numbers from which techniques derive options."""

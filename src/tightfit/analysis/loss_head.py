@@ -1,8 +1,8 @@
-"""Where a tape has a linear head that feeds a cross-entropy, its dimensions, and what stands and falls with its logits.
+"""Finds linear heads that feed a cross-entropy on a tape, their dimensions, and the storages that a chunked loss avoids.
 
-A head is found from behind: a log-softmax with a negative log-likelihood is a loss over classes, the product that made as many numbers is the
-head, and its dimensions follow from what these operators read, write and compute. What is as large as the logits and lives between the
-product and its gradients is what chunks do without.
+The search goes backwards from the loss: a log-softmax with a negative log-likelihood is a loss over classes, the matmul that wrote as many
+elements is the head, and its dimensions follow from the bytes and FLOPs of these operators. A chunked loss avoids whatever is as large as the
+logits and is allocated between the head's matmul and its gradients.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ import numpy as np
 from tightfit.analysis.modules import Anatomy
 from tightfit.tape import Phase, Source, Tape
 
-# What a linear layer consists of; a module that does more than that is no head that can be deferred.
+# The operators of a linear layer; a module that runs any other cannot be deferred to the loss.
 _LINEAR = frozenset(
     f"aten.{name}"
     for name in ("mm", "addmm", "t", "transpose.int", "view", "_unsafe_view", "_to_copy", "detach", "alias", "reshape")
 )
 _PRODUCTS = ("aten.mm", "aten.addmm")
 _LOSSES = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+# nll_loss takes class indices as int64.
 _BYTES_OF_TARGET = 8
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _NEARLY = 0.9
@@ -27,11 +28,11 @@ _NEARLY = 0.9
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossHead:
-    """One run of a head and its loss: `path` of the module, `(num_tokens, width)` times `(num_classes, width)`.
+    """One call of a head and its loss: `path` of the module, hidden states `(num_tokens, width)`, weight `(num_classes, width)`.
 
-    Operators: the head begins at `begin`, its product is `product`, the loss is done before `loss_end`; the backward pass of the loss begins at
-    `back_begin` and that of the head ends before `back_end`. Bytes are those of one number of what the name says. `gone` are the storages
-    that do not exist in chunks, `weight_gradient` and `hidden_gradient` those that do (-1: not wanted).
+    Operators: the head begins at `begin`, its matmul is `product`, the loss is done before `loss_end`; the backward pass of the loss begins at
+    `back_begin` and that of the head ends before `back_end`. `*_item_bytes` are bytes per element. `gone` are the storages that a chunked
+    loss does not allocate, `weight_gradient` and `hidden_gradient` those that it still does (-1: not computed).
     """
 
     path: str
@@ -55,12 +56,13 @@ class LossHead:
 
 
 def loss_heads(anatomy: Anatomy) -> Iterator[LossHead]:
-    """All runs of all heads, in order."""
+    """All calls of all heads, in order."""
     tape = anatomy.tape
     names = [tape.strings[name] for name in tape.operators.name.tolist()]
     forward = tape.operators.phase == Phase.FORWARD
     for at in np.flatnonzero(forward):
         if names[at] == "aten._log_softmax":
+            # cross_entropy_loss calls both in a row; nll_loss_nd may reshape its input in between (aten/src/ATen/native/LossNLL.cpp).
             loss = next((i for i in range(at + 1, min(at + 4, len(names))) if names[i] in _LOSSES and forward[i]), None)
             found = None if loss is None else _loss_head(anatomy, names, int(at), loss)
             if found is not None:
@@ -71,6 +73,7 @@ def _loss_head(anatomy: Anatomy, names: list[str], softmax: int, loss: int) -> L
     tape = anatomy.tape
     operators = tape.operators
     numbers = int(operators.bytes_written[softmax]) // _item_bytes(tape, softmax)
+    # nll_loss reads the log-probabilities and the targets, so what is left over is the targets.
     num_counted = int(operators.bytes_read[loss] - operators.bytes_written[softmax]) // _BYTES_OF_TARGET
     if num_counted <= 0 or numbers % num_counted:
         return None
@@ -81,13 +84,16 @@ def _loss_head(anatomy: Anatomy, names: list[str], softmax: int, loss: int) -> L
         return None
     back_begin, back_end = rounds
     module = operators.module[product]
+    # A linear layer under autocast casts its weight, and an ndim > 2 input is reshaped, before the matmul.
     begin = product
     while begin and operators.module[begin - 1] == module and operators.phase[begin - 1] == Phase.FORWARD:
         begin -= 1
+    # A scale, a bias added apart or a soft cap inside of the module would be lost in chunks that only multiply.
     if any(names[i] not in _LINEAR for i in range(begin, product + 1)):
         return None
     item_bytes = _item_bytes(tape, product)
     num_tokens = int(operators.bytes_written[product]) // item_bytes // num_classes
+    # A matmul of (tokens, width) and (width, classes) is 2 * tokens * width * classes FLOPs.
     width = int(operators.flops[product]) // (2 * num_tokens * num_classes)
     gradients = _gradients(tape, back_begin, back_end, module, num_classes * width, num_tokens * width)
     logits = np.flatnonzero(tape.storages.operator == product)
@@ -100,6 +106,7 @@ def _loss_head(anatomy: Anatomy, names: list[str], softmax: int, loss: int) -> L
         num_counted=num_counted,
         num_classes=num_classes,
         width=width,
+        # Gemma 2 caps its logits by tanh, which keeps one more tensor of their size.
         has_tanh=any(names[i] == "aten.tanh" for i in range(product, softmax)),
         begin=begin,
         product=product,
@@ -122,20 +129,21 @@ def _item_bytes(tape: Tape, operator: int) -> int:
 
 
 def _product(tape: Tape, names: list[str], softmax: int, numbers: int, num_classes: int) -> int | None:
-    """The last product before `softmax`, in the same forward pass, that made at least as many numbers, of whole rows."""
+    """The last matmul before `softmax`, in the same forward pass, that wrote at least as many elements, in whole rows of `num_classes`."""
     operators = tape.operators
     for i in range(softmax - 1, -1, -1):
         if operators.phase[i] != Phase.FORWARD:
             return None
         if names[i] in _PRODUCTS:
             made = int(operators.bytes_written[i]) // _item_bytes(tape, i)
+            # At least: of shifted labels the loss takes a slice of the logits.
             if made >= numbers:
                 return i if made % num_classes == 0 else None
     return None
 
 
 def _backward(tape: Tape, names: list[str], product: int, loss: int) -> tuple[int, int] | None:
-    """The backward operators from the loss to the head: begin, and first after the end."""
+    """The backward operators from the loss to the head: first, and one past the last."""
     operators = tape.operators
     backward = np.flatnonzero(operators.phase[loss:] == Phase.BACKWARD) + loss
     if not len(backward):
@@ -150,7 +158,7 @@ def _backward(tape: Tape, names: list[str], product: int, loss: int) -> tuple[in
 
 
 def _gradients(tape: Tape, begin: int, end: int, module: int, num_weights: int, num_hidden: int) -> tuple[int, int]:
-    """The last storages of the sizes of the weight's and of the hidden states' gradients that the head's backward pass makes."""
+    """The last storages of the head's backward pass with the sizes of the weight's and of the hidden states' gradient."""
     born = tape.storages.operator
     found = np.flatnonzero((born >= begin) & (born < end) & (tape.operators.module[born] == module))
     weight = hidden = -1
@@ -171,5 +179,7 @@ def _gone(anatomy: Anatomy, head: LossHead, module: int) -> tuple[int, ...]:
     forward = (born >= head.begin) & (born < head.loss_end)
     backward = (born >= head.back_begin) & (born < head.back_end)
     kept = np.isin(np.arange(len(born)), (head.weight_gradient, head.hidden_gradient))
+    # Outside of the head's module only what is as large as the logits goes; inside all but the two gradients, such as the
+    # cast of the weight that autocast makes.
     gone = ((forward | backward) & (sizes >= least) & ~is_own) | ((forward | backward) & is_own & ~kept)
     return tuple(np.flatnonzero(gone & (tape.storages.source == Source.TENSOR)).tolist())

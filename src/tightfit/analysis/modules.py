@@ -1,10 +1,10 @@
-"""The modules of a run, as a tape shows them: when each ran forwards and backwards, and what it left waiting for its backward pass.
+"""The module calls of a tape: the operators of each call in the forward and the backward pass, and the storages that it saves for backward.
 
-No model is looked at. A module is a path; what lies inside it are the paths that continue it. A *visit* is one call of a module in a forward
-pass with gradients: a contiguous run of its operators, with the stretch of the backward pass that belongs to it. What was born in a visit and
-still lives when the backward pass begins waits for it; one of these storages may be the visit's own output, which lives on whatever is done to
-the inside of the module. Which storages are inputs and outputs a tape does not say: they are taken to be the last large ones that were born
-before the visit and in it.
+No model is needed. A module is a path; its submodules are the paths that continue it. A visit is one call of a module in a forward pass with
+gradients: a contiguous range of its operators, with the range of the backward pass that belongs to it. A storage that is allocated in a call
+and still allocated when the backward pass begins is saved for backward; one of them may be the call's own output, which stays allocated
+whatever is done inside of the module. A tape does not say which storages are inputs and outputs: they are taken to be the last large ones
+allocated before the call and in it.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import numpy as np
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.tape import Column, EventKind, Phase, Source, Tape
 
-# Inputs and outputs are no mere statistics: batch and layer norm store means after their result.
+# Batch and layer norm allocate their statistics after their result; whatever is this small is no input or output.
 _SMALLEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One call of the module at `path`. Forward operators are `begin` to before `end`, backward ones `back_begin` to before `back_end`.
+    """One call of the module at `path`. Forward operators are `[begin, end)`, backward ones `[back_begin, back_end)`.
 
     `end_event` is the first event after the forward operators, `back_event` the first of the backward ones and `back_end_event` the first
-    after them. `waiting` are the storages that the visit leaves for the backward pass, but for its `output`. `input` is the storage that it works
-    on, -1 where that is none of the same forward pass; who runs the module again must keep it.
+    after them. `waiting` are the storages that the call saves for backward, without its `output`. `input` is the storage of its input, -1 where
+    that is not from the same forward pass; recomputing the module requires it.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Visit:
 
 
 class Anatomy:
-    """The visits of a tape's modules."""
+    """The module calls of a tape."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -52,13 +52,17 @@ class Anatomy:
         self._phase = operators.phase
         modules = np.unique(operators.module)
         texts = [tape.strings[m] for m in modules.tolist()]
+        # Sorted by path components, a module and all its submodules are neighbours, so that `inside` is a comparison with two ranks
+        # instead of a test of every path. As plain text "layer.1" would have "layer.10" and "layer.1.mlp" mixed.
         order = sorted(range(len(texts)), key=lambda i: texts[i].split("."))
         self._names = [texts[i] for i in order]
         self._parts = [name.split(".") for name in self._names]
         rank_of = np.zeros(len(tape.strings), dtype=np.int64)
         rank_of[modules[order]] = np.arange(len(order))
         self._rank = rank_of[operators.module]
+        # The allocator's own rounding, without which predictions for many small storages come out too low.
         self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        # A storage that is never freed outlives the tape.
         died = np.full(len(tape.storages), len(events), dtype=np.int64)
         frees = events.kind == EventKind.FREE
         died[events.storage[frees]] = np.flatnonzero(frees)
@@ -67,11 +71,13 @@ class Anatomy:
         self._rounds()
 
     def _rounds(self) -> None:
-        """A round is a forward pass with the backward pass that follows it; `_round` numbers the operators' rounds."""
+        """Numbers the rounds, each a forward pass with the backward pass that follows it, and gives each operator its round."""
         backward = self._phase == Phase.BACKWARD
         relevant = backward | (self._phase == Phase.FORWARD)
         kinds = backward[relevant]
         begins = np.zeros(len(kinds), dtype=np.int64)
+        # A forward operator after a backward one opens a round: gradient accumulation and GANs have several per step. Operators of
+        # other phases do not count, so logging or an optimizer in between opens none.
         begins[1:] = kinds[:-1] & ~kinds[1:]
         numbers = np.full(len(self._phase), -1, dtype=np.int64)
         numbers[relevant] = np.cumsum(begins)
@@ -86,7 +92,7 @@ class Anatomy:
 
     @cached_property
     def waits(self) -> Column:
-        """Which storages were born in a forward pass and are alive when the backward pass of their round begins."""
+        """Which storages are saved for backward: allocated in a forward pass and not freed when the backward pass of its round begins."""
         born_of = self.tape.storages.operator
         known = (born_of >= 0) & self._is_tensor
         waits = np.zeros(len(born_of), dtype=bool)
@@ -99,7 +105,7 @@ class Anatomy:
         return waits
 
     def event_of(self, operator: Column | int) -> Column:
-        """The first event that an operator, by its index, causes; for the number of operators, the number of events that precede the end."""
+        """The index of the first event of an operator; for the number of operators, the number of events before the end of the tape."""
         return np.searchsorted(self.tape.events.operator, np.asarray(operator) + 1, side="left")
 
     @cached_property
@@ -112,7 +118,7 @@ class Anatomy:
         return [path for path in found if path]
 
     def _inside(self, path: str) -> tuple[int, int]:
-        """The ranks of the modules at and inside `path`, as a range; an empty one for a module that ran nothing."""
+        """The ranks of `path` and its submodules, as a half-open range; empty for a module that ran no operator."""
         parts = path.split(".")
         low = next((i for i, known in enumerate(self._parts) if known[: len(parts)] == parts), len(self._parts))
         high = low
@@ -126,13 +132,14 @@ class Anatomy:
         return self._names[low:high]
 
     def visits(self, path: str) -> tuple[Visit, ...]:
-        """The calls of the module at `path` that have a backward pass, in order."""
+        """The calls of the module at `path` that take part in a backward pass, in order."""
         low, high = self._inside(path)
         inside = (self._rank >= low) & (self._rank < high)
         forward = np.flatnonzero(inside & (self._phase == Phase.FORWARD))
         if not len(forward):
             return ()
         backward = np.flatnonzero(inside & (self._phase == Phase.BACKWARD))
+        # A gap in the operators ends a call, and so does a new round: two micro-batches can follow without anything in between.
         breaks = np.flatnonzero((np.diff(forward) > 1) | (np.diff(self._round[forward]) != 0))
         begins, ends = forward[np.r_[0, breaks + 1]], forward[np.r_[breaks, len(forward) - 1]] + 1
         found = []
@@ -141,16 +148,17 @@ class Anatomy:
             if len(back):
                 found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
         rounds = [list(group) for _, group in itertools.groupby(found, key=lambda visit: self._round[visit.begin])]
+        # A single call in a round keeps its backward pass even if nothing of it is saved: a module may save only its inputs.
         ran = [[v for v in group if len(group) == 1 or self._is_run_backwards(v)] for group in rounds]
         return tuple(visit for group in ran for visit in self._one_after_the_other(group, backward))
 
     def _is_run_backwards(self, visit: Visit) -> bool:
-        """A call before the backward pass of another one that left nothing for it was made without gradients."""
+        """Whether a call has gradients: one that saved nothing before another call's backward pass ran under `no_grad`."""
         return len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
 
     def _one_after_the_other(self, visits: list[Visit], backward: Column) -> list[Visit]:
-        """The visits of one round, each with its own stretch of `backward`, which goes from the last one to the first: a stretch ends where the
-        last of what waits for it is gone. Where these ends are in another order the visits share all of it."""
+        """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range ends where the last
+        storage that the call saved is freed. Where these ends are in another order, all calls share the whole range."""
         if len(visits) < 2:
             return visits
         end, ends = visits[0].back_end, []
@@ -171,10 +179,11 @@ class Anatomy:
         ]
 
     def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
-        """The visit of these operators, forward and backward, in the name of `path`."""
+        """The call of `path` that consists of these operators, forward and backward."""
         born = self.tape.storages.operator
         inside = (born >= begin) & (born < end)
         waiting = np.flatnonzero(inside & self.waits)
+        # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
         before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
         at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
         output = self.output_of(begin, end)
@@ -194,13 +203,13 @@ class Anatomy:
         )
 
     def output_of(self, begin: int, end: int) -> int:
-        """The storage that the operators from `begin` to before `end` give to the next one; -1 if they leave nothing."""
+        """The storage that the operators `[begin, end)` hand to the next one; -1 if nothing of theirs is left."""
         born = self.tape.storages.operator
         inside = (born >= begin) & (born < end) & self._is_tensor
         return self._last_large(np.flatnonzero(inside & (self.died >= self.event_of(end))))
 
     def _last_large(self, storages: Column) -> int:
-        """The first large storage of the last operator that has one: a pooling stores its indices, which are larger, after its result."""
+        """The first large storage of the last operator that has one: max pooling allocates its int64 indices, which are larger, after its result."""
         sizes = self.block_bytes[storages]
         large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
         if not len(large):
@@ -209,9 +218,9 @@ class Anatomy:
         return int(large[born == born.max()][0])
 
     def bytes_of(self, storages: Column) -> int:
-        """The bytes of these storages, as an allocator rounds them."""
+        """The bytes of these storages, rounded as the allocator does."""
         return int(self.block_bytes[storages].sum())
 
     def operator_names(self, begin: int, end: int) -> tuple[str, ...]:
-        """The names of the operators from `begin` to before `end`."""
+        """The names of the operators `[begin, end)`."""
         return tuple(self.tape.strings[n] for n in self.tape.operators.name[begin:end].tolist())

@@ -1,8 +1,8 @@
-"""Which modules of a run are worth running twice, found by structure alone, and what that is worth: for all techniques that recompute.
+"""Which modules are worth recomputing, found from the tape alone, and what that saves and costs: for all techniques that recompute.
 
-Candidates are the modules that contain others and leave something behind for the backward pass; the model itself too where it is called several
-times before a backward pass, as a policy is in a loop. Those that repeat, with the same operators
-and the same bytes, are alike: a planner may count them instead of naming them.
+Candidates are modules that have submodules and save something for backward; the model itself too where it is called several times before a
+backward pass, as a policy is in a rollout. Modules with the same operators and the same bytes form an equivalence class, by which a planner
+counts them instead of naming them.
 """
 
 import dataclasses
@@ -13,16 +13,17 @@ from collections.abc import Callable
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.cost.steps import step_operators
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
 
-# A candidate that is worth less than this share of all that waits is noise in a plan.
+# A candidate that saves less than this share of what is saved for backward only adds noise to a plan.
 SMALLEST_SHARE = 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A module that could be run twice, with all its visits; `alike` is the same for modules that do the same."""
+    """A module that could be recomputed, with all its calls; `alike` names its equivalence class."""
 
     path: str
     alike: str
@@ -37,9 +38,11 @@ def blocks(anatomy: Anatomy) -> list[Block]:
     for path in anatomy.paths:
         inside = anatomy.modules_inside(path)
         is_root = "." not in path
+        # A leaf module mostly saves its own input, which recomputing it would have to retain.
         if inside == [path] or (not is_root and _is_list(path, inside)):
             continue
         visits = anatomy.visits(path)
+        # Called once per round, the model recomputed as a whole saves nothing at the peak: all of it is back at once in backward.
         if is_root and len(visits) <= anatomy.num_rounds:
             continue
         if visits and anatomy.bytes_of(visits[-1].waiting) >= SMALLEST_SHARE * total:
@@ -51,10 +54,10 @@ def blocks(anatomy: Anatomy) -> list[Block]:
 def recompute_option(
     technique: str, anatomy: Anatomy, block: Block, seconds: Column, kept: Callable[[Visit], Column] | None = None
 ) -> Option:
-    """Running `block` twice, but for what `kept` says of its waiting storages; `seconds` are those of each operator.
+    """The option of recomputing `block`, except for the saved storages that `kept` marks; `seconds` holds the time of each operator.
 
-    A visit's waiting storages are gone from the end of its forward to the beginning of its backward, where they come back all at once; what
-    the forward had beyond them at its highest moment is there once more then. The input is kept until then, if the plain run does not.
+    The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
+    allocated again. The input is retained until then if the plain run frees it earlier.
     """
     changes, added = [], 0.0
     for visit in block.visits:
@@ -66,37 +69,36 @@ def recompute_option(
         if len(gone):
             # The second run ends when it has made the last thing that is missing.
             again[int(anatomy.tape.storages.operator[gone].max()) + 1 - visit.begin :] = False
+        # Selective checkpointing serves the kept results from its cache instead of computing them again.
         if kept is not None:
             again[anatomy.tape.storages.operator[visit.waiting[stays]] - visit.begin] = False
         added += float(seconds[visit.begin : visit.end][again].sum())
-    num_steps = _num_steps(anatomy)
     return Option(
         technique=technique,
         where=block.path,
         alike=f"{technique}:{block.alike}",
         changes=tuple(changes),
-        seconds=added / num_steps,
+        seconds=added / num_steps(anatomy),
         exact=True,
         slots=block.slots,
     )
 
 
 def input_kept(anatomy: Anatomy, visit: Visit) -> list[Change]:
-    """What it holds to keep the input of a visit for its backward pass; nothing where the plain run keeps it anyway."""
+    """The cost of retaining the input of a module call until its backward pass; none where the plain run retains it anyway."""
     died = int(anatomy.died[visit.input]) if visit.input >= 0 else visit.back_event
     if died >= visit.back_event:
         return []
     return [Change(begin=died, end=visit.back_end_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
 
 
-def _num_steps(anatomy: Anatomy) -> int:
-    from tightfit.cost.steps import step_operators
-
+def num_steps(anatomy: Anatomy) -> int:
+    """Steps of the program's loop; 1 where there are none, as it is a divisor."""
     return max(1, len(step_operators(anatomy.tape)))
 
 
 def _is_list(path: str, inside: list[str]) -> bool:
-    """Whether `path` looks like a ModuleList, which is never called: nothing of its own, and numbered children."""
+    """Whether `path` looks like a ModuleList, which is never called: no operator of its own, and numbered children."""
     depth = path.count(".") + 1
     return path not in inside and all(module.split(".")[depth].isdigit() for module in inside)
 
@@ -108,4 +110,6 @@ def _likeness(anatomy: Anatomy, path: str, visit: Visit) -> str:
         tape.operators.flops[visit.begin : visit.end].tolist(),
         anatomy.block_bytes[visit.waiting].tolist(),
     )
+    # Numbers in the path are left out, as layers.0 and layers.7 differ in nothing else; the hash of operators, FLOPs and bytes
+    # keeps apart layers of one list that differ (every n-th one a mixture of experts, say).
     return re.sub(r"\d+", "*", path) + "#" + hashlib.sha1(repr(content).encode()).hexdigest()[:8]

@@ -1,47 +1,52 @@
-"""What updates within the backward pass are worth on a tape: which gradients are gone, when states are made, and what stands against it.
+"""What optimizer updates in the backward pass save and cost on a tape: gradients freed early, states allocated early, and obstacles.
 
-Numbers only; `tightfit.techniques.optimizer.backward_updates` does it.
+Numbers only; `tightfit.techniques.optimizer.backward_updates` applies it.
 """
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels, runs_of
+from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
+from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, EventKind, Phase
 
-# What `torch.nn.utils.clip_grad_norm_` does, in both of its implementations.
+# The operators of `torch.nn.utils.clip_grad_norm_`, in its foreach and its for-loop implementation.
 _NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "norm"})
 _SCALING = frozenset({"_foreach_mul_", "mul_"})
 BACKWARD_SLOT = "gradients"
-"""What takes over the gradients of a backward pass, of which there can be one: micro-batches have made all of them before it."""
+"""The slot of techniques that consume gradients during backward; only one can, and micro-batches need all gradients at its end."""
 
 
-def obstacle(run: OptimizerTape) -> str:
-    """Why it cannot be done, as far as a tape shows; empty where it can."""
-    if run.scales_loss:
+def obstacle(run: OptimizerProfile) -> str:
+    """Why updates in backward are not possible, as far as a tape shows; empty where they are."""
+    if scales_loss(run):
         return "a GradScaler looks at all of them before it lets the optimizer step; bfloat16 needs none"
-    if run.num_backwards_per_update > 1:
-        return f"they are accumulated over {run.num_backwards_per_update} backward passes; a larger batch that is split otherwise needs none"
-    looks = run.looks_at_gradients
+    if num_backwards_per_update(run) > 1:
+        return f"they are accumulated over {num_backwards_per_update(run)} backward passes; a larger batch that is split otherwise needs none"
+    looks = readers_of_gradients(run)
+    # Clipping by norm can be reproduced, since the norm is known after the first of two passes; any other reader of the gradients
+    # would find them freed.
     if looks and not (looks & _NORMS and looks <= _NORMS | _SCALING):
         return f"the script reads them before the optimizer steps ({', '.join(sorted(looks))})"
     return ""
 
 
-def seconds_of_second_pass(run: OptimizerTape) -> float:
-    """What a backward pass takes that runs once more, per step of the loop."""
+def seconds_of_second_pass(run: OptimizerProfile) -> float:
+    """Seconds per step of running the backward passes once more."""
     stretches = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     return sum(run.seconds_of(begin, end) for begin, end in stretches) / run.num_steps
 
 
-def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
-    """Gradients die once the next but one is there, and the optimizer's step holds nothing."""
+def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:
+    """Each gradient is freed when the next but one is allocated, and the optimizer step has no temporaries."""
     found: list[Change] = []
     seen: set[int] = set()
     for stretch in run.stretches:
         gradients = run.gradients(stretch)
         gradients = gradients[np.argsort(run.born[gradients])]
         used = np.r_[run.born[gradients][2:], [stretch.begin_event] * 2][: len(gradients)]
+        # With several optimizers (GAN) a gradient can be allocated at the steps of both but is freed once only.
         fresh = np.array([g not in seen for g in gradients.tolist()], dtype=bool)
         seen.update(gradients.tolist())
         found += changes(levels(used[fresh], run.died[gradients][fresh], run.block_bytes[gradients][fresh]), -1.0)
@@ -49,8 +54,8 @@ def gradients_used_up(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(change for change in found if change.end > change.begin)
 
 
-def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change, ...]:
-    """In the first step a parameter's states are made when its gradient is there; `fraction` of their bytes is left of them."""
+def states_come_early(run: OptimizerProfile, fraction: float = 1.0) -> tuple[Change, ...]:
+    """In the first step a parameter's states are allocated when its gradient is complete; `fraction` scales their bytes."""
     stretch = run.stretches[0]
     gradients, state = run.gradients(stretch), run.state(stretch)
     state = state[run.born[state] >= stretch.begin_event]
@@ -65,9 +70,9 @@ def states_come_early(run: OptimizerTape, fraction: float = 1.0) -> tuple[Change
     return (*changes(early, fraction), *changes(late, fraction))
 
 
-def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
-    """What the backward pass frees as it goes is still needed by the second one while the first one runs."""
-    passes = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
+def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
+    """The first of two backward passes retains the graph, so activations that it would free stay allocated until its end."""
+    passes = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     activation = run.tape.storages.category == Category.ACTIVATIONS
     found: list[Change] = []
     for begin, end in passes:
@@ -76,15 +81,15 @@ def waiting_for_second_pass(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def moments_of_updates(run: OptimizerTape, gradients: Column) -> Column:
-    """The event after which each gradient's parameter is updated: all that follows its birth up to the next one is freed by then."""
+def moments_of_updates(run: OptimizerProfile, gradients: Column) -> Column:
+    """The event after which each gradient's parameter is updated: the last event before the next allocation, as frees in between are done."""
     births = np.flatnonzero(run.tape.events.kind == EventKind.ALLOCATE)
     after = np.searchsorted(births, run.born[gradients], side="right")
     return np.r_[births, len(run.tape.events)][after] - 1
 
 
 def either(first: tuple[Change, ...], second: tuple[Change, ...]) -> tuple[Change, ...]:
-    """Wherever the larger of both: what is held in one of two passes over the same events, whichever holds more."""
+    """The larger of two sets of changes at every event: two passes over the same events need the maximum of both."""
     borders = np.unique([border for change in (*first, *second) for border in (change.begin, change.end)])
     most = np.maximum(*(_at(borders, each) for each in (first, second)))
     found = zip(borders[:-1].tolist(), borders[1:].tolist(), most[:-1].tolist(), strict=True)

@@ -1,1 +1,1 @@
-"""Measures a card and its machine: one file per group of measurements, the same code on a real card and on a simulated one."""
+"""Measures a GPU and its host: one file per group of measurements, the same code on a real GPU and on a simulated one."""

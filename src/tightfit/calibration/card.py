@@ -1,4 +1,4 @@
-"""The instruments of a machine that has a card: CUDA events, the host's clock, and the driver."""
+"""The instruments of a machine that has a GPU: CUDA events, the host's clock, and the driver (NVML)."""
 
 import os
 import time
@@ -17,12 +17,13 @@ _MAX_THREADS = 64
 
 
 def sizes_of_this_machine() -> Sizes:
-    """Large enough to be bound by what is measured, and all of it within two minutes on a card of 2018 or later."""
+    """Sizes large enough to be bound by what is measured, and small enough for two minutes in all on a GPU of 2018 or later."""
     return Sizes(
         num_samples=15,
         max_calls=50,
         slab_bytes=GIB // 2,
         num_host_parameters=1 << 25,
+        # The cores that this process may use, not those that exist: containers and job schedulers restrict the affinity.
         num_threads=thread_counts(len(os.sched_getaffinity(0))),
         disk_bytes=GIB,
         disk_block_bytes=8 * MIB,
@@ -37,15 +38,16 @@ def thread_counts(num_cores: int) -> tuple[int, ...]:
 
 
 class CardInstruments:
-    """Reads the clock and the driver of this machine. Make it before the process touches the card.
+    """Reads the clock and the driver of this machine. Create it before the process uses the GPU.
 
     Raises:
-        UsageError: there is no card that torch can use.
+        UsageError: there is no GPU that torch can use.
     """
 
     is_virtual = False
 
     def __init__(self, find_card: Callable[[str], Device]) -> None:
+        # ProcessMemory reads what is in use before torch.cuda.is_available() initialises CUDA in this process.
         nvml = Nvml.open()
         self._memory = None if nvml is None else ProcessMemory(nvml, os.getpid())
         if not torch.cuda.is_available():
@@ -58,7 +60,7 @@ class CardInstruments:
         self.sizes = sizes_of_this_machine()
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event, expected: Expected) -> float:
-        """Seconds on the card from one event to another; waits for the second."""
+        """Seconds on the GPU from one event to another; waits for the second."""
         del expected
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -71,7 +73,7 @@ class CardInstruments:
         return time.perf_counter() - begin
 
     def process_bytes(self) -> int:
-        """What this process holds on the card by NVML; where NVML does not know, what is not free, with that of other processes."""
+        """GPU memory of this process by NVML; where NVML does not know, all that is not free, other processes included."""
         uuid = str(torch.cuda.get_device_properties(0).uuid)
         num_bytes = None if self._memory is None else self._memory.num_bytes(uuid)
         if num_bytes is None:

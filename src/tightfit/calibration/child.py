@@ -1,8 +1,8 @@
-"""The process that measures. Told what to do by a request file; leaves the content of a calibration file, or one line that says why not.
+"""The process that measures: reads a request file, and writes the content of a calibration file or one line that says why it failed.
 
     python -m tightfit.calibration.child REQUEST.json PARENT
 
-A process of its own, because what a context costs can be read once in a process, and because a simulated card changes torch for good.
+A process of its own, because the size of a CUDA context can be measured once per process, and because the virtual GPU patches torch for good.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def _card(name: str) -> Device:
 
 
 class _Taken:
-    """What has been measured so far, in the form of the file."""
+    """The results so far, in the form of the calibration file."""
 
     def __init__(self, instruments: Instruments) -> None:
         self._is_virtual = instruments.is_virtual
@@ -76,7 +76,7 @@ class _Taken:
         self.rows: list[dict[str, Any]] = []
 
     def take(self, name: str, measure: Callable[[], Findings]) -> None:
-        """Adds what a group of measurements finds; says on stderr what is being measured."""
+        """Adds the results of a group of measurements; logs on stderr what is being measured."""
         if not self._is_virtual:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
         found = measure()
@@ -85,7 +85,7 @@ class _Taken:
             self.tables[table] = self.tables.get(table, {}) | entries
 
     def take_where_possible(self, name: str, measure: Callable[[], Findings]) -> None:
-        """The same for what a machine may refuse, such as registered memory in a container; then the file goes without it."""
+        """The same for what a machine may refuse, such as registered memory in a container; the file then lacks this group."""
         try:
             self.take(name, measure)
         except (OSError, RuntimeError) as error:
@@ -98,6 +98,7 @@ def _measured(instruments: Instruments, folder: Path, *, driver: str) -> dict[st
     """The content of a calibration file, from all groups of measurements in the order in which they do not disturb each other."""
     began = time.monotonic()
     taken = _Taken(instruments)
+    # First, while no library is loaded: each one that is loaded later, for whatever reason, would be counted as another's.
     taken.take("what libraries hold", lambda: memory.context(instruments))
     taken.take("cudaMalloc and cudaFree", lambda: memory.allocation(instruments))
     taken.take("launches", lambda: launches.launches(instruments))
@@ -109,6 +110,7 @@ def _measured(instruments: Instruments, folder: Path, *, driver: str) -> dict[st
     taken.take("the context at the end", lambda: memory.context_at_the_end(instruments))
     tables, rows = taken.tables, taken.rows
     context = tables["context"]
+    # Lazily loaded kernels make the context grow, so it is read once more when all of them have run.
     context["high_bytes"] = max(context["high_bytes"], context["num_bytes"])
     made = {
         "date": datetime.date.today().isoformat(),

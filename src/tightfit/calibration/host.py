@@ -1,7 +1,7 @@
-"""How many parameters per second the host's processor updates with torch's fused AdamW, by number of threads, alone and while copies run.
+"""Parameters per second of torch's fused AdamW on the CPU, by number of threads, alone and while copies to the GPU run.
 
-An update of float32 parameters reads four numbers for each and writes three, 28 bytes, so that it is bound by the host's memory, which copies to and from
-the card use too.
+An update of float32 parameters reads four elements for each parameter and writes three, 28 bytes, so it is bound by the host's memory bandwidth,
+which copies to and from the GPU use too.
 """
 
 import functools
@@ -18,11 +18,12 @@ _MAX_SAMPLES = 4
 
 
 def host(instruments: Instruments) -> Findings:
-    """Rates of the fused AdamW of the host."""
+    """Parameters per second of the fused AdamW on the host, by number of threads, alone and beside copies."""
     sizes = instruments.sizes
     parameter = torch.zeros(sizes.num_host_parameters)
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
+    # The first step allocates the states.
     optimizer.step()
     slab = RegisteredSlab(sizes.slab_bytes)
     card = torch.empty(sizes.slab_bytes, dtype=torch.uint8, device="cuda")
@@ -31,6 +32,7 @@ def host(instruments: Instruments) -> Findings:
     rows, rates = [], {key: [] for key in _KEYS}
     for num_threads in sizes.num_threads:
         torch.set_num_threads(num_threads)
+        # 0 makes the first key run without copies; its seconds then say how many copies the second one needs.
         step_seconds = 0.0
         for key in _KEYS:
             # As many copies are queued as outlast the update at the link's own limit.
@@ -49,6 +51,7 @@ def host(instruments: Instruments) -> Findings:
                 [sizes.num_host_parameters / seconds for seconds in samples],
             )
             rows.append(row)
+            # The runtime reads these by position: one entry for each entry of `adamw_threads`.
             rates[key].append(row.median)
             step_seconds = sizes.num_host_parameters / row.median
     torch.set_num_threads(before)

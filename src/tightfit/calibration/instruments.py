@@ -1,8 +1,8 @@
-"""What a measurement may ask of the machine that it runs on, and how many times it asks.
+"""The clock and memory readings that measurements use, and how often each one is sampled.
 
-Measurements build their tensors and launch their work with torch, the same on every machine; only what depends on a real card is asked here: how long
-something took, and what the driver says of the process. `CardInstruments` read the clock and the driver; `SimulatedInstruments` answer for a card
-that is not there, with the seconds that each measurement expects of a card with known figures.
+Measurements build their tensors and launch their work with torch, the same on every machine; only what depends on a real GPU goes through
+`Instruments`: how long something took, and how much memory the process holds. `CardInstruments` read the clock and the driver;
+`SimulatedInstruments` answer for a simulated GPU with the seconds that each measurement expects of known figures.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from tightfit.devices.calibration import Calibration, Measured
 from tightfit.devices.device import Device
 
 Expected = Callable[[Calibration | None], float | None]
-"""Seconds that something should take on a card with these figures measured; of the catalogue's figures (None) it may not be known."""
+"""Seconds that something should take on a GPU with this calibration; with None, by the catalogue's figures, which may not know."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured. Card tensors are as large on a simulated card, which holds no data; what the host really does is smaller there."""
+    """Sizes and counts of the measurements. On a simulated GPU tensors hold no data and are as large, real work on the host is smaller."""
 
     num_samples: int
     max_calls: int
@@ -40,7 +40,7 @@ class Instruments(Protocol):
     sizes: Sizes
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event, expected: Expected) -> float:
-        """Seconds on the card from one event to another; waits for the second."""
+        """Seconds on the GPU from one event to another; waits for the second."""
         ...
 
     def seconds_of(self, run: Callable[[], Any], expected: Expected) -> float:
@@ -48,13 +48,13 @@ class Instruments(Protocol):
         ...
 
     def process_bytes(self) -> int:
-        """What this process holds on the card, as the driver says."""
+        """GPU memory of this process, as the driver reports it."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a group of measurements found: a row for every figure, and entries of the calibration file by table."""
+    """The results of a group of measurements: a row for every figure, and entries of the calibration file by table."""
 
     rows: Sequence[Measured]
     tables: dict[str, dict[str, Any]]
@@ -69,8 +69,9 @@ def summary(name: str, unit: str, samples: Sequence[float], predicted: float | N
 
 
 def seconds_on_card(instruments: Instruments, run: Callable[[], Any], expected: Expected) -> list[float]:
-    """Seconds of one call of `run` on the card, sampled; a short call is repeated within a sample, which hides how long it takes to issue."""
+    """Samples of the seconds of one call of `run` on the GPU; a short call is repeated within a sample, which hides the time to issue it."""
     sizes = instruments.sizes
+    # Each sample takes about 2 ms: CUDA events resolve half a microsecond (cudaEventElapsedTime, CUDA Runtime API).
     about = expected(None) or _SAMPLE_SECONDS
     num_calls = max(1, min(sizes.max_calls, round(_SAMPLE_SECONDS / max(about, 1e-9))))
     run()
@@ -79,6 +80,7 @@ def seconds_on_card(instruments: Instruments, run: Callable[[], Any], expected: 
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(num_calls):
+            # Warm-up: lazy loading of the kernel, cuDNN's and cuBLAS's choice of an algorithm, the allocator's first segments.
             run()
         end.record()
         samples.append(instruments.seconds_between(begin, end, times(num_calls, expected)) / num_calls)

@@ -1,9 +1,9 @@
-"""Which fraction of the card's peak each class of operators reaches, over the shapes of `microbenchmarks`.
+"""Which fraction of the GPU's peak each class of operators reaches, over the shapes of `microbenchmarks`.
 
     fraction = work / (peak x (seconds - fixed costs))
 
-where work and peak are FLOPs or bytes, whichever the roofline says is the limit of that shape (Williams, Waterman and Patterson 2009). The fraction of a class
-is the median over its shapes, of matrix products, convolutions and attention also by type.
+where work and peak are FLOPs or bytes, whichever the roofline says is the limit of that shape (Williams, Waterman and Patterson 2009). The
+fraction of a class is the median over its shapes, for matmul, convolution and attention also by dtype.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from tightfit.cost.roofline import kernel_seconds
 from tightfit.devices.calibration import Calibration, Measured, OperatorClass
 from tightfit.devices.device import DType
 
-# No shape should take longer than this for one call, so that all of them take seconds on a small card too.
+# No shape should take longer than this for one call, so that all of them together take seconds on a small GPU too.
 _MAX_SECONDS = 0.05
 
 
@@ -47,9 +47,11 @@ def efficiencies(instruments: Instruments, fixed_seconds: Mapping[str, float]) -
         amount = work.flops if uses_flops else work.num_bytes
         # A clock above the catalogue's, or a cache, can beat the peak that is written down; a fraction of it stays one.
         fraction = min(1.0, amount / (peak * max(row.median - fixed, 1e-9)))
+        # The row stays in the report, but a shape that waits for memory says nothing about the tensor cores.
         if uses_flops and _is_bound_by_bandwidth(instruments, work):
             continue
         (by_type[work.dtype][work.kind] if uses_flops else fractions[work.kind]).append(fraction)
+    # The fraction without a dtype is what efficiency_of takes for dtypes that are not measured, such as float8 and int8.
     for kind in TENSOR_CORE_CLASSES:
         halves = [f for dtype in ("bfloat16", "float16") for f in by_type[dtype][kind]]
         fractions[kind] += halves
@@ -62,10 +64,11 @@ def efficiencies(instruments: Instruments, fixed_seconds: Mapping[str, float]) -
 
 
 def _affordable(instruments: Instruments) -> Iterator[Work]:
-    """All shapes that fit a quarter of the free memory and take no more than `_MAX_SECONDS`, on units that the card has."""
+    """All shapes that fit a quarter of the free memory and take no more than `_MAX_SECONDS`, in dtypes that the GPU has units for."""
     card = instruments.card
     room = torch.cuda.mem_get_info()[0] // 4
     for work in works():
+        # Types that a GPU computes in float32 anyway would only measure float32 once more.
         has_units = work.dtype == "float32" or work.dtype in card.flops
         efficiency = efficiency_of(card)
         seconds = kernel_seconds(card, efficiency, work.kind, work.dtype, flops=work.flops, num_bytes=work.num_bytes)
@@ -80,7 +83,7 @@ def _is_bound_by_bandwidth(instruments: Instruments, work: Work) -> bool:
 
 
 class _TensorFloat32:
-    """`with _TensorFloat32(True)`: float32 products and convolutions on tensor cores inside, or off them."""
+    """`with _TensorFloat32(True)`: float32 matmuls and convolutions run on tensor cores inside; with False they do not."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on

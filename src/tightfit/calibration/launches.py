@@ -1,7 +1,7 @@
-"""What an operator costs however small it is: on the card per kernel (`launch`) and per matrix product (`ramp`), and on the host (`issue`).
+"""The fixed costs of an operator: on the GPU per kernel (`launch`) and per matmul (`ramp`), and on the host (`issue`).
 
-Launch and ramp are taken inside CUDA graphs, where nobody waits for the host; issue is the host's time to hand over small operators one by one,
-with autograd watching, as training does.
+Launch and ramp are measured inside CUDA graphs, where the host does not limit them; issue is the host's time to dispatch small operators one by
+one with autograd recording, as training does.
 """
 
 import functools
@@ -47,7 +47,9 @@ def _in_graph(instruments: Instruments, run: Callable[[], Any], expected: Expect
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_NUM_KERNELS):
+            # Before the capture, which allows neither cuBLAS to create its handle nor a kernel to be loaded (CUDA graphs need a warm-up).
             run()
+    # The first replay uploads the graph to the GPU.
     graph.replay()
     samples = []
     for _ in range(instruments.sizes.num_samples):
@@ -60,10 +62,11 @@ def _in_graph(instruments: Instruments, run: Callable[[], Any], expected: Expect
 
 
 def _ramps(instruments: Instruments, launch_seconds: float) -> list[float]:
-    """What small products take beyond a launch and their share of the time of a large one."""
+    """Seconds of small matmuls beyond a launch and their share of the time of a large one."""
     large = statistics.median(_products(instruments, _LARGE_SIDE))
     ramps = []
     for side in _SIDES:
+        # By FLOPs: the large product is taken to run at the best rate, so what the small ones lose is their ramp.
         share = (side / _LARGE_SIDE) ** 3
         ramps += [max(0.0, seconds - launch_seconds - share * large) for seconds in _products(instruments, side)]
     return ramps
@@ -83,7 +86,8 @@ def _product_seconds(instruments: Instruments, side: int, calibration: Calibrati
 
 
 def _issue(instruments: Instruments) -> list[float]:
-    """Seconds that the host needs for one small operator; fewer in a row than the card's queue takes without waiting."""
+    """Seconds that the host needs for one small operator; so few in a row that the launch queue never fills up and blocks the host."""
+    # With a gradient, as autograd's nodes are a good part of what an eager operator costs the host.
     weight = torch.ones(256, device="cuda", requires_grad=True)
 
     def run() -> None:

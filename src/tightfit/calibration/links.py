@@ -1,7 +1,8 @@
-"""How fast bytes move between host and card, and what copies and matrix products do to each other.
+"""Bandwidth of copies between host and GPU, and how copies and matmuls slow each other down.
 
-Three kinds of host memory: a slab of exact size that is mapped and then registered with the driver, memory that torch pins (rounded up to a power of two), and
-pageable memory, which the driver copies through a buffer of its own. Rates both ways at once and beside a product are those of the registered slab.
+Three kinds of host memory: a slab of exact size that is mapped and then registered with the driver, memory that torch pins (rounded up to a
+power of two), and pageable memory, which the driver copies through a pinned buffer. Rates in both directions at once and beside a matmul are
+those of the registered slab.
 """
 
 import dataclasses
@@ -27,15 +28,16 @@ _OVERLAP_SECONDS = 0.03
 
 
 class RegisteredSlab:
-    """Host memory of exactly `num_bytes`, page-aligned, that the card can read and write directly while the object lives."""
+    """Host memory of exactly `num_bytes`, page-aligned, that the GPU can read and write directly until `close`."""
 
     def __init__(self, num_bytes: int) -> None:
+        # Not pin_memory=True: torch's CachingHostAllocator rounds up to a power of two and keeps what is freed.
         self._pages = mmap.mmap(-1, num_bytes)
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
         _check(_runtime().cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
 
     def close(self) -> None:
-        """Hands the memory back."""
+        """Unregisters and frees the memory."""
         _check(_runtime().cudaHostUnregister(self.tensor.data_ptr()))
         del self.tensor
         self._pages.close()
@@ -52,7 +54,7 @@ def _check(status: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    """Copies of one host tensor to the card or back."""
+    """Copies of one host tensor to the GPU or back."""
 
     host: torch.Tensor
     card: torch.Tensor
@@ -64,7 +66,7 @@ class _Copies:
 
 
 def links(instruments: Instruments) -> Findings:
-    """Rates by way and kind of host memory, alone, both ways at once and beside a matrix product; and the seconds of registering memory."""
+    """Bandwidth by direction and kind of host memory, alone, in both directions at once and beside a matmul; and seconds of registering memory."""
     num_bytes = instruments.sizes.slab_bytes
     registering = _registering(instruments)
     slab, second = RegisteredSlab(num_bytes), RegisteredSlab(num_bytes)
@@ -72,6 +74,7 @@ def links(instruments: Instruments) -> Findings:
     copies = {
         "registered": _Copies(host=slab.tensor, card=card),
         "pinned": _Copies(host=torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), card=card),
+        # zeros, not empty: pages that were never written would be faulted in during the first copy.
         "pageable": _Copies(host=torch.zeros(num_bytes, dtype=torch.uint8), card=card),
     }
     rows, link = [*registering.rows], {}
@@ -82,11 +85,13 @@ def links(instruments: Instruments) -> Findings:
             rows.append(_rate(f"{way.replace('_', ' ')}, {kind} memory", num_bytes, seconds, expected))
             link[f"{way}_{kind}_bytes_per_second"] = rows[-1].median
     latency = _latency(instruments, slab.tensor[:_SMALL_BYTES])
+    # Buffers of their own on both sides, so that no copy waits for another one's memory.
     both = _both_ways(instruments, copies["registered"], _Copies(host=second.tensor, card=torch.empty_like(card)))
     rows += [latency, *both.values()]
     link |= {"latency_seconds": latency.median} | {key: row.median for key, row in both.items()}
     beside = _beside_a_product(instruments, copies["registered"], link)
     rows += beside.values()
+    # The tensors refer to the registered pages, which can be unmapped only when nothing else does.
     del copies
     slab.close()
     second.close()
@@ -101,6 +106,7 @@ def _registering(instruments: Instruments) -> Findings:
     def expected(calibration: Calibration | None) -> float | None:
         return calibration.host["register_seconds_per_gib"] * num_bytes / GIB if calibration else None
 
+    # Three at most: registering pins every page, some hundred milliseconds per GiB.
     for _ in range(min(3, instruments.sizes.num_samples)):
         seconds = instruments.seconds_of(lambda: slabs.append(RegisteredSlab(num_bytes)), expected)
         samples.append(seconds * GIB / num_bytes)
@@ -149,7 +155,7 @@ def _latency(instruments: Instruments, host: torch.Tensor) -> Measured:
 def together(
     instruments: Instruments, tasks: Mapping[str, tuple[Callable[[], Any], int, Expected]]
 ) -> dict[str, list[float]]:
-    """Seconds of each of several tasks - what to call, how often, what to expect of all calls - when they run at once on streams of their own."""
+    """Seconds of each of several tasks that run at once, each on its own stream. A task is a callable, its number of calls, and their expected seconds."""
     streams = {name: torch.cuda.Stream() for name in tasks}
     samples: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(instruments.sizes.num_samples):
@@ -187,7 +193,7 @@ def _both_ways(instruments: Instruments, there: _Copies, back: _Copies) -> dict[
 
 
 def _beside_a_product(instruments: Instruments, copies: _Copies, link: Mapping[str, float]) -> dict[str, Measured]:
-    """How many times longer a product takes beside copies, and copies beside a product; each long enough to meet the other all the time."""
+    """The slowdown of a matmul beside copies and of copies beside a matmul; both run long enough to overlap almost all the time."""
     matrix = torch.randn(_PRODUCT_SIDE, _PRODUCT_SIDE, device="cuda", dtype=torch.float16)
     product = functools.partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
 

@@ -1,7 +1,7 @@
-"""What a process holds on the card besides its tensors, the workspaces of its libraries, and how long the driver takes to give and take memory.
+"""GPU memory of a process besides its tensors: the CUDA context and the workspaces of the libraries; and the time of cudaMalloc and cudaFree.
 
-Comes first, in a process that has not touched the card: a library is loaded once. The context is what the driver says less what torch's allocator has
-reserved, after the first tensor, the first matrix product, the first with a bias, the first convolution.
+Runs first, in a process that has not used the GPU yet, because a library is loaded once. The context is what the driver reports minus what
+torch's allocator has reserved, read after the first tensor, the first matmul, the first matmul with a bias, and the first convolution.
 """
 
 import itertools
@@ -30,9 +30,11 @@ def context(instruments: Instruments) -> Findings:
         parts[library] = _outside_torch(instruments)
     functional.conv2d(torch.ones(4, 64, 32, 32, device="cuda"), torch.ones(64, 64, 3, 3, device="cuda"), padding=1)
     parts["cudnn"] = _outside_torch(instruments)
+    # Only now: each dtype loads kernels of its own, which would be counted as the library that is read next.
     for dtype in DTYPES[1:]:
         workspaces.read("cublas", dtype)
         workspaces.read("cublaslt", dtype)
+    # torch keeps a cuBLAS workspace per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
     with torch.cuda.stream(torch.cuda.Stream()):
         for dtype in DTYPES:
             workspaces.read("cublas", dtype, on="a side stream")
@@ -53,7 +55,7 @@ def context(instruments: Instruments) -> Findings:
 
 
 class _Workspaces:
-    """Reads how much more a matrix product allocates than its result, which is there before."""
+    """Measures how much a matmul allocates besides its output, which is allocated before."""
 
     def __init__(self) -> None:
         self._square = torch.ones(_SIDE, _SIDE, device="cuda", dtype=DTYPES[0])
@@ -61,7 +63,7 @@ class _Workspaces:
         self.most = {"cublas": 0, "cublaslt": 0}
 
     def read(self, library: str, dtype: torch.dtype, *, on: str = "the main stream") -> None:
-        """Runs a product that goes to `library` on the current stream; the peak tells, for some versions give the workspace back."""
+        """Runs a matmul of `library` on the current stream and reads the peak, as some versions of torch free the workspace afterwards."""
         matrix = self._square.to(dtype)
         result = torch.empty_like(matrix)
         before = torch.cuda.memory_allocated()
@@ -69,6 +71,7 @@ class _Workspaces:
         if library == "cublas":
             torch.mm(matrix, matrix, out=result)
         else:
+            # addmm with a bias vector takes the cuBLASLt route for its fused epilogue (aten/src/ATen/native/cuda/Blas.cpp).
             torch.addmm(matrix[0], matrix, matrix, out=result)
         num_bytes = torch.cuda.max_memory_allocated() - before
         self.most[library] = max(self.most[library], num_bytes)
@@ -77,20 +80,21 @@ class _Workspaces:
 
 
 def context_at_the_end(instruments: Instruments) -> Findings:
-    """The context when every kind of kernel has run, which is the most that a process is likely to hold."""
+    """The context when every kind of kernel has run: an upper bound of what a process is likely to hold."""
     size = _outside_torch(instruments)
     rows = [summary("context, after all measurements", "bytes", [size], instruments.card.context_high_bytes)]
     return Findings(rows=rows, tables={"context": {"high_bytes": size}})
 
 
 def allocation(instruments: Instruments) -> Findings:
-    """Seconds of cudaMalloc and cudaFree, through torch's allocator with an empty cache, by size."""
+    """Seconds of cudaMalloc and cudaFree by size, through torch's allocator with an empty cache."""
     rows, seconds = [], {"allocate_seconds": [], "free_seconds": []}
     free_bytes = torch.cuda.mem_get_info()[0]
     sizes = [size for size in _ALLOCATIONS if size < free_bytes // 4]
     torch.cuda.empty_cache()
     for size in sizes:
         samples: dict[str, list[float]] = {name: [] for name in seconds}
+        # Keeps the tensor alive while cudaMalloc is timed, so that freeing it is not part of the sample.
         held: list[torch.Tensor] = []
         for _ in range(instruments.sizes.num_samples):
 
@@ -104,6 +108,7 @@ def allocation(instruments: Instruments) -> Findings:
                 instruments.seconds_of(allocate, lambda c, e=expected: e(c, "allocate_seconds"))
             )
             held.clear()
+            # cudaFree waits for the device, so pending work would be counted as its time.
             torch.cuda.synchronize()
             samples["free_seconds"].append(
                 instruments.seconds_of(torch.cuda.empty_cache, lambda c, e=expected: e(c, "free_seconds"))

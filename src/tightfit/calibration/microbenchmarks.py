@@ -1,6 +1,6 @@
 """The operators that are measured: a small set of shapes of each class, as they occur in training.
 
-FLOPs and bytes are counted as the virtual GPU counts them on a tape, because that is what the measured fractions will be multiplied with.
+FLOPs and bytes are counted as the virtual GPU counts them on a tape, because the measured fractions are applied to those.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _ITEM_BYTES: Mapping[DType, int] = {"bfloat16": 2, "float16": 2, "tf32": 4, "flo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One operator on one shape: `make` builds its tensors on the card and returns what runs it."""
+    """One operator on one shape: `make` allocates its tensors on the GPU and returns a callable that runs it."""
 
     name: str
     kind: OperatorClass
@@ -103,6 +103,7 @@ def _convolutions(dtype: DType) -> Iterator[Work]:
 
         def backward(tensors: Any = tensors, kernel: int = kernel) -> Callable[[], Any]:
             image, weight = tensors()
+            # The forward pass runs once, in `make`; only its backward is timed.
             return _backward(functional.conv2d(image, weight, padding=kernel // 2), image, weight)
 
         for direction, make, factor, num_items in (
@@ -149,6 +150,7 @@ def _attention(dtype: DType) -> Iterator[Work]:
 
 
 def _pointwise() -> Iterator[Work]:
+    # 256 MiB in bfloat16, far larger than any L2 cache (50 MB on an H100), so that the bandwidth is that of DRAM.
     num_items = 1 << 27
     for name, function, num_read in (
         ("gelu", functional.gelu, 1),
@@ -157,6 +159,7 @@ def _pointwise() -> Iterator[Work]:
     ):
 
         def make(function: Any = function, num_read: int = num_read) -> Callable[[], Any]:
+            # Separate tensors: x + x would read the second operand from the cache.
             values = [_tensor(num_items, dtype="bfloat16") for _ in range(num_read)]
             return lambda: function(*values)
 
@@ -204,6 +207,7 @@ def _normalisation() -> Iterator[Work]:
         values, weight, bias = _tensor(rows, width, gradient=True), *(_tensor(width, gradient=True) for _ in range(2))
         if is_backward:
             return _backward(functional.layer_norm(values, (width,), weight, bias), values, weight, bias)
+        # Detached, so that no autograd node is created and no input saved.
         return lambda: functional.layer_norm(values.detach(), (width,), weight.detach(), bias.detach())
 
     def batch(is_backward: bool) -> Callable[[], Any]:

@@ -1,7 +1,7 @@
-"""What the NVIDIA driver says of its cards, through its own library (libnvidia-ml) and ctypes, so that no package is needed.
+"""Readings of the NVIDIA driver through its own library (libnvidia-ml) and ctypes, so that no package is needed.
 
-The structures are those of nvml.h: `nvmlMemory_t`, `nvmlProcessInfo_v2_t` (NVML API reference). A driver inside a container often knows a process by
-the number that it has outside; then only the memory of the whole card can be read.
+The structures are those of nvml.h: `nvmlMemory_t`, `nvmlProcessInfo_v2_t` (NVML API reference). In a container the driver often lists a process
+by its PID outside of the container; then only the memory of the whole GPU can be read.
 """
 
 import ctypes
@@ -10,9 +10,11 @@ from typing import Any, Self
 _SUCCESS = 0
 _TEXT_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 _MAX_PROCESSES = 1024
+# NVML_VALUE_NOT_AVAILABLE, which the driver reports for processes whose memory it may not show (under WDDM, for one).
 _NOT_AVAILABLE = (1 << 64) - 1
 
 
+# nvmlMemory_t, version 1: `used` includes what the driver reserves for itself.
 class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
@@ -27,7 +29,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """An open NVML library."""
+    """The loaded NVML library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -48,7 +50,7 @@ class Nvml:
         return text.value.decode()
 
     def cards(self) -> dict[str, ctypes.c_void_p]:
-        """Handles of all cards by their UUID, such as `GPU-1c2d...`."""
+        """Handles of all GPUs by their UUID, such as `GPU-1c2d...`."""
         count = ctypes.c_uint()
         self._library.nvmlDeviceGetCount_v2(ctypes.byref(count))
         found = {}
@@ -60,14 +62,15 @@ class Nvml:
         return found
 
     def used_bytes(self, card: ctypes.c_void_p) -> int:
-        """Memory of `card` that any process holds."""
+        """Used memory of `card`, of all processes."""
         memory = _Memory()
         self._library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
         return int(memory.used)
 
     def process_bytes(self, card: ctypes.c_void_p, pid: int) -> int | None:
-        """Memory of `card` that process `pid` holds; None where the driver does not list it."""
+        """Memory of `card` that process `pid` uses; None where the driver does not list it."""
         count, processes = ctypes.c_uint(_MAX_PROCESSES), (_Process * _MAX_PROCESSES)()
+        # _v3 fills nvmlProcessInfo_v2_t, whose two last fields name the MIG instance.
         answer = self._library.nvmlDeviceGetComputeRunningProcesses_v3(card, ctypes.byref(count), processes)
         if answer != _SUCCESS:
             return None
@@ -76,9 +79,9 @@ class Nvml:
 
 
 class ProcessMemory:
-    """How much of a card this process holds, as the driver sees it. Make it before the process touches the card.
+    """GPU memory of this process, as the driver reports it. Create it before the process uses the GPU.
 
-    Where the driver does not list the process, it is what the whole card holds more than at the beginning: nothing else should run there meanwhile.
+    Where the driver does not list the process, it is the growth of the whole GPU's used memory since then, so nothing else should run on it.
     """
 
     def __init__(self, nvml: Nvml, pid: int) -> None:
@@ -87,11 +90,12 @@ class ProcessMemory:
         self._before = {uuid: nvml.used_bytes(card) for uuid, card in nvml.cards().items()}
 
     def num_bytes(self, uuid: str) -> int | None:
-        """Of the card `uuid`, as torch writes it (`str(torch.cuda.get_device_properties(0).uuid)`), with or without `GPU-`.
+        """GPU memory of this process on the GPU `uuid`, in torch's form (`str(torch.cuda.get_device_properties(0).uuid)`), with or without `GPU-`.
 
-        None where NVML has no such card, as for a slice of one.
+        None where NVML has no such device, as for a MIG slice.
         """
         cards = self._nvml.cards()
+        # torch's uuid lacks the prefix that NVML writes. A MIG slice has a UUID of its own, which is no device of NVML's list.
         name = uuid if uuid in cards else f"GPU-{uuid}"
         if name not in cards:
             return None

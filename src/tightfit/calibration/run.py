@@ -1,4 +1,4 @@
-"""Has a machine measured, in a process of its own. Imports no torch: the process does."""
+"""Runs the measurements in a child process, so that this module imports no torch."""
 
 import json
 import subprocess
@@ -8,22 +8,23 @@ from typing import Any
 from tightfit import errors
 from tightfit.capture.processes.children import child, shared_folder
 
-# Under two minutes on a card; a machine that takes five times as long hangs.
+# It takes under two minutes on a GPU; a process that takes five times as long hangs.
 _TIMEOUT_SECONDS = 600
 
 
 def measure(*, device: str | None, virtual: bool, disk_folder: Path) -> dict[str, Any]:
-    """The content of a calibration file for the card of this machine, or of a simulated `device`.
+    """The content of a calibration file for the GPU of this machine, or of a simulated `device`.
 
-    `device` is a name of the catalogue or the path of a card's TOML file; None is the card that the driver names.
+    `device` is a name of the catalogue or the path of a TOML file; None is the GPU that the driver names.
 
     Raises:
-        UsageError: there is no card, or one that neither the catalogue nor `device` describes.
-        CaptureError: the process that measures died.
+        UsageError: there is no GPU, or one that neither the catalogue nor `device` describes.
+        CaptureError: the child process died.
     """
     with shared_folder() as folder:
         request = folder / "request.json"
         request.write_text(json.dumps({"device": device, "virtual": virtual, "disk_folder": str(disk_folder)}))
+        # Its stderr is read only in virtual mode; on a real GPU it goes through, as progress over two minutes.
         with child("tightfit.calibration.child", request, reads_errors=virtual) as process:
             try:
                 said = (process.communicate(timeout=_TIMEOUT_SECONDS)[1] or b"").decode(errors="replace")
@@ -33,6 +34,7 @@ def measure(*, device: str | None, virtual: bool, disk_folder: Path) -> dict[str
                 ) from None
         answer = Path(f"{request}.answer")
         if not answer.exists():
+            # A crash in the driver or an out-of-memory kill leaves no answer; the last line of stderr is the best that is known.
             lines = said.strip().splitlines()
             raise errors.CaptureError(
                 f"the process that measures ended with exit code {process.returncode}: {lines[-1] if lines else 'see above'}"

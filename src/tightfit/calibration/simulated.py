@@ -1,7 +1,7 @@
-"""The instruments of a card that is not there: each measurement runs on the virtual GPU, and the clock says what it expects of a known card.
+"""The instruments of a simulated GPU: each measurement runs on the virtual GPU, and the clock returns the seconds that known figures imply.
 
-The figures of that card, `figures_of`, are a calibration that differs from the catalogue, so that measuring it shows whether the measurements find what is
-there. Samples scatter around the expected seconds in a fixed pattern.
+Those figures, `figures_of`, differ from the catalogue, so that calibrating the simulated GPU tests whether the measurements recover them. Samples
+scatter around the expected seconds in a fixed pattern.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _SHARES_OF_CONTEXT = {"init": 0.70, "cublas": 0.12, "cublaslt": 0.05, "cudnn": 0
 
 
 def figures_of(card: Device) -> Calibration:
-    """What the simulated card is like: nine tenths of the catalogue's speed, and plain figures for what the catalogue does not know."""
+    """The simulated GPU: nine tenths of the catalogue's speed, and round figures for what the catalogue does not know."""
     published = efficiency_of(card)
     copies = {
         f"{way}_{kind}_bytes_per_second": link_bytes_per_second(card.link, is_pinned=kind != "pageable") * share
@@ -80,8 +80,9 @@ class SimulatedInstruments:
         self._scatter = itertools.cycle(_SCATTER)
 
     def seconds_between(self, begin: torch.cuda.Event, end: torch.cuda.Event, expected: Expected) -> float:
-        """The expected seconds; the events have been recorded as on a real card."""
+        """The expected seconds; the events have been recorded as on a real GPU."""
         end.synchronize()
+        # Called for its checks only: on a real GPU it raises where an event was not recorded with timing.
         begin.elapsed_time(end)
         return self._seconds(expected)
 
@@ -96,7 +97,7 @@ class SimulatedInstruments:
         return seconds * next(self._scatter)
 
     def process_bytes(self) -> int:
-        """What the simulated allocator holds, the context, and the libraries that the operators so far have loaded."""
+        """Reserved bytes of the simulated allocator, the context, and the libraries that the operators so far have loaded."""
         names = {self._recorder.texts[int(name)] for name in set(self._recorder.operators["name"])}
         kinds = {operator_class(name) for name in names}
         loaded = {

@@ -18,7 +18,9 @@ from tightfit import errors
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target
+from tightfit.errors.faults import answering
 from tightfit.tape import Tape
+from tightfit.tape.verify import verify_tape
 
 DEFAULT_NUM_STEPS = 3
 DEFAULT_TIMEOUT_SECONDS = 120.0
@@ -116,7 +118,11 @@ def trace(
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
             raise error
-        return Traced(tape=Tape.load(tape), report=result["report"])
+        traced = Traced(tape=Tape.load(tape), report=result["report"])
+        with answering("the capture"):
+            faults = verify_tape(traced.tape)
+            assert not faults, faults[0]
+        return traced
 
 
 def no_step(label: str, said: str, timeout_seconds: float) -> str:

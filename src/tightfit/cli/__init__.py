@@ -1,1 +1,1 @@
-"""One file per command; data on stdout, talk on stderr."""
+"""The command line, one file per command; data on stdout, messages and progress on stderr."""

@@ -1,4 +1,4 @@
-"""`tightfit calibrate`: measures the card of this machine, writes its calibration file, and shows what was predicted beside what was measured."""
+"""`tightfit calibrate`: measures the GPU of this machine, writes its calibration file, and prints measured beside predicted figures."""
 
 import json as jsonlib
 import re
@@ -42,6 +42,7 @@ def calibrate(
     from tightfit.calibration.run import measure
     from tightfit.devices.calibration_file import to_toml
 
+    # Measured where data will be: the working folder may lie on another disk than /tmp.
     folder = (output.parent if output is not None else Path.cwd()) if disk is None else disk
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
@@ -49,7 +50,9 @@ def calibrate(
         raise UsageError(f"--disk {disk}: there is no such folder")
     simulated = device or _DEFAULT_VIRTUAL_DEVICE
     content = measure(device=simulated if virtual else device, virtual=virtual, disk_folder=folder)
+    # The file is checked like any other before it is written, so what a later estimate reads is valid.
     found = Calibration.from_content(content, where="what was measured")
+    # The name of the GPU, so that calibrations of several machines can lie in one folder.
     path = output or Path(f"{re.sub(r'[^a-z0-9]+', '-', found.device.lower())}{'-virtual' if virtual else ''}.toml")
     remark = f"made by tightfit calibrate{' --virtual: simulated, no measurement' if virtual else ''}"
     path.write_text(to_toml(content, remark=remark), encoding="utf-8")

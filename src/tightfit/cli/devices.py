@@ -1,6 +1,6 @@
-"""`tightfit devices`: the cards of the catalogue, one card in full, and the cards of this machine.
+"""`tightfit devices`: the GPUs of the catalogue, one of them in full, and the GPUs of this machine.
 
-The machine's own cards are asked of `nvidia-smi`, so that the command needs neither torch nor a working CUDA.
+The machine's own GPUs are read from `nvidia-smi`, so that the command needs neither torch nor a working CUDA.
 """
 
 import dataclasses
@@ -18,13 +18,14 @@ from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import MIB, format_bytes
 
+# rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
 _QUERY = ("--query-gpu=name,memory.total", "--format=csv,noheader")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCard:
-    """A card of this machine: the name that the driver reports, its total memory in bytes, and the catalogue's name for it."""
+    """A GPU of this machine: the name that the driver reports, its total memory in bytes, and its name in the catalogue."""
 
     name: str
     total_bytes: int
@@ -59,15 +60,16 @@ def devices(name: str | None = None, /, *, json: bool = False) -> int:
 
 
 def as_json(device: Device) -> dict[str, Any]:
-    """The card as plain JSON types; sizes in bytes, rates per second."""
+    """The device as plain JSON types; sizes in bytes, rates per second."""
     return dataclasses.asdict(device)
 
 
 def local_cards() -> list[LocalCard]:
-    """The cards that `nvidia-smi` lists; none where that program is not installed or finds no driver."""
+    """The GPUs that `nvidia-smi` lists; none where that program is not installed or finds no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
+    # 30 s: without persistence mode the driver initialises every GPU first, which takes seconds on a large machine.
     answer = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=30, check=False)
     if answer.returncode != 0:
         reason = (answer.stdout + answer.stderr).strip().partition("\n")[0]
@@ -77,7 +79,7 @@ def local_cards() -> list[LocalCard]:
 
 
 def own_card() -> str:
-    """The name of this machine's first card, for a command that was not told which.
+    """The name of this machine's first GPU, for a command without `--device`.
 
     Raises:
         UsageError: there is none.
@@ -91,12 +93,14 @@ def own_card() -> str:
 
 
 def _local_card(line: str) -> LocalCard:
+    # From the right, as a product name may have a comma.
     name, _, memory = line.rpartition(",")
     name, amount = name.strip(), memory.strip().removesuffix(" MiB")
     try:
         known_as = find(name).name
     except UnknownDevice:
         known_as = None
+    # Boards with unified memory (Jetson, GB10) answer "[N/A]".
     return LocalCard(name=name, total_bytes=int(amount) * MIB if amount.isdigit() else 0, known_as=known_as)
 
 

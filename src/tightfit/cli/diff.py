@@ -1,4 +1,4 @@
-"""`tightfit diff`: what changed between two runs, recorded or estimated, and where they part first."""
+"""`tightfit diff`: compares two runs, recorded or estimated, and finds where they first diverge."""
 
 import json as jsonlib
 import sys
@@ -21,6 +21,7 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) ->
         Print one JSON object.
     """
     subjects = [subject_of(target, device=device) for target in (a, b)]
+    # Imported late, like all that needs numpy, so that usage errors and --help take no time.
     from tightfit.diagnosis.difference import difference
 
     found = difference(*subjects)

@@ -1,4 +1,4 @@
-"""`tightfit doctor`: who holds what at the peak, what grows, what the allocator wastes, and what to do next, of one run."""
+"""`tightfit doctor`: memory at the peak by category and allocation site, growth, fragmentation and suggestions, for one run."""
 
 import json as jsonlib
 import sys
@@ -41,11 +41,13 @@ def doctor(
     json
         Print one JSON object.
     """
+    # Not `seconds <= 0`: this refuses NaN too.
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
     subject = subject_of(
         target, device=device, arguments=arguments, parameters=parameter, steps=steps, alloc_conf=alloc_conf
     )
+    # Imported after the arguments are checked: numpy and torch-free analysis take most of the start-up time.
     from tightfit.diagnosis.diagnose import diagnose
 
     diagnosis = diagnose(subject, seconds=seconds)

@@ -1,6 +1,6 @@
-"""`tightfit estimate`: what a workload would hold on a card, found by running it on a virtual one.
+"""`tightfit estimate`: the memory of a workload on a GPU, found by running it on a virtual one.
 
-What computes is imported when the command runs, so that its `--help` is instant.
+Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
+# One value per use of the option (-p a=1 -p b=2); cyclopts would otherwise let a list swallow the words that follow.
 _SEVERAL = Parameter(consume_multiple=False)
 
 
@@ -66,7 +67,7 @@ class ModelOptions:
     gradient_checkpointing: bool = False
 
     def given(self) -> dict[str, Any]:
-        """Those that were given, by name."""
+        """The options that were given, by name."""
         values = dataclasses.asdict(self).items()
         return {name: value for name, value in values if value is not None and value is not False}
 
@@ -138,6 +139,7 @@ def estimate(
     else:
         tape = fit.capture(
             target,
+            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
             device=devices[0],
             arguments=arguments,
             parameters=parameter,
@@ -156,17 +158,18 @@ def estimate(
 
 
 def _check_folders(files: Mapping[str, Path | None]) -> None:
+    # Checked before the trace, which may take minutes, rather than when its result is to be written.
     for option, file in files.items():
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _saved_tape(path: str) -> "Tape":
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
-    return Tape.load(path)
+    return read_tape(path)
 
 
 def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""`tightfit place`: gives each buffer of a CSV file an address, so that all of them fit the capacity, or says why they do not."""
+"""`tightfit place`: assigns an offset to each buffer of a CSV file, so that all of them fit the capacity, or says why they do not."""
 
 import json as json_module
 import sys
@@ -61,6 +61,7 @@ def _as_json(solution: Solution) -> dict[str, object]:
 
 def _text(solution: Solution, capacity: int) -> str:
     crowd = solution.crowd
+    # Thousands of buffers can be live at the peak.
     names = ", ".join(crowd.names[:_MOST_NAMES])
     more = len(crowd.names) - _MOST_NAMES
     who = f"{names} and {more} more" if more > 0 else names
@@ -70,8 +71,10 @@ def _text(solution: Solution, capacity: int) -> str:
     )
     if solution.fits:
         return f"fits: {capacity - solution.height} bytes to spare\n{facts}"
+    # The lower bound alone rules the capacity out: these buffers are live at once.
     if crowd.num_bytes > capacity:
         why = f"{crowd.num_bytes} bytes live at moment {crowd.moment}, {crowd.num_bytes - capacity} too many: {who}"
+    # A search that ended by itself is a proof; one that ran out of time is not.
     elif solution.is_proven_infeasible:
         why = "no placement exists at this capacity; the search went through all of them"
     else:

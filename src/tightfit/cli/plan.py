@@ -1,4 +1,4 @@
-"""`tightfit plan`: the fastest combination of techniques with which a workload fits a card, found and checked without the card."""
+"""`tightfit plan`: the fastest combination of techniques with which a workload fits a GPU, found and verified without the GPU."""
 
 import dataclasses
 import json as jsonlib
@@ -132,6 +132,7 @@ def plan(
 
 
 def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
+    # elapsed_seconds is printed but not saved: the same plan gives the same file.
     from tightfit.reports.plans import write_plan
 
     if json:
@@ -157,5 +158,6 @@ def _search(parameter: str, target: str, device: str, *, output: Path | None, js
 
 
 def _say(what: str) -> None:
+    # The line is rewritten in place, which makes no sense in a log file, so this is used on a terminal only.
     sys.stderr.write(f"\r\x1b[K{what}\r")
     sys.stderr.flush()

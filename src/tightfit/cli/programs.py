@@ -1,4 +1,4 @@
-"""The user's program in this process, for the commands that run it: however it ends becomes an exit code."""
+"""Runs the user's program in this process, for the commands that do so, and turns its end into an exit code."""
 
 import sys
 import traceback
@@ -12,14 +12,14 @@ _INTERRUPTED = 130
 
 
 class Enough(BaseException):
-    """The steps that were asked for are over; not an error, and not for a program to catch."""
+    """Raised to end a program after the requested steps; a BaseException, so that `except Exception` does not catch it."""
 
 
 def exit_code_of(run: Callable[[], None], path: str) -> int:
-    """Runs the program at `path`. An error of its own is shown as python would show it.
+    """Runs the program at `path`. Its own errors are printed as python would print them.
 
     Raises:
-        TightfitError: one of ours ended it, or a fault of ours went through it.
+        TightfitError: an error of ours ended it, or a bug of ours passed through it.
     """
     noted()  # of an earlier program
     try:
@@ -32,6 +32,7 @@ def exit_code_of(run: Callable[[], None], path: str) -> int:
         if own is not None:
             raise own from error
         return code
+    # The program may have swallowed it (`except Exception: continue`) and ended as if all were well.
     fault = noted()
     if fault is not None:
         raise fault
@@ -39,15 +40,17 @@ def exit_code_of(run: Callable[[], None], path: str) -> int:
 
 
 def _shown(error: BaseException, path: str) -> int:
-    """Says what ended the program, unless it was ours alone; its exit code."""
+    """Prints what ended the program, unless it was ours alone, and returns its exit code."""
     if isinstance(error, Enough):
         return 0
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
+        # sys.exit("text") prints the text and exits with 1 (Python, library reference of SystemExit).
         sys.stderr.write(f"{error.code}\n")
         return 1
     if not is_ours(error):
+        # Frames of ours and of runpy are left out: the traceback begins in the script, as with plain python.
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename not in (path, str(Path(path).resolve())):
             own = own.tb_next

@@ -1,4 +1,4 @@
-"""One line on the terminal that says how far a long command has come, and goes away when it is done."""
+"""A progress line on the terminal, which disappears when the command is done."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class ProgressLine:
-    """On stderr, rewritten, from two seconds on, and only where stderr is a terminal."""
+    """Rewrites one line on stderr, from two seconds on, and only where stderr is a terminal."""
 
     SILENT_SECONDS = 2.0
     INTERVAL_SECONDS = 0.5
@@ -22,11 +22,12 @@ class ProgressLine:
         return self
 
     def __call__(self, what: str, share: float) -> None:
-        """`share` of `what` is done, from 0 to 1."""
+        """Shows that `share` of `what` is done, from 0 to 1."""
         now = time.monotonic()
         if self._is_terminal and now >= self._next:
             self._next = now + self.INTERVAL_SECONDS
             self._is_shown = True
+            # \r goes back to the first column, ESC [K erases to the end of the line (ECMA-48, EL).
             print(f"\r\x1b[K{what} {self._label}: {share:.0%}", end="", file=sys.stderr, flush=True)
 
     def __exit__(

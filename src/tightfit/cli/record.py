@@ -1,6 +1,6 @@
 """`tightfit record`: runs a workload as it is, in this process, and writes a recording of its memory with marks.
 
-What computes is imported when the command runs, so that its `--help` is instant.
+Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
 import sys
@@ -69,6 +69,7 @@ def record(
 
 
 def _stem(target: str) -> str:
+    # FILE.py:FUNCTION is named after the file, package.module:FUNCTION after the module.
     location = target.rpartition(":")[0] or target
     return Path(location).stem if location.endswith(".py") else location
 
@@ -83,6 +84,7 @@ def _run_script(script: "Script", recording: "Recording", num_steps: int | None)
             if num_steps is not None and hooks.num_steps >= num_steps:
                 raise Enough
 
+        # Between two turns of the loop, so that a recorded step is always a whole one.
         hooks.before_turn = stop_when_over
         held = run_script(script)  # noqa: F841 - what lives at the end of a script is there when its memory is looked at
 
@@ -90,6 +92,7 @@ def _run_script(script: "Script", recording: "Recording", num_steps: int | None)
 def _run_function(function: "GeneratorFunction", recording: "Recording", num_steps: int) -> None:
     from tightfit.capture.targets import generator_of
 
+    # Imports the user's module and checks the parameters; the function's set-up runs at the first next(), which is recorded.
     generator = generator_of(function)
     with recording:
         for _ in range(num_steps):

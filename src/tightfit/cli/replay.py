@@ -1,4 +1,4 @@
-"""`tightfit replay`: what a recording of torch's memory allocator would have held, as it ran or with other settings or less memory."""
+"""`tightfit replay`: replays a recording of torch's memory allocator, as it ran or with other settings or less memory."""
 
 import json as json_module
 import sys
@@ -45,6 +45,7 @@ def replay(
     from tightfit.recordings.replay import devices_of, together
     from tightfit.recordings.replay import replay as replay_device
 
+    # With --tune the given settings are one row of the search, and the replay stays as recorded.
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
     with ProgressLine(recording.name) as progress:
@@ -82,6 +83,7 @@ def replay(
 
 def _console() -> Console:
     console = Console(highlight=False)
+    # A fixed width, so that piped output is the same on every machine.
     if not console.is_terminal:
         console.width = _WIDTH
     return console

@@ -1,4 +1,4 @@
-"""`tightfit report`: a recording, a saved run or a workload as one HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
+"""`tightfit report`: a recording, a saved run or a workload as an HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
 
 import contextlib
 import io
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from tightfit.tape import Tape
 
 _SEVERAL = Parameter(consume_multiple=False)
+# The PROTO opcode, with which every pickle of protocol 2 and up begins (pickletools); the file's name may be anything.
 _PICKLE = b"\x80"
 _SOURCES = (".py", ".npz", ".pickle", ".pkl", ".pt", ".json")
 _ENDINGS = {"html": ".html", "perfetto": ".perfetto.json"}
-# One card for each size of memory that people have.
+# One GPU for each common size of memory, from 8 GB to 141 GB.
 _COMMON_CARDS = ("RTX 4060", "RTX 3060", "RTX 4080", "RTX 4090", "RTX 5090", "L40S", "A100 80GB", "H200")
 
 
@@ -77,6 +78,7 @@ def report(
     is_recording = _is_recording(target)
     if is_recording and (arguments or parameter):
         raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+    # The two clocks can be compared only for a recording: a tape's times are estimates.
     if merge is not None:
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
@@ -105,6 +107,7 @@ def _merged(target: str, profile: Path) -> str:
     from tightfit.reports.perfetto import merged
 
     recording = read_recording(target)
+    # torch.profiler's clock is Unix time, as the recording's is, which is what the two are merged by.
     times = device_of(recording, None).time_us
     text, overlaps = merged(history_of_recording(recording), profile, began_us=int(times[0]) if len(times) else 0)
     if not overlaps:
@@ -113,7 +116,7 @@ def _merged(target: str, profile: Path) -> str:
 
 
 def _is_plan(target: str) -> bool:
-    """Whether it is a file that `tightfit plan -o` could have written; another JSON file is the config of a model."""
+    """Whether `target` is a file that `tightfit plan -o` could have written; other JSON files are model configs."""
     path = Path(target)
     if path.suffix != ".json" or not path.is_file():
         return False
@@ -141,14 +144,14 @@ def _is_recording(target: str) -> bool:
 def _tape(target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], steps: int) -> "Tape":
     from tightfit import fit
     from tightfit.cli.devices import local_cards
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     if target.endswith(".npz"):
         if arguments or parameter:
             raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
-        return Tape.load(target)
+        return read_tape(target)
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
         raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
@@ -156,7 +159,7 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
 
 
 def _known_card(name: str) -> "Device | None":
-    """The card of that name in the catalogue; None for a recording that calls it `cuda:0`."""
+    """The GPU of that name in the catalogue; None for a recording that calls it `cuda:0`."""
     from tightfit.devices.catalogue import find
     from tightfit.errors import UnknownDevice
 
@@ -167,14 +170,16 @@ def _known_card(name: str) -> "Device | None":
 
 
 def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
-    """The cards to compare: those that were named, `own` first, and the common ones where that is fewer than two."""
+    """The GPUs to compare: those that were named, `own` first, and the common ones where fewer than two were."""
     from tightfit.devices.catalogue import find
 
     cards = [find(name) for name in names]
     if len(cards) < 2:
+        # So that the page compares at least a few GPUs without being asked to.
         cards += sorted((find(name) for name in _COMMON_CARDS), key=lambda card: card.capacity_bytes)
     if own is not None:
         cards.insert(0, own)
+    # Without duplicates, in the order of their first appearance.
     return list({card.name: card for card in cards}.values())
 
 
@@ -231,6 +236,7 @@ def _to_file_or_stdout(output: Path | None, show: Callable[[], None]) -> int:
         show()
     else:
         said = io.StringIO()
+        # `show` prints, as the commands estimate and replay do; a file gets the same text.
         with contextlib.redirect_stdout(said):
             show()
         _write(output, said.getvalue())
@@ -245,8 +251,9 @@ def _default_output(target: str, ending: str) -> Path:
 
 
 def _write(path: Path, content: str) -> None:
-    """Writes the file, whole or not at all, and says so."""
+    """Writes the file atomically and logs it on stderr."""
     existed = path.exists()
+    # A page that is being written must not be opened half done.
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(content, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`tightfit run`: a user's own script, unmodified, with a plan on it."""
+"""`tightfit run`: runs a user's unmodified script with a plan applied."""
 
 import sys
 from pathlib import Path
@@ -51,6 +51,7 @@ def run(
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow):
         raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
     card = device or next((local.name for local in local_cards()), None)
@@ -59,10 +60,12 @@ def run(
             'there is no card on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
     chosen = Plan.load(plan) if plan is not None else _made(script, arguments, card or "", budget, allow)
+    # Refused before the script starts, which would run out of memory later.
     if not chosen.fits:
         raise DoesNotFit(
             f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: at least {format_bytes(chosen.run.peak.device_high_bytes)} are needed; tightfit plan says what would help"
         )
+    # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments)
     from tightfit.capture.targets import Script

@@ -1,4 +1,4 @@
-"""What `tightfit doctor` and `tightfit diff` look at: a recording, a saved run, or a workload, which is traced first."""
+"""The inputs of `tightfit doctor` and `tightfit diff`: a recording, a saved run, or a workload, which is traced first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tightfit.diagnosis.run import Subject
 
 _RECORDINGS = (".pickle", ".pkl")
+# The PROTO opcode of pickle protocol 2 and up: recordings are known by their content, whatever their name.
 _PICKLE = b"\x80"
 
 
@@ -23,13 +24,14 @@ def subject_of(
     steps: int = 3,
     alloc_conf: str | None = None,
 ) -> "Subject":
-    """The run that `target` names; `device` is by default the card that a saved run was traced for, or this machine's own.
+    """The run that `target` names; `device` is by default the GPU that a saved run was traced for, or this machine's own.
 
     Raises:
         UsageError: no such target or device, or options that a run that is over does not take.
         RecordingError: the file cannot be read.
         CaptureError: the workload could not be traced.
     """
+    # By its ending too, so that a misspelt name of a recording is not taken for a module to import.
     is_recording = target.endswith(_RECORDINGS) or _is_pickle(target)
     is_tape = target.endswith(".npz")
     if is_recording or is_tape:
@@ -56,6 +58,7 @@ def _recorded(target: str, alloc_conf: str | None) -> "Subject":
     from tightfit.diagnosis.run import subject_of_recording
     from tightfit.recordings.read import read_recording
 
+    # doctor explains what happened; other settings would change addresses and segments, and with them the diagnosis.
     if alloc_conf is not None:
         raise UsageError(
             f"{target} was recorded with its own settings; tightfit replay --alloc-conf replays it with others"
@@ -75,11 +78,11 @@ def _traced(
     from tightfit import fit
     from tightfit.devices.catalogue import find
     from tightfit.diagnosis.run import subject_of_tape
-    from tightfit.tape import Tape
+    from tightfit.tape.read import read_tape
 
     settings = fit.allocator_settings(alloc_conf)
     if target.endswith(".npz"):
-        tape = Tape.load(target)
+        tape = read_tape(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
     card = device or own_card()
     tape = fit.capture(target, device=card, arguments=arguments, parameters=parameters, steps=steps)

@@ -1,4 +1,4 @@
-"""`tightfit techniques`: what a plan can be made of, what each technique trades, and whether results stay the same."""
+"""`tightfit techniques`: the techniques that a plan can use, what each trades, and whether results stay the same."""
 
 import dataclasses
 import inspect
@@ -16,8 +16,8 @@ _PAGES = "docs/guide/techniques"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One technique. `trades` says in a sentence what it gives for what, `page` is its documentation in the project's repository, None for
-    a technique of another package, and `defined_in` the class as `module:name`.
+    """One technique. `trades` says in a sentence what it trades, `page` is its documentation in the project's repository, None for a technique of
+    another package, and `defined_in` the class as `module:name`.
     """
 
     name: str
@@ -45,7 +45,7 @@ def techniques(*, json: bool = False) -> int:
 
 
 def entries() -> list[Entry]:
-    """Every technique there is, those of installed packages last.
+    """Every known technique, those of other installed packages last.
 
     Raises:
         MissingExtra: torch is not installed.
@@ -53,6 +53,7 @@ def entries() -> list[Entry]:
     try:
         from tightfit.techniques import catalogue
     except ModuleNotFoundError as error:
+        # Any other missing module is a broken installation, which the message below would hide.
         if error.name != "torch":
             raise
         raise MissingExtra(
@@ -68,7 +69,9 @@ def _entry(technique: Any) -> Entry:
         name=technique.name,
         exact=technique.exact,
         exactness=technique.exactness,
+        # The first sentence of the class's docstring is what users read, here and in the docs.
         trades=_first_sentence(inspect.getdoc(kind) or ""),
+        # Techniques of other packages come through entry points and have no page here.
         page=f"{_PAGES}/{technique.name}.md" if is_ours else None,
         defined_in=f"{kind.__module__}:{kind.__qualname__}",
     )
@@ -76,6 +79,7 @@ def _entry(technique: Any) -> Entry:
 
 def _first_sentence(text: str) -> str:
     paragraph = " ".join(text.partition("\n\n")[0].split())
+    # A capital must follow, so that "e.g. 4 bits" does not end the sentence.
     return re.split(r"(?<=[.!?])\s+(?=[A-Z])", paragraph, maxsplit=1)[0]
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a copy between a card and its host.
+"""Seconds of a copy between GPU and host.
 
 A link reaches a fraction of its limit: PCIe 4 0.79 (24.8 of 31.5 GB/s), PCIe 5 0.88 (55.6 of 63 GB/s, the example of nvbandwidth), NVLink-C2C 0.78
 (350 of 450 GB/s, torchtitan's notes); pageable memory about half of that, because the driver copies it through a pinned buffer. Copies in
@@ -19,9 +19,10 @@ _LATENCY_SECONDS = 10e-6
 def link_bytes_per_second(
     link: HostLink, *, is_pinned: bool = True, to_card: bool = True, calibration: Calibration | None = None
 ) -> float:
-    """Bytes per second that large copies in one direction reach over `link`, as `calibration` measured it or as links of its kind do."""
+    """Bytes per second of large copies in one direction over `link`: measured by `calibration`, or typical of its kind."""
     way = "to_card" if to_card else "from_card"
     key = f"{way}_{'registered' if is_pinned else 'pageable'}_bytes_per_second"
+    # Memory that torch pins is priced as registered memory: both are page-locked.
     if calibration is not None and key in calibration.link:
         return calibration.link[key]
     reached = _REACHED[link.generation] if link.kind == "pcie" else _REACHED_C2C

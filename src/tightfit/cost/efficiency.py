@@ -1,4 +1,4 @@
-"""Which fraction of a card's peak each class of operators reaches, and what an operator costs however small it is.
+"""Which fraction of a GPU's peak each class of operators reaches, and the fixed costs of an operator.
 
 `matmul`, `convolution` and `attention` have a fraction of the FLOP/s, the others of the memory bandwidth. Sources:
 

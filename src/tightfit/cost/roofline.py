@@ -1,4 +1,4 @@
-"""Seconds that each operator of a tape takes on a card: the slower of its arithmetic and its traffic, plus what any kernel costs.
+"""Seconds of each operator of a tape on a GPU: the slower of its arithmetic and its memory traffic, plus the fixed cost of a kernel.
 
     seconds = max(flops / (peak x efficiency), bytes / (bandwidth x efficiency)) + launch [+ ramp]
 
@@ -6,7 +6,7 @@ The roofline of Williams, Waterman and Patterson (2009) with a measured efficien
 convolutions and attention: filling and draining the multiprocessors costs them a fixed time, which is how the efficiency of small ones falls
 (half of it is lost where the product itself takes as long as the fixed costs). Waves that do not fill the card, and caches that hold what the
 previous kernel wrote, are not modelled. A lookup reads as many bytes as it writes, not the whole table. A row without FLOPs and bytes, or one that
-only asks for memory, is no kernel and costs nothing. Copies to and from the host are priced as if they stayed on the card: a tape does not tell.
+only allocates, is no kernel and costs nothing. Copies to and from the host cost as much as copies on the GPU, since a tape does not tell them apart.
 """
 
 from collections.abc import Callable
@@ -47,6 +47,7 @@ def operator_seconds(
         return np.zeros(0)
     efficiency = efficiency_of(device, calibration)
     num_strings = len(tape.strings)
+    # Rates are looked up once per pair of name and dtype: a tape has tens of thousands of operators of some hundred pairs.
     kinds, kind_of = np.unique(operators.name.astype(np.int64) * num_strings + operators.dtype, return_inverse=True)
     rates = np.array(
         [
@@ -72,28 +73,30 @@ def operator_seconds(
 
 
 def is_kernel(tape: Tape) -> npt.NDArray[np.bool_]:
-    """Which operators of `tape` run anything on the card: those that compute, read or write, but for those that only ask for memory."""
+    """Which operators of `tape` launch a kernel: those that compute, read or write, except those that only allocate."""
     operators = tape.operators
     works = (operators.flops > 0) | (operators.bytes_read > 0) | (operators.bytes_written > 0)
     return works & _by_name(tape, runs_kernel)
 
 
 def arithmetic_type(kind: OperatorClass, dtype: str, *, tf32_matmul: bool, tf32_convolution: bool) -> DType:
-    """The units that an operator of class `kind` on tensors of type `dtype` computes on.
+    """The arithmetic units that an operator of class `kind` on tensors of type `dtype` uses.
 
-    Only matrix products, convolutions and attention use tensor cores; the rest computes in float32 whatever it stores (float64 but for doubles).
+    Only matmuls, convolutions and attention use tensor cores; the rest computes in float32 whatever it stores (in float64 for doubles).
     """
     if kind not in TENSOR_CORE_CLASSES:
+        # Elementwise kernels and reductions compute in at::opmath_type, which is float for half precision.
         return "float64" if _ARITHMETIC.get(dtype) == "float64" else "float32"
     if dtype.startswith("float8"):
         return "float8"
     if dtype in _ARITHMETIC:
         return _ARITHMETIC[dtype]
+    # float32: cuBLAS and cuDNN have separate switches, and torch's defaults differ (matmul off, convolution on).
     return "tf32" if (tf32_convolution if kind == "convolution" else tf32_matmul) else "float32"
 
 
 def _by_name(tape: Tape, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """What `holds` says of the name of each operator."""
+    """Applies `holds` to the name of each operator, once per distinct name."""
     names, name_of = np.unique(tape.operators.name, return_inverse=True)
     return np.array([holds(tape.strings[name]) for name in names], dtype=np.bool_)[name_of]
 

@@ -1,7 +1,7 @@
-"""Seconds of each step of a tape: the card's work or the host's issuing of it, whichever takes longer.
+"""Seconds of each step of a tape: the GPU's work, or the time to issue it from the host where that is longer.
 
-Eager torch issues kernels one by one from the host; a card that is faster than that waits. Streams are taken to overlap perfectly, so the
-busiest one counts. What they wait for among each other, and the host's own work between steps (data loading, logging), is not in a tape.
+Eager torch issues kernels one by one from the host; a GPU that is faster than that waits. Streams are assumed to overlap perfectly, so the
+busiest one counts. Waits between streams, and the host's own work between steps (data loading, logging), are not on a tape.
 """
 
 import numpy as np
@@ -33,10 +33,11 @@ def step_seconds(
 
 
 def step_operators(tape: Tape) -> list[tuple[int, int]]:
-    """The first operator of each `STEP` span and the first after it.
+    """The operators `[begin, end)` of each `STEP` span.
 
-    Spans are stretches of events, and an event knows how many operators were issued before it; the last event is followed by those left.
+    Spans are ranges of events, and an event knows how many operators were issued before it; operators after the last event belong to the last span.
     """
+    # One entry more than there are events, for spans that end with the tape.
     issued_before = np.append(tape.events.operator, len(tape.operators))
     spans = tape.spans
     steps = spans.kind == SpanKind.STEP

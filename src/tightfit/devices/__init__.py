@@ -1,1 +1,1 @@
-"""Cards as data: the `Device`, the catalogue of known ones, and calibration files that measured figures come from."""
+"""GPUs as data: the `Device`, the catalogue of known ones, and calibration files with measured figures."""

@@ -1,6 +1,6 @@
-"""What was measured on one machine, in a file that replaces the figures of the catalogue.
+"""Calibration files: figures measured on one machine, which replace those of the catalogue.
 
-A calibration is a TOML file with `schema = 2` (1 is read too), the name of the card, and any of these tables:
+A calibration is a TOML file with `schema = 2` (1 is read too), the name of the GPU, and any of these tables:
 
     [context]     num_bytes, low_bytes, high_bytes      memory of a process besides its tensors; init_bytes, cublas_bytes, ...: its parts
     [workspaces]  cublas_bytes, cublaslt_bytes          scratch memory of the libraries
@@ -36,7 +36,7 @@ __all__ = ["FIXED_COSTS", "LIBRARIES", "OPERATOR_CLASSES", "SCHEMA", "Calibratio
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One figure: the median of `num_samples` readings, their quartiles, and what was predicted before (None: nothing was)."""
+    """One figure: the median of `num_samples` readings, their quartiles, and the prediction without calibration (None: there was none)."""
 
     name: str
     unit: str
@@ -48,12 +48,13 @@ class Measured:
 
 
 def _nothing() -> Any:
+    # Left out of the hash, which a frozen dataclass would otherwise take of a dict.
     return dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measured figures; what was not measured is None or absent. Efficiencies are fractions of a peak, costs are in seconds.
+    """Measured figures; those that were not measured are None or absent. Efficiencies are fractions of a peak, costs are in seconds.
 
     `context_parts` are bytes by `init` and library; `link`, `overlap`, `allocation`, `host` and `disk` hold the tables of the file.
     """
@@ -120,7 +121,7 @@ class Calibration:
         """`device` with the measured context: of a process that uses `libraries` (of `LIBRARIES`), or else all of them.
 
         Raises:
-            UsageError: the calibration was made on another card, or on a simulated one.
+            UsageError: the calibration was made on another GPU, or on a simulated one.
         """
         if self.is_virtual:
             raise UsageError(
@@ -134,11 +135,14 @@ class Calibration:
         if self.context is None:
             return device
         context = self.context
+        # Files of schema 1 have no parts, and then the context is that of all libraries.
         if libraries is not None and self.context_parts.keys() >= {"init", *LIBRARIES}:
             num_bytes = sum(self.context_parts[name] for name in ("init", *libraries))
+            # A process without cuDNN can need less than the low end that was measured with it.
             low_bytes = min(context.low_bytes, num_bytes)
             context = dataclasses.replace(context, num_bytes=num_bytes, low_bytes=low_bytes)
         return dataclasses.replace(device, context=context)
 
 
+# Tables that are taken over as they are, under the name of the field.
 _SAME_IN_FILE = ("seconds", "link", "overlap", "allocation", "host", "disk", "made")

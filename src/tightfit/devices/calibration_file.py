@@ -1,4 +1,4 @@
-"""Writes the tables of a calibration as TOML, for the standard library reads it and does not write it."""
+"""Writes the tables of a calibration as TOML, which the standard library (tomllib) can read but not write."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,15 @@ from typing import Any
 
 
 def to_toml(content: Mapping[str, Any], *, remark: str = "") -> str:
-    """`content` - texts, numbers, truths, lists of these, tables and lists of tables - as TOML, below `remark` as comment lines."""
+    """`content` - strings, numbers, booleans, lists of these, tables and lists of tables - as TOML, below `remark` as comment lines."""
     lines = [f"# {line}" for line in remark.splitlines()]
     _write(lines, (), content)
     return "\n".join(lines) + "\n"
 
 
 def _write(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
-    """The plain keys of a table come first: in TOML a key belongs to the last table that was named."""
+    """Writes a table, its plain keys first: in TOML a key belongs to the table header above it."""
+    # A list that is empty is written as a value, since a list of no tables would vanish.
     plain = {key: value for key, value in table.items() if not _is_table(value) and not _is_list_of_tables(value)}
     if path and (plain or not table):
         lines += ["", f"[{'.'.join(path)}]"]
@@ -36,6 +37,7 @@ def _is_list_of_tables(value: Any) -> bool:
 
 
 def _value(value: Any) -> str:
+    # bool first: True is an int in Python, and TOML's booleans are lower case.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -51,4 +53,5 @@ def _value(value: Any) -> str:
 def _number(value: float) -> str:
     """Six digits are more than any of these measurements has."""
     text = f"{value:.6g}"
+    # TOML tells 1 (integer) from 1.0 (float); `n` is for nan, `e` for 1e-05.
     return text if any(mark in text for mark in ".en") else f"{text}.0"

@@ -1,7 +1,7 @@
-"""What may stand in a calibration file, table by table, and one line for each thing in it that is wrong.
+"""The schema of a calibration file, table by table, and one line for each key that is wrong.
 
-A figure is a whole number of bytes, a fraction of a peak, a time, a rate or a ratio, or a list of these; which, a table says in one place. Files of
-schema 1 have the first four tables only.
+A figure is a whole number of bytes, a fraction of a peak, a time, a rate or a ratio, or a list of these; `TABLES` says which. Files of schema 1
+have the first four tables only.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +34,7 @@ Rule = tuple[str, Callable[[Any], bool]]
 
 
 def _is_number(value: Any) -> bool:
+    # tomllib reads true and false as bool, which Python counts among the integers.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -51,6 +52,7 @@ def _is_rate(value: Any) -> bool:
 
 _BYTES: Rule = ("a whole number of bytes", _is_bytes)
 _FRACTION: Rule = ("a fraction above 0, at most 1", lambda value: 0 < value <= 1)
+# A launch or a latency of a second and more is a value in another unit.
 _SECONDS: Rule = ("a time in seconds, from 0 to below 1", lambda value: 0 <= value < 1)
 _RATE: Rule = ("a number above 0", lambda value: value > 0)
 _COUNT: Rule = ("a whole number above 0", lambda value: isinstance(value, int) and value > 0)
@@ -94,7 +96,7 @@ MEASURED_KEYS = ("name", "unit", "median", "low", "high", "num_samples", "predic
 
 
 def faults(content: Mapping[str, Any]) -> list[str]:
-    """One line for each thing in the content of a calibration file that is wrong; empty where all is well."""
+    """One line for each fault in the content of a calibration file; empty if it is valid."""
     schema = content.get("schema")
     if schema not in READ_SCHEMAS:
         read = " and ".join(map(str, READ_SCHEMAS))
@@ -105,6 +107,7 @@ def faults(content: Mapping[str, Any]) -> list[str]:
     if not isinstance(content.get("virtual", False), bool):
         found.append(f"virtual = {content['virtual']!r} must be true or false")
     tables = [name for name in TABLES if schema > 1 or name in _OF_SCHEMA_1]
+    # Unknown tables are refused rather than skipped: a misspelt [effciency] would leave the catalogue's figures in place unnoticed.
     for name, table in content.items():
         if name in ("schema", "device", *(("virtual",) if schema > 1 else ())):
             continue
@@ -116,11 +119,13 @@ def faults(content: Mapping[str, Any]) -> list[str]:
             found.append(f"unknown key '{name}'; the tables are {', '.join(tables)}")
         else:
             found += [fault for key, value in table.items() if (fault := _value_fault(schema, name, key, value))]
+    # These compare keys with each other, which makes sense once each of them is valid.
     return found or _context_faults(content.get("context")) + _length_faults(content)
 
 
 def _value_fault(schema: int, table: str, key: str, value: Any) -> str | None:
     rules = TABLES[table]
+    # [efficiency.bfloat16] is a table in a table; its keys follow the rules of the table without a dtype, as schema 1 has it.
     if table == "efficiency" and schema > 1 and key in DTYPES and isinstance(value, dict):
         inner = (_value_fault(1, table, name, fraction) for name, fraction in value.items())
         return next((fault.replace("efficiency", f"efficiency.{key}", 1) for fault in inner if fault), None)
@@ -144,7 +149,7 @@ def _context_faults(context: Any) -> list[str]:
 
 
 def _length_faults(content: Mapping[str, Any]) -> list[str]:
-    """Lists of one table stand side by side, so they are of one length."""
+    """Lists of one table belong together row by row, so they must have the same length."""
     found = []
     for name in ("allocation", "host"):
         lengths = {key: len(value) for key, value in content.get(name, {}).items() if isinstance(value, list)}

@@ -1,6 +1,6 @@
-"""From the TOML of a card to a `Device`, with one line for every key that is wrong.
+"""Reads the TOML description of a GPU into a `Device`, with one line for every key that is wrong.
 
-A card file speaks the units of data sheets (GiB on the box, GB/s, TFLOP/s, MHz); this is the only place that knows them.
+The file uses the units of data sheets (GiB of memory as sold, GB/s, TFLOP/s, MHz); this module is the only one that converts them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _LINK = re.compile(r"pcie([3-6])x(1|2|4|8|16)|(nvlink-c2c)")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What a key must be: a test, how to say it, and the value where the key is absent (`_REQUIRED`: it may not be)."""
+    """The rule of a key: a test, its wording, and the default where the key is absent and not required."""
 
     test: Callable[[Any], bool]
     says: str
@@ -55,6 +55,7 @@ def _is_teraflops(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and "float32" in value
+        # float32 is the type that every other one falls back to (Device.flops_per_second).
         and set(value) <= set(DTYPES)
         and all(map(_is_positive, value.values()))
     )
@@ -107,7 +108,7 @@ KEYS: Mapping[str, _Key] = {
 
 
 def read_card(table: Mapping[str, Any], *, where: str) -> Device:
-    """The card that `table` (the content of a card file) describes; `where` begins each line of the error.
+    """The device that `table` (the content of a TOML file) describes; `where` begins each line of the error.
 
     Raises:
         UsageError: one line for each key that is missing, unknown or has a wrong value.
@@ -115,6 +116,7 @@ def read_card(table: Mapping[str, Any], *, where: str) -> Device:
     faults = [f"{where}: {fault}" for fault in _faults(table)]
     if faults:
         raise UsageError("\n".join(faults))
+    # Data sheets give decimal GB/s and TFLOP/s but binary sizes of memory, caches and registers.
     values = {key: table.get(key, rule.default) for key, rule in KEYS.items()}
     return Device(
         name=values["name"],
@@ -145,6 +147,7 @@ def read_card(table: Mapping[str, Any], *, where: str) -> Device:
 def _faults(table: Mapping[str, Any]) -> list[str]:
     faults = []
     for key in table.keys() - KEYS.keys():
+        # Card files are written by hand from data sheets, so a misspelt key is the most frequent fault.
         near = difflib.get_close_matches(key, KEYS, n=1)
         faults.append(f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     for key, rule in KEYS.items():
@@ -161,6 +164,7 @@ def _link(text: str) -> HostLink:
     assert match is not None, "the rule of the key has matched"
     if match[3]:
         return HostLink(kind="nvlink-c2c", generation=1, num_lanes=1, bytes_per_second=_C2C_BYTES_PER_SECOND)
+    # "pcie4x16": the link that the card has, which a slot can narrow; a calibration measures the one in place.
     generation, num_lanes = int(match[1]), int(match[2])
     speed = _PCIE_LANE_GIGABYTES[generation] * num_lanes * 1e9
     return HostLink(kind="pcie", generation=generation, num_lanes=num_lanes, bytes_per_second=speed)

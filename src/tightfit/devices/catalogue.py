@@ -1,11 +1,11 @@
-"""The cards that tightfit knows, and how a name that a person wrote finds its card.
+"""The catalogue of GPUs, and the search by name.
 
-Cards lie in TOML files, one per architecture: `[architecture]` holds what its cards share and each `[[card]]` the rest. A card of your own
-is a file with all keys at the top level.
+GPUs are described in TOML files, one per architecture: `[architecture]` holds what its cards share and each `[[card]]` the rest. A file of your
+own has all keys at the top level.
 
-How a name is read: case, punctuation and the makers' words (NVIDIA, GeForce, Instinct, ...) do not count, `80g` is `80GB`, and letters
-part from digits, so that `rtx4090`, `4090` and `NVIDIA GeForce RTX 4090` are the same. A name or alias that matches whole wins; else the
-card must have every word of the query, and of several the first in the catalogue is taken: within an architecture the common variant comes
+Names are compared word by word: case, punctuation and vendor words (NVIDIA, GeForce, Instinct, ...) do not count, `80g` is `80GB`, and letters
+are split from digits, so that `rtx4090`, `4090` and `NVIDIA GeForce RTX 4090` are the same. A full match of a name or alias wins; otherwise the
+card must have every word of the query, and the first of several in the catalogue is taken: within an architecture the common variant comes
 first. So `a100` is the 80 GB SXM card, `h100` the SXM one, `v100` the 16 GB SXM one, `3060` has 12 GB, `3080` 10 GB and `4060 ti` 8 GB.
 """
 
@@ -23,30 +23,33 @@ from tightfit.units import GIB
 
 _MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "ati", "instinct", "radeon"}
 _MAKERS |= {"gpu", "gpus", "graphics", "card", "generation", "edition", "series", "memory", "corporation"}
+# "80 GB", "80G" and "80GiB" become one word; the look-arounds leave "h100g" and other model names alone.
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])")
 _WORD = re.compile(r"\d+gb|\d+|[a-z]+")
 
 
 @functools.cache
 def all_devices() -> tuple[Device, ...]:
-    """Every card of the catalogue, in its order. Parsed once per process, in about 20 ms."""
+    """Every GPU of the catalogue, in its order. Parsed once per process, in about 20 ms."""
     devices = []
     folder = Path(__file__).with_name("catalogue")
+    # Sorted by file name, because the order of the catalogue decides which of several matches is taken.
     for file in sorted(folder.glob("*.toml")):
         content = tomllib.loads(file.read_text(encoding="utf-8"))
         shared = content["architecture"]
         for card in content["card"]:
             source = [*card.get("source", []), *shared["source"]]
+            # A card's own keys override its architecture's; sources add up.
             devices.append(read_card({**shared, **card, "source": source}, where=f"{file.name}, {card['name']}"))
     return tuple(devices)
 
 
 def find(text: str | os.PathLike[str]) -> Device:
-    """The card that `text` names, or that the card file at the path `text` describes (a path ends in `.toml`).
+    """The GPU that `text` names, or that the TOML file at the path `text` describes (a path ends in `.toml`).
 
     Raises:
-        UnknownDevice: no card has that name; the message lists the nearest.
-        UsageError: the card file cannot be read, or a key of it is wrong (a line each).
+        UnknownDevice: no GPU has that name; the message lists the nearest ones.
+        UsageError: the TOML file cannot be read, or a key of it is wrong (a line each).
     """
     if str(text).endswith(".toml"):
         return _read_file(Path(text))
@@ -55,6 +58,7 @@ def find(text: str | os.PathLike[str]) -> Device:
         for device in all_devices():
             if query in (words(name) for name in (device.name, *device.aliases)):
                 return device
+        # Without a number a query such as "rtx" or "ti" would match half of the catalogue.
         if any(word[0].isdigit() for word in query):
             for device in all_devices():
                 if query <= _all_words(device):
@@ -63,7 +67,7 @@ def find(text: str | os.PathLike[str]) -> Device:
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a card's name that count: `NVIDIA A100-SXM4-80GB` has `a`, `100`, `sxm`, `4` and `80gb`."""
+    """The words of a GPU's name that are compared: `NVIDIA A100-SXM4-80GB` has `a`, `100`, `sxm`, `4` and `80gb`."""
     return frozenset(_WORD.findall(_SIZE.sub(r"\1gb", text.lower()))) - _MAKERS
 
 
@@ -84,6 +88,7 @@ def _nearest(text: str) -> str:
     names = {name.lower(): device.name for device in all_devices() for name in (device.name, *device.aliases)}
     short = {" ".join(sorted(words(name))): full for name, full in names.items()}
     near = [names[name] for name in difflib.get_close_matches(text.lower(), names, n=4, cutoff=0.5)]
+    # A second search on the sorted words finds "4090 laptop rtx", whose order difflib would not forgive.
     near += [short[name] for name in difflib.get_close_matches(" ".join(sorted(words(text))), short, n=4, cutoff=0.5)]
     if not near:
         return "nothing is near to it"

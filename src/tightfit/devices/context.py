@@ -1,4 +1,4 @@
-"""What a process costs on a card before its first tensor, for cards on which nobody has measured it.
+"""GPU memory of a process before its first tensor (the CUDA context), for GPUs on which it has not been measured.
 
 A CUDA context reserves local memory for every thread that can be resident, keeps queues and save areas per multiprocessor, and loads
 the kernels that are used. So it grows with the number of multiprocessors and with the threads that each can hold, and that is the model:
@@ -19,6 +19,7 @@ _FIXED_BYTES = 50 * MIB
 _PER_MULTIPROCESSOR_BYTES = 0.6 * MIB
 _PER_THREAD_BYTES = 1.5 * KIB
 _BLACKWELL = 1.2
+# The low end is a context before any library is loaded, the high end one with many kernels of cuDNN.
 _RANGE = (0.7, 1.45)
 # No reading of a ROCm process was found: a wide guess that a calibration should replace.
 _AMD = Context(num_bytes=500 * MIB, low_bytes=150 * MIB, high_bytes=1000 * MIB, is_measured=False)
@@ -27,10 +28,11 @@ _AMD = Context(num_bytes=500 * MIB, low_bytes=150 * MIB, high_bytes=1000 * MIB, 
 def modelled_context(
     *, vendor: str, compute_capability: tuple[int, int], num_multiprocessors: int, max_threads_per_multiprocessor: int
 ) -> Context:
-    """The context of a card of this size, in bytes, with the range that readings on cards of all sizes fall into."""
+    """The context on a GPU of this size, in bytes, with a range that covers all readings."""
     if vendor == "amd":
         return _AMD
     per_multiprocessor = _PER_MULTIPROCESSOR_BYTES + max_threads_per_multiprocessor * _PER_THREAD_BYTES
+    # RTX 5090 and B200 read 593 to 712 MiB, a fifth above what the same model gives for older cards of their size.
     generation = _BLACKWELL if compute_capability >= (10, 0) else 1.0
     num_bytes = _FIXED_BYTES + generation * num_multiprocessors * per_multiprocessor
     low, high = (round(factor * num_bytes) for factor in _RANGE)

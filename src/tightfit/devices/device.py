@@ -1,7 +1,7 @@
-"""A card as numbers: what it holds, how fast it moves bytes and multiplies, and what a process costs on it before its first tensor.
+"""A GPU as numbers: capacity, bandwidths, FLOP/s, and the memory of a process on it before its first tensor.
 
-A `Device` is plain frozen data. The catalogue reads them from TOML files that name their sources; anything that needs to know about a
-card - simulation, cost, planning, the virtual GPU - is handed one of these and looks nowhere else.
+A `Device` is plain frozen data. The catalogue reads them from TOML files that name their sources; simulation, cost model, planner and virtual GPU
+are handed a `Device` and know nothing else about the hardware.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ DTYPES: tuple[str, ...] = get_args(DType)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostLink:
-    """What joins a card to its host. `bytes_per_second` is the limit of the link in one direction, before protocol overhead."""
+    """The link between GPU and host. `bytes_per_second` is its limit in one direction, before protocol overhead."""
 
     kind: Literal["pcie", "nvlink-c2c"]
     generation: int
@@ -36,8 +36,8 @@ class HostLink:
 class Context:
     """Device memory that a process holds besides its tensors: the driver's context with cuBLAS and cuDNN loaded.
 
-    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured` says that the three come from readings on such a
-    card (else they come from the model in `tightfit.devices.context`).
+    `low_bytes` to `high_bytes` is the range over drivers and libraries; `is_measured`: the three come from readings on such a GPU, and
+    otherwise from the model in `tightfit.devices.context`.
     """
 
     num_bytes: int
@@ -48,11 +48,11 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One card.
+    """One GPU.
 
-    `capacity_bytes` is what the driver lets a process have in total (`cudaMemGetInfo`, torch's `total_memory`), which is less than the
-    `nominal_bytes` on the box. `flops` are dense peaks at the boost clock, multiply-add counted as two, on tensor cores where the type
-    has them and with float32 accumulation where that is slower; a type that the card lacks is absent. Register file and shared
+    `capacity_bytes` is the total that the driver lets a process have (`cudaMemGetInfo`, torch's `total_memory`), which is less than the
+    `nominal_bytes` it is sold with. `flops` are dense peaks at the boost clock, multiply-add counted as two, on tensor cores where the type
+    has them and with float32 accumulation where that is slower; a type that the GPU lacks is absent. Register file and shared
     memory are per multiprocessor. For AMD a multiprocessor is a compute unit and `compute_capability` what torch reports.
     """
 
@@ -74,6 +74,7 @@ class Device:
     l2_bytes_per_second: float | None
     dram: str
     dram_bytes_per_second: float
+    # Left out of the hash, as dicts have none; the name tells devices apart.
     flops: Mapping[str, float] = dataclasses.field(hash=False)
     link: HostLink
     context: Context
@@ -86,18 +87,18 @@ class Device:
 
     @property
     def context_low_bytes(self) -> int:
-        """The least that `context_bytes` may turn out to be."""
+        """The lower bound of `context_bytes`."""
         return self.context.low_bytes
 
     @property
     def context_high_bytes(self) -> int:
-        """The most that `context_bytes` may turn out to be."""
+        """The upper bound of `context_bytes`."""
         return self.context.high_bytes
 
     def flops_per_second(self, dtype: DType) -> float:
-        """The dense peak for `dtype`, in FLOP/s; where the card has no such units, that of the type that libraries compute in instead.
+        """The dense peak for `dtype`, in FLOP/s; where the GPU has no such units, that of the type that libraries compute in instead.
 
-        float8 falls to bfloat16, every other type to float32.
+        float8 falls back to bfloat16, every other type to float32.
         """
         while dtype not in self.flops:
             dtype = _COMPUTED_IN[dtype]

@@ -1,1 +1,1 @@
-"""What a run's memory was used for: leaks, fragmentation, allocation sites, and the difference of two runs."""
+"""Diagnosis of a run's memory: growth, fragmentation, allocation sites, suggestions, and the difference of two runs."""

@@ -1,19 +1,21 @@
-"""Two sequences (of sizes, or of places) side by side: where they are the same and where they part, robust to what one of them has besides.
+"""Aligns two sequences (of sizes or of allocation sites): where they are equal and where they diverge, with insertions on either side.
 
-At each difference the smallest shift is looked for after which a whole run is the same again. Sizes repeat a lot in a training step, so one
-that is equal says nothing. The search is bounded, and so is the time: past a difference that is too large, nothing is aligned any more.
+At each difference the smallest shift is searched after which several entries in a row are equal again; a single one says little, as sizes repeat
+a lot in a training step. The search is bounded, and so is the time: past a difference that is too large, nothing is aligned any more.
 """
 
 import dataclasses
 from collections.abc import Hashable, Sequence
 
+# A training step asks for the same few sizes over and over: six equal ones in a row are hardly ever a coincidence.
 RUN = 6
+# The search is quadratic in the shift; a model's block has some hundred allocations.
 WINDOW = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """`a[a_begin:a_end]` and `b[b_begin:b_end]` belong together; they are the same or differ."""
+    """`a[a_begin:a_end]` corresponds to `b[b_begin:b_end]`; they are equal or differ."""
 
     is_same: bool
     a_begin: int
@@ -23,10 +25,11 @@ class Stretch:
 
 
 def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Stretch]:
-    """Stretches that cover both sequences in order, same and different ones in turn; neither side of one is skipped, and none is empty."""
+    """Ranges that cover both sequences in order, equal and different ones in turn; none is empty on both sides."""
     found: list[Stretch] = []
     at_a = at_b = 0
     while at_a < len(a) or at_b < len(b):
+        # Greedy: equal entries are paired at once. It is linear where the runs agree, which is nearly everywhere.
         num_same = 0
         while at_a + num_same < len(a) and at_b + num_same < len(b) and a[at_a + num_same] == b[at_b + num_same]:
             num_same += 1
@@ -45,7 +48,7 @@ def _stretch(is_same: bool, a_begin: int, a_end: int, b_begin: int, b_end: int) 
 
 
 def _resume(a: Sequence[Hashable], b: Sequence[Hashable], at_a: int, at_b: int) -> tuple[int, int]:
-    """Where both go on alike with the least left out, or both ends."""
+    """The nearest positions from which both continue alike, or both ends."""
     for shift in range(1, WINDOW + 1):
         # What is replaced is left out on both sides in equal parts, so the even splits are looked at first.
         for skip in sorted(range(shift + 1), key=lambda skip: abs(2 * skip - shift)):
@@ -60,5 +63,6 @@ def _goes_on(a: Sequence[Hashable], b: Sequence[Hashable], to_a: int, to_b: int)
         return to_a == len(a) and to_b == len(b)
     if a[to_a] != b[to_b]:
         return False
+    # Near the end fewer than RUN entries are left to compare.
     left = min(RUN, len(a) - to_a, len(b) - to_b)
     return a[to_a : to_a + left] == b[to_b : to_b + left]

@@ -1,4 +1,4 @@
-"""Who holds the bytes at a moment of a history: blocks of one category that the same stack (and kind of module) asked for are one holder."""
+"""Allocation sites at a time step of a history: blocks of one category are grouped by the stack (and kind of module) that allocated them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tightfit.tape import Column
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """One holder; numbers in the path of its module are `*`. `where` is the user's line, or what else says best where it is."""
+    """One allocation site; numbers in the path of its module are `*`. `where` is the user's line, or the next best description."""
 
     category: str
     where: str
@@ -25,13 +25,15 @@ class Holder:
 
 
 def holders_of(history: History, places: Sequence[Place], chosen: Column) -> tuple[Holder, ...]:
-    """The holders of the `chosen` blocks (booleans, one for each block), the largest first."""
+    """The allocation sites of the `chosen` blocks (booleans, one for each block), the largest first."""
+    # The layers of a model share their lines; listed one by one they would fill the table with equal rows.
     modules = [".".join("*" if p.isdigit() else p for p in module.split(".")) for module in history.modules]
     blocks = history.blocks
     groups: dict[tuple[int, Place, str], list[int]] = {}
     at = np.flatnonzero(chosen)
     columns = (blocks.category[at], blocks.stack[at], blocks.module[at], blocks.block_bytes[at])
     for category, stack, module, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
+        # By Place and not by stack: stacks that differ only inside of libraries are one site.
         group = groups.setdefault((category, places[stack], modules[module]), [0, 0])
         group[0] += 1
         group[1] += num_bytes

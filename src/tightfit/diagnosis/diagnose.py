@@ -1,6 +1,6 @@
-"""The answers to what everyone with an out-of-memory error asks: who holds what at the peak, what is lost to fragmentation, what grows, what to do.
+"""The diagnosis behind `tightfit doctor`: memory at the peak, allocation sites, fragmentation, growth from step to step, and suggestions.
 
-One recorded run is enough, whether tightfit predicted it or a card recorded it; a `Subject` is either.
+One run is enough, whether tightfit predicted it or it was recorded on a GPU; a `Subject` is either.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ DEFAULT_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A moment of a run: the event, its step, the seconds since the start (None where not known), and who asked for memory then."""
+    """A time step of a run: the event, its step, the seconds since the start (None where not known), and the allocation made then."""
 
     event: int
     step: str
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedBy:
-    """A place of the program whose live blocks keep free pieces of their segments from being given back."""
+    """An allocation site whose blocks pin segments: free pieces beside them cannot be returned to the driver."""
 
     where: str
     category: str
@@ -53,7 +53,7 @@ class PinnedBy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """An out-of-memory error in a recording: what was asked for, what was held then, and the largest piece that was free."""
+    """An out-of-memory error in a recording: the request, allocated and reserved bytes then, and the largest free block."""
 
     event: int
     where: str
@@ -65,10 +65,10 @@ class OutOfMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What one run says about its memory. All bytes are blocks as the allocator gave them.
+    """The diagnosis of one run. All bytes are sizes of blocks, as the allocator rounds them.
 
-    `moment` is the peak of live blocks, which `at_peak` and `holders` describe. `fragmented_at` is the first moment at which most was reserved (or
-    the error, where there was one), which `fragmentation` describes. `start_reserved_bytes` was held before the first event.
+    `moment` is the allocated peak, which `at_peak` and `holders` describe. `fragmented_at` is the reserved peak (or the out-of-memory error, where
+    there was one), which `fragmentation` describes. `start_reserved_bytes` was reserved before the first event.
     """
 
     label: str
@@ -98,22 +98,25 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The object that `tightfit doctor --json` prints."""
         plain = dataclasses.asdict(self)
+        # Single addresses mean nothing to a reader of the JSON; `pinned_by` has them grouped by allocation site.
         plain["fragmentation"].pop("pins")
         plain["fragmentation"]["free_bytes"] = self.fragmentation.free_bytes
         return {"schema": SCHEMA} | plain
 
 
 def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis:
-    """Looks at one run from all sides; about `seconds` go into the search for better settings of the allocator.
+    """Diagnoses one run; about `seconds` go into the search for better allocator settings.
 
-    A run in which nothing was asked for has a diagnosis of noughts.
+    All figures are 0 for a run without allocations.
     """
     history, places = subject.history, subject.places
     peak, fragmented_at = history.peak_event, _most_reserved(subject)
+    # The replay that built the history did not know yet which event to look at, so the run is replayed once more.
     look = _Look(fragmented_at)
     subject.again(look)
     alive = history.alive_at(peak)
     every_step = steps_of(history)
+    # Set-up and evaluations in between do not repeat, so growth is looked for among steps only.
     steps = tuple(step for step in every_step if step.kind == "step")
     settings = subject.try_settings(seconds)
     found = look.found
@@ -147,7 +150,7 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
 
 
 class _Look:
-    """Watches a replay for the allocator at one event, and how much it held before the first."""
+    """Takes the fragmentation at one event of a replay, and the bytes reserved before the first event."""
 
     def __init__(self, event: int) -> None:
         self._event = event
@@ -162,21 +165,23 @@ class _Look:
 
 
 def _most_reserved(subject: Subject) -> int:
-    """The first error, or else the first event after which most is reserved; -1 where there is no event.
+    """The event of the first out-of-memory error, or else of the reserved peak; -1 where there is no event.
 
-    Where the most was reserved before the first event, it is the moment among those that are as high at which most of it is in use.
+    Where the peak was reserved before the first event, it is the event at that level with the most allocated bytes.
     """
     if subject.failure is not None:
         return subject.failure.event
     reserved, allocated = subject.history.reserved, subject.history.allocated
     if not len(reserved):
         return -1
+    # With a warm cache reserved bytes are flat for the whole recording, and the first of the equal events says nothing.
     first = int(reserved.argmax())
     return first if first else int(np.where(reserved == reserved[0], allocated, -1).argmax())
 
 
 def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
     blocks = history.blocks
+    # Allocated bytes rise only with an allocation, so the event of a peak allocates a block.
     at = np.flatnonzero(blocks.born == event) if event >= 0 else []
     place = places[int(blocks.stack[at[0]])] if len(at) else None
     step = next((span.name for span in history.spans if span.begin <= event < span.end), "")
@@ -191,12 +196,14 @@ def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
 
 
 def _pinned_by(history: History, places: tuple[Place, ...], event: int, found: Fragmentation) -> tuple[PinnedBy, ...]:
-    """Who pins most, at the event that was looked at."""
+    """The allocation sites that pin most bytes at the event."""
     alive = np.flatnonzero(history.alive_at(event))
+    # A pin is a block of the replayed allocator; its address leads to the block of the history, which knows its site.
     block_at = dict(zip(history.blocks.address[alive].tolist(), alive.tolist(), strict=True))
     groups: dict[tuple[str, str], list[int]] = {}
     for pin in found.pins:
         block = block_at.get(pin.address)
+        # The neighbour may be a freed block that waits for another stream, which the history counts as freed.
         where = "" if block is None else places[int(history.blocks.stack[block])].name
         category = "unknown" if block is None else CATEGORIES[int(history.blocks.category[block])]
         group = groups.setdefault((where, category), [0, 0, 0])
@@ -225,13 +232,14 @@ def _out_of_memory(subject: Subject, found: Fragmentation) -> OutOfMemory | None
 
 
 def _ranked(remedies: list[Remedy], settings: tuple[SettingTried, ...]) -> tuple[Remedy, ...]:
-    """The remedies with the setting to use among them, best first."""
+    """The suggestions together with the advised allocator setting, best first."""
     found = [
         Remedy(
             what=f"PYTORCH_CUDA_ALLOC_CONF={one.settings}",
             where="",
             saves="reserved",
             saves_bytes=one.saves_bytes,
+            # A setting of the allocator changes no operator.
             adds_seconds=0.0,
             is_exact=True,
             note="a setting of the allocator",

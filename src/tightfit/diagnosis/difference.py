@@ -1,7 +1,7 @@
-"""What changed between two runs, each predicted or recorded: who holds more or less at the peak, step by step, and where the two part first.
+"""Compares two runs, each predicted or recorded: allocation sites at the peak, step by step, and where their allocations first diverge.
 
-Runs of one program share their lines. A prediction of a rebuilt model and a recording of the original do not; then the order of allocations tells
-which line of the one does what a line of the other does, as far as both ask for the same sizes in the same order.
+Runs of one program share their lines. A prediction of a rebuilt model and a recording of the original do not; then the order of allocations shows
+which lines correspond, as far as both allocate the same sizes in the same order.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ from tightfit.units import MIB
 SCHEMA = 1
 NUM_CHANGES = 16
 NUM_PARTINGS = 8
+# Two versions of a program share most lines; two different programs at best those of a library.
 _LEAST_SHARED = 0.2
+# 64 KiB: below it differences are the rounding of small blocks.
 _LEAST_CHANGE_BYTES = MIB // 16
 
 Kind = Literal["grown", "shrunk", "new", "gone"]
@@ -43,7 +45,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Blocks of one category and place at the peak of either run; the place has a line in each of them, empty where it is not known."""
+    """Blocks of one category and allocation site at the peak of either run, with its line in each run, empty where it is not known."""
 
     kind: Kind
     category: str
@@ -56,13 +58,13 @@ class Change:
 
     @property
     def more_bytes(self) -> int:
-        """What the second run holds more; negative for less."""
+        """The bytes that the second run has more; negative for fewer."""
         return self.b_bytes - self.a_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPair:
-    """Two steps that were compared: their allocations, how many of them are the same in order, and the peaks of live blocks."""
+    """Two compared steps: their allocations, how many of them are equal in order, and their allocated peaks."""
 
     a_step: str
     b_step: str
@@ -77,7 +79,7 @@ class StepPair:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One allocation: its number in the step, what it asked for, and by whom."""
+    """One allocation: its number in the step, its requested bytes, and its allocation site."""
 
     number: int
     num_bytes: int
@@ -89,9 +91,9 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """Where the allocations of two steps differ: the first on each side (None where that side has nothing there), and all that are alike.
+    """Where the allocations of two steps diverge: the first on each side (None where that side has none), with all others of the same two sites.
 
-    `count` is how often lines of these two differ, with `a_bytes` and `b_bytes` of allocations in all.
+    `count` is how often these two sites differ, with `a_bytes` and `b_bytes` of allocations in all.
     """
 
     a_step: str
@@ -131,6 +133,7 @@ def difference(a: Subject, b: Subject) -> Difference:
         b=_side(b),
         changes=_changes(a_spots, b_spots),
         steps=tuple(pair.summary() for pair in pairs),
+        # The first step that differs stands for all: later ones repeat its differences.
         partings=tuple(next((found for pair in pairs if (found := pair.partings())), [])[:NUM_PARTINGS]),
         matched_by=matched_by,
     )
@@ -149,7 +152,7 @@ def _side(subject: Subject) -> Side:
 
 
 def _paired(a: Subject, b: Subject) -> list[tuple[Step, Step]]:
-    """The steps that belong together: of one name where both have names, or else counted from the last, which is most like all others."""
+    """Pairs of steps: by name where both runs have names, else counted from the last step, which is the most typical one."""
     ours, theirs = (steps_of(subject.history, kinds=("step",)) for subject in (a, b))
     if not (a.history.are_spans_guessed or b.history.are_spans_guessed):
         by_name = {step.name: step for step in theirs}
@@ -161,7 +164,7 @@ def _paired(a: Subject, b: Subject) -> list[tuple[Step, Step]]:
 
 
 class _Pair:
-    """Two steps, with their allocations side by side: matched by line and operator where the runs share those, or else by size."""
+    """Two steps with their allocations aligned: by line and operator where the runs share those, else by size."""
 
     def __init__(
         self, a: Subject, b: Subject, a_step: Step, b_step: Step, matched_by: Literal["lines", "order"]
@@ -172,6 +175,7 @@ class _Pair:
         if matched_by == "order":
             self.stretches = align(*sizes)
         else:
+            # By site first and size second: two runs with different batch sizes have no size in common, but all their lines.
             places = [_line_and_operator(a, block) for block in self.a_blocks.tolist()]
             others = [_line_and_operator(b, block) for block in self.b_blocks.tolist()]
             self.stretches = [piece for stretch in align(places, others) for piece in _by_size(stretch, *sizes)]
@@ -191,7 +195,7 @@ class _Pair:
         )
 
     def partners(self) -> Iterator[tuple[int, int]]:
-        """Blocks of the one and the other that the same allocation of the program made."""
+        """Pairs of blocks that the same allocation of the program made in both runs."""
         for stretch in self.stretches:
             if stretch.is_same:
                 yield from zip(
@@ -201,7 +205,7 @@ class _Pair:
                 )
 
     def partings(self) -> list[Parting]:
-        """Where the two differ, those of the same two places as one."""
+        """Where the two diverge, grouped by pairs of allocation sites."""
         groups: dict[tuple[str, str], list[Stretch]] = {}
         for stretch in self.stretches:
             if not stretch.is_same and not self._is_from_before(stretch):
@@ -223,7 +227,7 @@ class _Pair:
         ]
 
     def _is_from_before(self, stretch: Stretch) -> bool:
-        """Whether a stretch is what one run made at first, of which the other began to be recorded too late."""
+        """Whether a difference is only that one recording began later, when these blocks were already allocated."""
         if stretch.a_begin or stretch.b_begin or (self.a_step.begin and self.b_step.begin):
             return False
         late = [run for run, end in ((self.a, stretch.a_end), (self.b, stretch.b_end)) if not end]
@@ -245,7 +249,7 @@ class _Pair:
 
 
 def _by_size(stretch: Stretch, a: Sequence[int], b: Sequence[int]) -> Iterator[Stretch]:
-    """A stretch of the same places, cut into those of the same sizes and, one by one, those of others."""
+    """Splits a range of equal allocation sites into ranges of equal sizes and single allocations of different sizes."""
     if not stretch.is_same:
         yield stretch
         return
@@ -254,6 +258,7 @@ def _by_size(stretch: Stretch, a: Sequence[int], b: Sequence[int]) -> Iterator[S
     are_same = [a[stretch.a_begin + at] == b[stretch.b_begin + at] for at in range(num_places)]
     while begin < num_places:
         end = begin + 1
+        # Different sizes stay single, so that each is reported with its own partner.
         while are_same[begin] and end < num_places and are_same[end]:
             end += 1
         yield Stretch(
@@ -272,10 +277,11 @@ def _line_and_operator(subject: Subject, block: int) -> tuple[str, str]:
 
 
 def _share_lines(a: Subject, b: Subject) -> bool:
-    """Whether the two runs are of one program: much of what the first asks for, the same lines of the second ask for too."""
+    """Whether the two runs are of one program: lines that both have allocate a good part of the first run's bytes."""
     known = {_file_and_line(place.line) for place in b.places if place.line}
     blocks = a.history.blocks
     num_bytes = np.bincount(blocks.stack, weights=blocks.num_bytes, minlength=len(a.places))
+    # Weighted by bytes: the lines that matter are few, and libraries have many small ones in common.
     lines = [_file_and_line(place.line) for place in a.places]
     named_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line)
     shared_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line in known)
@@ -283,7 +289,7 @@ def _share_lines(a: Subject, b: Subject) -> bool:
 
 
 def _born_in(subject: Subject, step: Step) -> Column:
-    """The blocks that were asked for in any piece of a step, in order."""
+    """The blocks that were allocated in any piece of a step, in order."""
     born = subject.history.blocks.born
     inside = np.zeros(len(born), dtype=bool)
     for span in subject.history.spans:
@@ -301,20 +307,21 @@ def _place(subject: Subject, block: int) -> Place:
 
 
 def _file_and_line(place: str) -> str:
-    """Without folders, which differ from machine to machine."""
+    """The place without folders, which differ from machine to machine."""
     return place.replace("\\", "/").rpartition("/")[2]
 
 
 class _Spots:
-    """The category and the line of each block of a run, and which blocks live at its peak.
+    """The category and the line of each block of a run, and which blocks are allocated at its peak.
 
-    Of several moments as high, the one in a step that is compared counts, since it is its allocations that are known on both sides.
+    Of several equal peaks, one in a compared step is taken, as only its allocations have partners on the other side.
     """
 
     def __init__(self, subject: Subject, compared: Sequence[Step]) -> None:
         history = subject.history
         peaks = np.flatnonzero(history.allocated == history.allocated.max(initial=0))
         inside = [at for at in peaks.tolist() if any(step.begin <= at < step.end for step in compared)]
+        # A steady loop is as high in every step; the first peak would lie in a step without a partner.
         peak = inside[-1] if inside else history.peak_event
         names = [place.name for place in subject.places]
         self.alive = history.alive_at(peak)
@@ -324,7 +331,8 @@ class _Spots:
         self.category = history.blocks.category.tolist()
 
     def name_as(self, other: "_Spots", partners: Sequence[tuple[int, int]]) -> None:
-        """Calls the blocks as `other` calls its own: one by one where they have a partner, else by what most of their line is there."""
+        """Renames sites after `other`: each block after its partner, the rest after what most blocks of their line are called there."""
+        # Only some blocks of a line have partners (those of the compared steps); the others are named after the majority.
         by_line: dict[str, Counter[str]] = {}
         for ours, theirs in partners:
             by_line.setdefault(self.where[ours], Counter())[other.where[theirs]] += 1
@@ -336,7 +344,7 @@ class _Spots:
 
 @dataclasses.dataclass(slots=True)
 class _Held:
-    """Bytes and blocks of one spot at a peak, and its line with its folder."""
+    """Bytes and blocks of one allocation site at a peak, and its line with its folder."""
 
     num_bytes: int = 0
     num_blocks: int = 0
@@ -344,8 +352,8 @@ class _Held:
 
 
 def _changes(a: _Spots, b: _Spots) -> tuple[Change, ...]:
-    """What differs at the two peaks, largest first."""
-    # A category of which one run does not know the places (they are from before the recording) is compared as a whole.
+    """The differences at the two peaks, largest first."""
+    # A category with blocks of unknown site (allocated before the recording began) is compared as a whole.
     alive = [np.flatnonzero(side.alive).tolist() for side in (a, b)]
     whole = {
         side.category[at] for side, blocks in zip((a, b), alive, strict=True) for at in blocks if not side.where[at]

@@ -1,7 +1,7 @@
-"""Where the bytes are that the allocator holds and nobody uses, at one moment of a replay, and who is in the way of giving them back.
+"""Reserved but unused memory at one time step of a replay, by cause, and the allocations that pin it.
 
 Each free byte has one cause: the cache of another stream, the small pool, a segment (or page) that is free as a whole, or a piece of a segment
-that lives on because of its neighbours. `empty_cache` returns whole segments, and of expandable segments the whole pages inside free blocks
+that is pinned by its neighbours. `empty_cache` returns whole segments, and of expandable segments the whole pages inside free blocks
 (`release_cached_blocks` and `unmap_block` of torch 2.13, c10/cuda/CUDACachingAllocator.cpp).
 """
 
@@ -16,7 +16,7 @@ from tightfit.allocator.pools import Block
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A live block of `live_bytes` at `address` beside free pieces of its segment, of which `pinned_bytes` are its share."""
+    """An allocated block of `live_bytes` at `address` next to free pieces of its segment, of which `pinned_bytes` are its share."""
 
     address: int
     live_bytes: int
@@ -25,11 +25,11 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fragmentation:
-    """The allocator's bytes at one moment.
+    """The allocator's bytes at one time step.
 
     `reserved_bytes` = `allocated_bytes` + `waiting_bytes` (freed, but another stream still uses them) + the five causes, which are free. Of
-    those, `returnable_bytes` is what `empty_cache` gives back. `rounding_bytes` is within the allocated ones: what blocks are larger than
-    what was asked for. `pins` are the neighbours of the pinned pieces.
+    those, `returnable_bytes` is what `empty_cache` frees. `rounding_bytes` is part of the allocated ones: block sizes minus requested sizes.
+    `pins` are the neighbours of the pinned pieces.
     """
 
     reserved_bytes: int
@@ -47,25 +47,28 @@ class Fragmentation:
 
     @property
     def free_bytes(self) -> int:
-        """What is held and not in use."""
+        """Reserved but unused bytes."""
         return self.reserved_bytes - self.allocated_bytes - self.waiting_bytes
 
 
 def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -> Fragmentation:
-    """The fragmentation of `allocator` now, with `blocks` those that it has handed out. The stream that holds most is the main one."""
+    """The fragmentation of `allocator` now; `blocks` are the allocated ones. The stream with the most allocated bytes is the main one."""
     held: Counter[int] = Counter()
     for block in blocks.values():
         held[block.pool.stream] += block.size
+    # Pools are per stream: what another stream has cached cannot serve the main one before the cache is emptied.
     main = max(held, key=lambda stream: (held[stream], -stream), default=0)
     causes: Counter[str] = Counter()
     pinned: Counter[Block] = Counter()
     returnable_bytes = largest_bytes = 0
     for block in allocator.free_blocks():
+        # By walking the blocks: torch's inactive_split statistic leaves expandable segments out, so it cannot tell what is returnable.
         returned_bytes = _returnable_bytes(block)
         returnable_bytes += returned_bytes
         largest_bytes = max(largest_bytes, block.size)
         if block.pool.stream != main:
             causes["other"] += block.size
+        # Free memory in 2 MiB segments cannot serve a request above 1 MiB.
         elif block.pool.is_small:
             causes["small"] += block.size
         else:
@@ -93,7 +96,7 @@ def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -
 
 
 def _returnable_bytes(block: Block) -> int:
-    """What `empty_cache` would give back of a free block; nothing of a private pool, whose streams are negative."""
+    """The bytes of a free block that `empty_cache` would free; none of a private pool, whose streams are negative."""
     if block.pool.stream < 0:
         return 0
     if block.segment is None:
@@ -103,8 +106,9 @@ def _returnable_bytes(block: Block) -> int:
 
 
 def _share(num_bytes: int, block: Block, pinned: Counter[Block]) -> None:
-    """Shares the bytes of a free piece among the neighbours in use."""
+    """Divides the bytes of a free piece among its allocated neighbours."""
     neighbours = list(_in_use(block))
+    # Free neighbours are always merged, so the neighbours of a free block are in use or unmapped.
     for neighbour in neighbours:
         pinned[neighbour] += num_bytes // len(neighbours)
 

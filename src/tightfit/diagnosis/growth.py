@@ -1,6 +1,6 @@
-"""What grows from one step to the next: who holds more at the end of every step than at the end of the one before.
+"""Memory growth (leaks): allocation sites with more bytes at the end of every step than at the end of the one before.
 
-The first step is left out, because optimizers make their state in it. Gradients are left out too: a recording may end before they are dropped.
+The first step is left out, because optimizers allocate their state in it. Gradients are left out too: a recording may end before they are freed.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from tightfit.recordings.frames import Place
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category
 
+# The first step is left out, and two ends are needed to see a difference.
 LEAST_STEPS = 3
 LEAST_BYTES = 1024
 NUM_GROWING = 8
@@ -19,7 +20,7 @@ NUM_GROWING = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A place of the program whose blocks become more: bytes a step, and those that it holds at the end of the last one, as asked for."""
+    """An allocation site that grows: bytes per step, and blocks and requested bytes at the end of the last step."""
 
     where: str
     function: str
@@ -32,12 +33,13 @@ class Growth:
 
 
 def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ...]) -> tuple[Growth, ...]:
-    """Who grows, most first; nothing where there are fewer than `LEAST_STEPS` steps."""
+    """The sites that grow, fastest first; empty with fewer than `LEAST_STEPS` steps."""
     if len(steps) < LEAST_STEPS:
         return ()
     blocks = history.blocks
     ends = [step.end - 1 for step in steps[1:]]
     lasting = np.flatnonzero((blocks.died > ends[0]) & (blocks.category != Category.GRADIENTS))
+    # By allocation site: a list that grows gets a new block in each step, all from one line.
     held: dict[tuple[Place, int], list[int]] = {}
     for block in lasting.tolist():
         held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)
@@ -46,6 +48,7 @@ def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ..
         born, died, num_bytes = blocks.born[members], blocks.died[members], blocks.num_bytes[members]
         levels = [int(num_bytes[(born <= end) & (died > end)].sum()) for end in ends]
         growth = (levels[-1] - levels[0]) // (len(levels) - 1)
+        # Monotonic in every step: a cache that is filled and dropped in turn is no leak.
         if growth >= LEAST_BYTES and levels == sorted(levels):
             found.append(
                 Growth(

@@ -1,6 +1,6 @@
-"""The history of a run, from a tape or from a recording of torch's allocator: both are replayed, and what each block was is looked up.
+"""Builds the memory history of a run from a tape or from a recording of torch's allocator, by replaying it block by block.
 
-An estimate's history has its own peaks, because the tape goes through the same replay with the same limit and workspaces.
+The history of a tape has the peaks of its estimate, because the tape goes through the same replay with the same limit and workspaces.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ def history_of_tape(
     *,
     watch: Watch | None = None,
 ) -> History:
-    """What `tape` holds on `device`, block by block; its peaks are those that `estimate_peak` finds with the same arguments.
+    """The history of `tape` on `device`; its peaks are those of `estimate_peak` with the same arguments.
 
-    `time_us` is when the card would have done the operators before each event, one after another, by the roofline. A stack is the one frame
-    that a tape knows: the user's line and the operator. `watch` sees the allocator after each event, its blocks by storage.
+    `time_us` is the time at which the GPU would have finished the operators before each event, one after another, by the roofline model. A stack
+    is the one frame that a tape knows: the user's line and the operator. `watch` is called after each event, with the blocks by storage.
 
     Raises:
-        UsageError: the calibration was made on another card.
+        UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device)
@@ -103,23 +103,26 @@ def history_of_recording(
     settings: AllocatorSettings | None = None,
     watch: Watch | None = None,
 ) -> History:
-    """What a card held while it was recorded, block by block, by default on the device with most events.
+    """The history of a recording, by default of the device with most events.
 
     Steps, categories and modules come from the recording's marks; without those they are guessed, which its assumptions say. `settings` are
-    those that were recorded unless given. `watch` sees the allocator after each event, its blocks by the recorded address.
+    those that were recorded unless given. `watch` is called after each event, with the blocks by recorded address.
 
     Raises:
-        UsageError: the recording has nothing of that device.
+        UsageError: the recording does not have that device.
         RecordingError: its marks cannot be read.
     """
     chosen = device_of(recording, device_index)
     follower = _Follower(chosen, watch)
+    # Replayed rather than read off: events have requested sizes, and only the allocator knows the size of a block.
     replay(recording, settings=settings, device=chosen.device, watch=follower.look)
     columns = {name: np.asarray(column, dtype=np.int64) for name, column in follower.rows.items()}
     columns["died"] = np.where(columns["died"] < 0, chosen.num_events, columns["died"])
     marks = None if recording.extra is None else Marks.from_plain(recording.extra)
+    # Marks are of one device; the others of the same file are guessed.
     marks = marks if marks is not None and marks.trace == chosen.device else None
     named = _as_guessed(recording, columns, chosen) if marks is None else _as_marked(marks, columns, chosen)
+    # Recordings have Unix time; histories begin at 0.
     begin_us = int(chosen.time_us[0]) if chosen.num_events else 0
     return History(
         label=Path(recording.path).name,
@@ -144,7 +147,7 @@ def device_of(recording: Recording, index: int | None = None) -> DeviceRecording
     """The device of that index, by default the one with most events.
 
     Raises:
-        UsageError: the recording has nothing of that device.
+        UsageError: the recording does not have that device.
     """
     found = [device for device in recording.devices if index in (None, device.device)]
     if not found:
@@ -153,7 +156,7 @@ def device_of(recording: Recording, index: int | None = None) -> DeviceRecording
 
 
 class _Follower:
-    """Writes down the blocks of a recording while it is replayed: `rows` are the columns of `Blocks` but for what they were for."""
+    """Collects the blocks of a recording while it is replayed: `rows` are the columns of `Blocks` without categories and modules."""
 
     def __init__(self, recording: DeviceRecording, watch: Watch | None) -> None:
         self.levels = np.zeros((2, recording.num_events), dtype=np.int64)
@@ -172,6 +175,7 @@ class _Follower:
         """A `Watch`."""
         if event < 0:
             for address in sorted(blocks):
+                # A block that waits for another stream is freed already, as far as the program is concerned.
                 if blocks[address].is_live:
                     self._add(event, address, blocks[address], 0)
         else:
@@ -180,7 +184,9 @@ class _Follower:
             if action == Action.ALLOC:
                 self._add(event, address, blocks[address], self._stacks[event])
             elif action == Action.FREE_REQUESTED and address in self._alive:
+                # At free_requested, when the program frees it, whatever streams still use it.
                 self.rows["died"][self._alive.pop(address)] = event
+            # Only now is it known which blocks outlast the recording.
             if event + 1 == len(self._actions):
                 self._name_what_lasted()
         if self._watch is not None:
@@ -193,7 +199,7 @@ class _Follower:
             column.append(value)
 
     def _name_what_lasted(self) -> None:
-        """A block that lived from before the first event to the end has its stack with the segments."""
+        """Gives blocks that were allocated throughout the recording the stack that the segments at its end have for them."""
         for address, index in self._alive.items():
             if self.rows["born"][index] < 0:
                 self.rows["stack"][index] = self._stacks_at_end.get(address, 0)
@@ -201,7 +207,7 @@ class _Follower:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """What recorded blocks were for; `category` and `module` have an entry for each block."""
+    """Categories and modules of recorded blocks, an entry for each block, with the spans."""
 
     category: Column
     module: Column
@@ -216,6 +222,7 @@ def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: Dev
         num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
     )
     phases = phases_of(places, lives)
+    # Frees after the last allocation belong to the end of the program, not to a step.
     last_request = int(lives.born.max(initial=-1))
     told = annotated_spans(recording.annotations, chosen.device, chosen.time_us, last_request)
     spans = told or guess_spans(lives, phases)
@@ -251,7 +258,7 @@ def _as_marked(marks: Marks, columns: Mapping[str, Column], chosen: DeviceRecord
 
 
 def _lifetimes(tape: Tape) -> dict[str, Column]:
-    """The events at which each storage is born and dies, the number of events for never."""
+    """The events that allocate and free each storage; the number of events for never."""
     num_storages, num_events = len(tape.storages), len(tape.events)
     lifetimes = {}
     for name, kind in (("born", EventKind.ALLOCATE), ("died", EventKind.FREE)):
@@ -262,18 +269,19 @@ def _lifetimes(tape: Tape) -> dict[str, Column]:
 
 
 def _in_order_of_birth(tape: Tape, block_bytes: Column) -> Column:
-    """The storages that had a block, first born first."""
+    """The storages that had a block, in the order of allocation."""
     born = tape.events.storage[tape.events.kind == EventKind.ALLOCATE]
+    # A cuDNN workspace that did not fit in the replay has no block.
     return born[block_bytes[born] > 0]
 
 
 def _stacks(tape: Tape) -> tuple[Column, tuple[tuple[str, ...], ...]]:
-    """For each storage a number of the list: one frame, such as `train.py:41 aten.addmm`, or none for what no operator asked for."""
+    """For each storage the index of its stack: one frame, such as `train.py:41 aten.addmm`, or none where no operator allocated it."""
     operators, strings = tape.operators, tape.strings
     of_operator = operators.line.astype(np.int64) * len(strings) + operators.name
     known, index = np.unique(of_operator, return_inverse=True)
     frames = [f"{strings[place // len(strings)]} {strings[place % len(strings)]}".strip() for place in known.tolist()]
-    # Number -1 of the appended list is the last: the storages without an operator.
+    # Storages without an operator have -1, which indexes the entry appended here.
     return np.append(index, len(frames))[tape.storages.operator], (*((frame,) for frame in frames), ())
 
 

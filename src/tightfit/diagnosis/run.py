@@ -1,4 +1,4 @@
-"""What can be diagnosed and compared: a history together with what only its origin knows, a tape or a recording."""
+"""A run to diagnose or compare: its history, with what only its origin (a tape or a recording) knows."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,18 +25,20 @@ from tightfit.tuning.search_settings import tune
 from tightfit.tuning.sweeps import LEAST_GAIN
 from tightfit.units import MIB
 
+# One of each kind that docs/tuning.md found to help; a predicted run has no recording to search with more.
 _SETTINGS = (
     "expandable_segments:True",
     "large_segment_size_mb:64",
     "max_split_size_mb:64",
     "roundup_power2_divisions:4",
 )
+# Expandable segments, the first of the list, cost no driver call in a steady loop and have no parameter to choose.
 _NEARLY = 0.8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An out-of-memory error that was recorded: at which event, what was asked for (rounded) and by which stack."""
+    """A recorded out-of-memory error: its event, the rounded request, and its stack."""
 
     event: int
     requested_bytes: int
@@ -45,7 +47,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingTried:
-    """Settings of the allocator, what it would hold at most with them, and how much less that is; `is_advised` is the one to use."""
+    """Allocator settings, the reserved peak with them, and how much lower it is; `is_advised` marks the recommended one."""
 
     settings: str
     peak_reserved_bytes: int
@@ -56,9 +58,9 @@ class SettingTried:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One run. `phases` has the `Phase` of each block, `places` the place of each stack.
+    """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack.
 
-    `again` replays the run for a watch, and `try_settings(seconds)` looks for settings that hold less, best first, in about that time.
+    `again` replays the run for a watch, and `try_settings(seconds)` searches settings that reserve less, best first, in about that time.
     """
 
     history: History
@@ -73,10 +75,10 @@ class Subject:
 def subject_of_tape(
     tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
 ) -> Subject:
-    """An estimated run.
+    """The run of a tape.
 
     Raises:
-        UsageError: the calibration was made on another card.
+        UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
     history = history_of_tape(tape, device, settings, calibration)
@@ -84,6 +86,7 @@ def subject_of_tape(
     seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
     phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
 
+    # A tape is replayed once per setting, in well under a second, so no time limit is needed.
     def try_settings(_: float) -> tuple[SettingTried, ...]:
         card = device if calibration is None else calibration.applied_to(device)
         prepared = with_workspaces_of(card, tape, calibration)
@@ -118,10 +121,10 @@ def subject_of_tape(
 
 
 def subject_of_recording(recording: Recording, device_index: int | None = None) -> Subject:
-    """A recorded run.
+    """The run of a recording.
 
     Raises:
-        UsageError: the recording has nothing of that device.
+        UsageError: the recording does not have that device.
         RecordingError: its marks cannot be read.
     """
     chosen = device_of(recording, device_index)
@@ -135,12 +138,14 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
         stack=blocks.stack,
         num_events=history.num_events,
     )
+    # The first error: what follows it, if the program caught it, is another story.
     failed = np.flatnonzero(chosen.action == Action.OOM)
 
     def try_settings(seconds: float) -> tuple[SettingTried, ...]:
         if not chosen.num_events:
             return ()
         tuning = tune(recording, device=chosen.device, seconds=seconds)
+        # Trials start from an empty cache, so they are compared with a trial and not with the recorded peak.
         now_bytes = (tuning.as_recorded or tuning.default).peak_reserved_bytes
         recommended = None if tuning.recommended is None else tuning.recommended.settings
         return _better(
@@ -153,6 +158,7 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
                     note=", ".join(filter(None, (*row.needs, row.note))),
                 )
                 for row in tuning.rows
+                # A replay that was stopped at its bound has no exact peak to compare.
                 if row.fits and not row.is_at_least and row.settings != settings_text(recording.settings)
             ]
         )
@@ -175,7 +181,7 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
 
 
 def _advised(saves_bytes: dict[str, int], peak_bytes: int) -> str | None:
-    """The setting to use: the simplest, where it does nearly as well as the best; none where the best gains little."""
+    """The recommended setting: the simplest where it is nearly as good as the best; None where the best gains little."""
     best = max(saves_bytes, key=lambda text: saves_bytes[text])
     if saves_bytes[best] < max(MIB, LEAST_GAIN * peak_bytes):
         return None
@@ -191,6 +197,7 @@ def _forward_seconds(tape: Tape, seconds: Column) -> dict[str, float]:
     steps = step_operators(tape)
     if not steps:
         return {}
+    # The last step, which is the most like all later ones.
     begin, end = steps[-1]
     found: dict[str, float] = {}
     for operator in range(begin, end):

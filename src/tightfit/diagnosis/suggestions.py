@@ -1,7 +1,7 @@
-"""The cheapest things to do next, in order of bytes saved per second lost: what a history shows to be wasted, or to be dear for what it is.
+"""Suggestions, ordered by bytes saved per second lost: memory that a history shows to be wasted or easy to save.
 
-Every saving is worked out on the timeline: the blocks in question are taken out for as long as they need not be there, and what counts is how much
-lower the peak of the whole run becomes. It is therefore nothing where another moment is as high, and two savings do not add up.
+Every saving is computed on the memory timeline: the blocks in question are removed for as long as they need not be allocated, and the saving is how
+much lower the peak of the whole run becomes. It is therefore 0 where another time step is as high, and two savings do not add up.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ from tightfit.tape import Category, Column
 from tightfit.units import MIB
 
 LEAST_SHARE = 0.005
-"""What saves less than this share of the peak is not worth a line."""
+"""Suggestions that save less than this share of the peak are left out."""
 _NUM_KEPT = 3
 _NUM_CHUNKS = 8
+# The first number of a path: the index of the layer, not of an expert inside of it.
 _NUMBERED = re.compile(r"^(.*?\.)(\d+)(?=\.|$)")
 _SMALL_STATE_BYTES = 4096 * 4
 """bitsandbytes keeps the state of tensors with fewer than 4096 elements (`min_8bit_size`) in float32."""
@@ -30,7 +31,7 @@ _PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One thing to do: by how much the peak of `saves` falls, and the seconds that it adds to a step (None where that is not known)."""
+    """One suggestion: how much the peak of `saves` falls, and the seconds that it adds to a step (None where not known)."""
 
     what: str
     where: str
@@ -42,15 +43,16 @@ class Remedy:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sorts the best first: bytes per second lost, then bytes; those of unknown cost last."""
+        """The sort key, best first: bytes per second lost, then bytes; those of unknown cost last."""
         if self.adds_seconds is None:
+            # Above every known rate, which is negative.
             return (1.0, -self.saves_bytes)
         return (-self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf, -self.saves_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What only a tape knows: for each block of its history the seconds of the operator that asked for it, and seconds by module.
+    """What only a tape knows: for each block of its history the seconds of the operator that allocated it, and seconds by module.
 
     `forward_seconds` are those of one step's forward pass, by the module's path.
     """
@@ -60,7 +62,7 @@ class Costs:
 
 
 def remedies_of(history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> list[Remedy]:
-    """What could be done about the allocated peak, best first. `places` are those of the stacks, `phases` those of the blocks (`Phase`)."""
+    """Suggestions that lower the allocated peak, best first. `places` has an entry per stack, `phases` (`Phase`) one per block."""
     if not len(history.blocks) or not history.num_events:
         return []
     seen = _Seen(history, places, phases, costs)
@@ -78,7 +80,7 @@ def remedies_of(history: History, places: tuple[Place, ...], phases: Column, cos
 
 
 class _Seen:
-    """A history with what the remedies look for."""
+    """A history prepared for the checks behind each suggestion."""
 
     def __init__(self, history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> None:
         self.history, self.places, self.phases, self.costs = history, places, phases, costs
@@ -89,7 +91,7 @@ class _Seen:
         self.operators = np.array([place.operator for place in places])[self.blocks.stack]
 
     def saved(self, chosen: Column, begin: Column | None = None, *, kept_bytes: int = 0) -> int:
-        """What the peak falls by without the chosen blocks, from `begin` (by default their birth) to their death."""
+        """How much the peak falls without the chosen blocks, from `begin` (by default their allocation) until they are freed."""
         blocks = self.blocks
         begins = blocks.born if begin is None else begin
         return saved_bytes(
@@ -97,15 +99,15 @@ class _Seen:
         )
 
     def place_of(self, block: int) -> Place:
-        """Where a block was asked for."""
+        """The allocation site of a block."""
         return self.places[int(self.blocks.stack[block])]
 
     def kept(self) -> Iterable[Remedy]:
-        """What one step made and the next one still held: outputs in a variable that is only bound anew when the next ones are made."""
+        """Blocks of one step that outlive it: outputs in a variable that the next step rebinds only after it has made new ones."""
         blocks = self.blocks
         ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
         passing = np.isin(blocks.category, _PASSING) & (self.step_of != NO_STEP)
-        # What is never freed and of a kind that every step makes anew grows; that is a leak and is named as such.
+        # Blocks that are never freed and allocated anew in every step are growth, which is reported as such.
         chosen = passing & (blocks.died > ends) & (blocks.died < self.history.num_events)
         keys = np.array([place.name for place in self.places])[blocks.stack]
         sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
@@ -121,10 +123,11 @@ class _Seen:
             )
 
     def gradients(self) -> Iterable[Remedy]:
-        """Gradients that live through the next forward pass."""
+        """Gradients that stay allocated through the next forward pass."""
         blocks, steps = self.blocks, self.steps
         chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
         rows = [
+            # From the next step's begin until backward would allocate it anyway, at the same age as in its own step.
             (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + self._age(b), later.end))
             for b in chosen.tolist()
             for later in steps[int(self.step_of[b]) + 1 :]
@@ -143,11 +146,11 @@ class _Seen:
             )
 
     def _age(self, block: int) -> int:
-        """How many events after the beginning of its step a block is born."""
+        """The number of events between the begin of its step and the allocation of a block."""
         return int(self.blocks.born[block]) - self.steps[int(self.step_of[block])].begin
 
     def optimizer_temporaries(self) -> Iterable[Remedy]:
-        """Copies that the multi-tensor optimizers make of a whole list of tensors at once."""
+        """Temporaries that foreach optimizers allocate for a whole list of tensors at once."""
         blocks = self.blocks
         chosen = (blocks.category == Category.TEMPORARIES) & np.char.startswith(self.operators, "aten._foreach")
         if chosen.any():
@@ -155,6 +158,7 @@ class _Seen:
                 what="fused=True in the optimizer (or foreach=False)",
                 where=self.place_of(int(np.flatnonzero(chosen)[0])).name,
                 saves="allocated",
+                # A for-loop optimizer still has the temporary of one parameter, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=0.0,
                 is_exact=False,
@@ -162,7 +166,7 @@ class _Seen:
             )
 
     def step_in_backward(self) -> Iterable[Remedy]:
-        """Gradients that are dropped one by one, as soon as the optimizer has used them."""
+        """Gradients that could be freed one by one, as soon as the optimizer has used them."""
         blocks = self.blocks
         chosen = blocks.category == Category.GRADIENTS
         if chosen.any():
@@ -170,6 +174,7 @@ class _Seen:
                 what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
                 where="",
                 saves="allocated",
+                # The gradient that is being used is still there, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=None if self.costs is None else 0.0,
                 is_exact=True,
@@ -177,10 +182,11 @@ class _Seen:
             )
 
     def optimizer_state(self) -> Iterable[Remedy]:
-        """State in 8 bits instead of 32."""
+        """Optimizer states in 8 bits instead of 32."""
         blocks = self.blocks
         chosen = (blocks.category == Category.OPTIMIZER_STATE) & (blocks.num_bytes > _SMALL_STATE_BYTES)
         if chosen.any():
+            # A quarter of the float32 states is left, 8 bits of 32; the scales of the blocks are neglected.
             spared = np.flatnonzero(chosen)
             yield Remedy(
                 what="an optimizer with 8-bit state",
@@ -195,12 +201,14 @@ class _Seen:
             )
 
     def loss(self) -> Iterable[Remedy]:
-        """Logits and what the loss makes of them, which a loss in chunks never has as a whole."""
+        """Logits and the tensors that the loss derives from them, which a chunked loss never allocates as a whole."""
         blocks = self.blocks
+        # Above 1 MiB: the heads of small classifiers are not worth chunking.
         softmax = np.char.startswith(self.operators, "aten._log_softmax") & (blocks.num_bytes > MIB)
         if not softmax.any():
             return
         whole_bytes = int(blocks.num_bytes[softmax].max())
+        # Half the bytes: log_softmax runs in float32 also where the logits are in 16 bits.
         alike = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
         makes = (
             alike & (self.phases == 0) & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
@@ -209,6 +217,7 @@ class _Seen:
         if self.costs is not None:
             steps = max(1, len(np.unique(self.step_of[makes])))
             seconds = float(self.costs.block_seconds[makes].sum()) / steps
+        # Logits, log-probabilities and the gradient of one chunk exist at once.
         kept_bytes = int(blocks.block_bytes[alike].max()) * 3 // _NUM_CHUNKS
         yield Remedy(
             what=f"the loss in {_NUM_CHUNKS} chunks of tokens, with the logits recomputed in the backward pass",
@@ -221,7 +230,7 @@ class _Seen:
         )
 
     def checkpointing(self) -> Iterable[Remedy]:
-        """Activations inside repeated modules, of which only the outputs would be kept; or all that wait, where modules are not known."""
+        """Activations inside repeated modules, of which only the outputs would be saved; or all activations, where modules are not known."""
         blocks = self.blocks
         waits = blocks.category == Category.ACTIVATIONS
         names = [_repeated(module) for module in self.history.modules]
@@ -239,6 +248,7 @@ class _Seen:
                 is_exact=True,
                 note="runs their forward pass once more",
             )
+        # A recording without modules: the saving is an upper bound, and says so.
         if not groups and waits.any():
             yield Remedy(
                 what="checkpoint the layers (torch.utils.checkpoint)",
@@ -251,13 +261,14 @@ class _Seen:
             )
 
     def _outputs(self, inside: Column, member: Column) -> tuple[Column, int]:
-        """The last block of each member in each step, which is kept as the next one's input; and the most that one member holds besides."""
+        """The last block of each member in each step, which is retained as the next one's input; and the largest sum of the others."""
         outputs = np.zeros(len(inside), dtype=bool)
         visits: dict[tuple[int, int], list[int]] = {}
         for block in np.flatnonzero(inside).tolist():
             visits.setdefault((int(self.step_of[block]), int(member[block])), []).append(block)
         largest_bytes = 0
         for visit in visits.values():
+            # Blocks are in the order of allocation, and a module allocates its output last.
             outputs[visit[-1]] = True
             largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
         return outputs, largest_bytes
@@ -268,7 +279,7 @@ class _Seen:
 
 
 def _repeated(module: str) -> tuple[str, int] | None:
-    """`layers.3.mlp` as `layers.` and 3; None for what has no number."""
+    """Splits `layers.3.mlp` into `layers.` and 3; None for a path without a number."""
     match = _NUMBERED.match(module)
     return (match[1], int(match[2])) if match else None
 

@@ -1,4 +1,4 @@
-"""What a history says step by step: which step an event belongs to, what was left at the end of each, and what would be lower without some blocks."""
+"""The memory timeline of a history by step: peaks, bytes still allocated at the end, and the peak without some blocks."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ NO_STEP = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One span with all its pieces: from the first event of the first to the end of the last."""
+    """One span with all its pieces: from the begin of the first to the end of the last."""
 
     name: str
     kind: str
@@ -24,7 +24,8 @@ class Step:
 
 
 def steps_of(history: History, *, kinds: tuple[str, ...] = ("setup", "step", "aside")) -> tuple[Step, ...]:
-    """The spans of a history in order of first appearance, those of one name taken together; empty ones are left out."""
+    """The spans of a history in order of first appearance, pieces of one name merged, without empty ones."""
+    # A step that an evaluation interrupts is two spans of one name.
     pieces: dict[tuple[str, str], list[slice]] = {}
     for span in history.spans:
         if span.begin < span.end and span.kind in kinds:
@@ -47,21 +48,24 @@ def step_numbers(history: History, steps: tuple[Step, ...]) -> Column:
     """For each event the index of its step, `NO_STEP` outside; of nested ones the later."""
     numbers = np.full(history.num_events, NO_STEP, dtype=np.int64)
     for number, step in enumerate(steps):
+        # In the order of begins, so that a nested span overwrites the one around it.
         numbers[step.begin : step.end] = number
     return numbers
 
 
 def saved_bytes(history: History, num_bytes: Column, begin: Column, end: Column, *, kept_bytes: int = 0) -> int:
-    """How much lower the allocated peak would be with `num_bytes[i]` fewer between the events `begin[i]` and `end[i]`, each i.
+    """How much lower the allocated peak would be with `num_bytes[i]` fewer between the events `begin[i]` and `end[i]`, for each i.
 
-    While any of them is gone `kept_bytes` are added, for what a remedy needs in their place. Never negative.
+    While any of them is removed, `kept_bytes` are added for what a suggestion needs in their place. Never negative.
     """
     if not history.num_events:
         return 0
     changes = np.zeros(history.num_events + 1, dtype=np.int64)
     lasting = begin < end
+    # add.at and not +=, which would count repeated indices once.
     np.add.at(changes, np.maximum(begin[lasting], 0), num_bytes[lasting])
     np.add.at(changes, end[lasting], -num_bytes[lasting])
     removed = np.cumsum(changes)[:-1]
+    # A replacement is never larger than what it replaces.
     lowered = history.allocated - removed + np.where(removed > 0, np.minimum(kept_bytes, removed), 0)
     return max(0, int(history.allocated.max()) - int(lowered.max()))

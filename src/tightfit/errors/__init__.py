@@ -1,15 +1,15 @@
 """Every error that tightfit raises for its users, in one small tree.
 
-    TightfitError           exit code, and one line: what was wrong, where, what to do
+    TightfitError           exit code, and one line: what is wrong, where, what to do
     ├── UsageError          2  a wrong argument, path, name or setting
-    │   └── UnknownDevice   2  no such card; lists the nearest names
+    │   └── UnknownDevice   2  no such GPU; lists the nearest names
     ├── CaptureError        3  the workload could not be traced to its end
     │   └── MissingExtra    3  a package that this target needs is not installed
     ├── RecordingError      3  a recording could not be read
     ├── DoesNotFit          1  the answer is no
     ├── PlanError           3  no plan could be made
-    ├── ApplyError          3  a plan could not be put on this model
-    └── InternalError       4  a fault of tightfit itself (`tightfit.errors.faults`)
+    ├── ApplyError          3  a plan could not be applied to this model
+    └── InternalError       4  a bug in tightfit itself (`tightfit.errors.faults`)
 
 The message is one line for a person; the command line shows a traceback for these only with `--debug`.
 """
@@ -19,9 +19,9 @@ from typing import ClassVar
 
 
 class TightfitError(Exception):
-    """The root: `exit_code` is what a command ends with when this error reaches it.
+    """The base class: `exit_code` is the exit code of a command that this error ends.
 
-    `trace` is the traceback as text, where the error was raised in another process or stands for another exception.
+    `trace` is the traceback as text, where the error was raised in another process or replaces another exception.
     """
 
     exit_code: ClassVar[int] = 3
@@ -35,7 +35,7 @@ class UsageError(TightfitError):
 
 
 class UnknownDevice(UsageError):
-    """No card of that name; the message lists the nearest names."""
+    """No GPU of that name; the message lists the nearest names."""
 
 
 class CaptureError(TightfitError):
@@ -61,18 +61,18 @@ class PlanError(TightfitError):
 
 
 class ApplyError(TightfitError):
-    """A plan could not be put on this model. `technique` is to blame, if it is known; with `places`, only there (`Option.where`)."""
+    """A plan could not be applied to this model: because of `technique`, if it is known, and only at `places` (`Option.where`), if given."""
 
     def __init__(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.technique = technique
         self.places = tuple(places)
-        # A program that swallows this error goes on without the plan, or without training: whoever runs it asks afterwards.
+        # A program that swallows this error goes on without the plan, or without training, so the caller asks `apply_error` afterwards.
         _apply_errors.setdefault(message, (technique, self.places))
 
 
 class InternalError(TightfitError):
-    """A fault of tightfit itself. `technique` is the one whose code failed, if it is known; `file` has the traceback, "" if none was written."""
+    """A bug in tightfit itself. `technique` is the one whose code failed, if known; `file` has the traceback, "" if none was written."""
 
     exit_code: ClassVar[int] = 4
 
@@ -86,13 +86,14 @@ _apply_errors: dict[str, tuple[str, Sequence[str]]] = {}
 
 
 def forget_apply_errors() -> None:
-    """From now on `apply_error` speaks of what comes."""
+    """Clears the errors that `apply_error` reports."""
     _apply_errors.clear()
 
 
 def apply_error() -> ApplyError | None:
-    """The first `ApplyError` that this process has made, as it was last passed on, or None. It is a new one: tracebacks keep tensors alive."""
+    """The first `ApplyError` created in this process, as it was last re-raised, or None. A new instance: tracebacks keep tensors alive."""
     messages = list(_apply_errors)
+    # Who re-raises an ApplyError puts words in front of its message, so the longest form of the first one ends with it.
     for message in reversed(messages):
         if message.endswith(messages[0]):
             technique, places = _apply_errors[message]

@@ -1,9 +1,9 @@
-"""Whose fault an exception is, and how one of ours is told: one line, a file with the traceback, exit code 4.
+"""Tells bugs of tightfit from errors of the user's program, and reports a bug in one line, with a file for the traceback and exit code 4.
 
-An exception is ours if it was raised in this package's own code, or in the standard library or numpy as that called them. What torch raises is its answer
-to the program, also where our code handed the program's call on to it, as in `function(*args, **kwargs)`; what a rule of ours raises in torch's place is
-marked with `for_torch`.
-Where nothing but our own code runs (a technique's `options`, the solver, a report), whatever is raised is ours: `answering`.
+An exception is ours if it was raised in this package's own code, or in the standard library or numpy when our code called them. What torch raises
+belongs to the program, also where our code forwarded the program's call, as in `function(*args, **kwargs)`; what our code raises in torch's place
+is marked with `for_torch`. Where nothing but our own code runs (a technique's `options`, the solver, a report), every exception is ours:
+`answering`.
 """
 
 import functools
@@ -25,9 +25,10 @@ from tightfit.errors import InternalError, TightfitError
 _FOLDER = str(Path(__file__).parents[1]) + os.sep
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-# What our code calls by itself, and no program's model lives in.
+# Packages that our code calls on its own account; exceptions raised in them under our frames are ours.
 _OUR_TOOLS = tuple(folder + name + os.sep for folder in _PACKAGES for name in ("numpy", "highspy", "rich", "cyclopts"))
 _TORCH = tuple(folder + "torch" + os.sep for folder in _PACKAGES)
+# CALL_FUNCTION_EX is the bytecode of f(*args, **kwargs), with which wrappers forward a call.
 _CALL_WITH_GIVEN_ARGUMENTS = opcode.opmap["CALL_FUNCTION_EX"]
 _MAX_WORDS = 200
 _FOR_TORCH, _THEIRS = "_tightfit_for_torch", "_tightfit_theirs"
@@ -36,6 +37,7 @@ Error = TypeVar("Error", bound=BaseException)
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
+# By code object: a traceback has frames and their code, not functions.
 _handing_over: set[CodeType] = set()
 _noted: list[InternalError] = []
 
@@ -47,13 +49,13 @@ def for_torch(error: Error) -> Error:
 
 
 def hands_over(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """Marks a function that calls torch in the program's name and with its arguments: what is raised in its own frame is torch's answer."""
+    """Marks a function that calls torch on behalf of the program and with its arguments: what is raised in its own frame counts as torch's."""
     _handing_over.add(function.__code__)  # type: ignore[attr-defined]
     return function
 
 
 def theirs(callback: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """A callback that we were given: what it raises is not our fault, wherever it is called."""
+    """Wraps a callback of the user: what it raises is never counted as ours."""
 
     @functools.wraps(callback)
     def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -75,16 +77,18 @@ def is_ours(error: BaseException) -> bool:
     """Whether an exception that is none of our own errors was raised by this package's code."""
     if not isinstance(error, Exception) or isinstance(error, TightfitError) or _is_nobodys(error):
         return False
+    # Its traceback ends where the file was compiled; the file at fault is in the error itself.
     if isinstance(error, SyntaxError):
         return is_own_file(error.filename or "")
     innermost = next((code for code in reversed(_codes(error)) if not _is_tool(code.co_filename)), None)
     if innermost is None or not is_own_file(innermost.co_filename) or innermost in _handing_over:
         return False
+    # A C function raises without a frame of its own, so the innermost Python frame is ours even where torch refused the arguments.
     return not _was_handed_on(error)
 
 
 def _was_handed_on(error: BaseException) -> bool:
-    """Whether the innermost frame was calling something with arguments that it had been given as they are, which is written in C: it has no frame."""
+    """Whether the innermost frame was forwarding a call with `*args, **kwargs` to a C function, which has no frame of its own."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -92,9 +96,9 @@ def _was_handed_on(error: BaseException) -> bool:
 
 
 def is_ours_below(error: BaseException) -> bool:
-    """The same, asked where the program has called us, of what is raised below, where our code calls the program's through torch only.
+    """The same for an exception caught where the program calls us: from there on our code calls the program's only through torch.
 
-    A function that somebody has put in the place of one of ours is ours there.
+    A function that replaces one of ours counts as ours.
     """
     outermost = next((c for c in _codes(error) if not is_own_file(c.co_filename) and not _is_tool(c.co_filename)), None)
     if outermost is None or outermost.co_filename.startswith(_TORCH):
@@ -103,25 +107,26 @@ def is_ours_below(error: BaseException) -> bool:
 
 
 def _codes(error: BaseException) -> list[CodeType]:
-    """What `error` went through, from the outside in."""
+    """The code objects of the traceback of `error`, from the outermost to the innermost frame."""
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _is_nobodys(error: Exception) -> bool:
-    """Whether where it was raised says nothing: it was marked, or the stack or the memory happened to end there."""
+    """Whether the place says nothing about the cause: the exception was marked, or stack or memory happened to run out there."""
     is_marked = hasattr(error, _FOR_TORCH) or hasattr(error, _THEIRS)
     return is_marked or isinstance(error, RecursionError | MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _is_tool(file: str) -> bool:
-    """Whether code of `file` is only ever called by somebody: the standard library's, and what was made at run time."""
+    """Whether `file` is a library that acts for its caller: the standard library, our own tools, and code generated at run time."""
     if file.startswith(_PACKAGES):
         return file.startswith(_OUR_TOOLS)
+    # "<string>", "<frozen importlib._bootstrap>": generated code such as a dataclass's __init__ has no file.
     return not is_own_file(file) and file.startswith(("<", *_STANDARD))
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """`error`, what it was raised from or while that was handled, and so on to the first."""
+    """`error` and its causes (`__cause__`, else `__context__`), down to the first."""
     found = [error]
     while True:
         last = found[-1]
@@ -132,7 +137,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def our_error(error: BaseException, during: str) -> TightfitError | None:
-    """The error of ours that `error` is, or that the program turned into it; None if it is all the program's own."""
+    """The first error of ours in the chain of `error`; None if all of it is the program's own."""
     for link in chain(error):
         if isinstance(link, TightfitError):
             return link
@@ -142,7 +147,7 @@ def our_error(error: BaseException, during: str) -> TightfitError | None:
 
 
 def internal_error(error: BaseException, during: str, *, technique: str = "") -> InternalError:
-    """An exception of our own code as an error of one line. Writes its traceback to a file in the folder for temporary files."""
+    """Turns an exception of our own code into a one-line error, and writes its traceback to a temporary file."""
     trace = "".join(traceback.format_exception(error))
     path = _write(trace, during)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_FOLDER)]
@@ -162,12 +167,14 @@ def internal_error(error: BaseException, during: str, *, technique: str = "") ->
 def _write(trace: str, during: str) -> str:
     from tightfit import __version__
 
+    # Not imported for this: most processes of tightfit run without torch, and its import may be what failed.
     torch = getattr(sys.modules.get("torch"), "__version__", "not imported")
     head = f"tightfit {__version__}, Python {platform.python_version()}, torch {torch}, {platform.platform()}\nin {during}\n\n"
     try:
         handle, path = tempfile.mkstemp(prefix="tightfit-fault-", suffix=".txt", text=True)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(head + trace)
+    # A full disk must not hide the error itself; the message then points to --debug.
     except OSError:
         return ""
     return path
@@ -175,10 +182,10 @@ def _write(trace: str, during: str) -> str:
 
 @contextmanager
 def answering(during: str, *, technique: str = "") -> Iterator[None]:
-    """For a block in which only our own code runs: what is raised there and is no error of ours is a fault of ours.
+    """For a block in which only our own code runs: any exception other than a TightfitError is a bug of ours.
 
     Raises:
-        InternalError: in place of that.
+        InternalError: in place of such an exception.
     """
     try:
         yield
@@ -191,9 +198,9 @@ def answering(during: str, *, technique: str = "") -> Iterator[None]:
 
 
 def note(error: BaseException, during: str) -> None:
-    """Remembers an exception that is about to leave our code for the program's, if it is a fault of ours: the program may swallow it.
+    """Remembers an exception that leaves our code for the program's, if it is a bug of ours: the program may swallow it.
 
-    The first counts: what comes after it may be its consequence.
+    Only the first is kept, as later ones may follow from it.
     """
     if isinstance(error, InternalError):
         _noted.append(error)
@@ -202,7 +209,7 @@ def note(error: BaseException, during: str) -> None:
 
 
 def noted() -> InternalError | None:
-    """The first fault of ours that was remembered, and is forgotten now."""
+    """Returns and clears the first bug that `note` remembered."""
     found = _noted[0] if _noted else None
     _noted.clear()
     return found

@@ -1,4 +1,4 @@
-"""What an exception of the program says in one line: the place in the program's own code, and the cause that it began with."""
+"""One-line messages for exceptions of the user's program: the place in the program's own code, and the first cause."""
 
 import os
 import sysconfig
@@ -10,7 +10,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 
 
 def one_line(label: str, error: BaseException) -> str:
-    """That `label` raised `error`, where, and what was its first cause."""
+    """A line that says that `label` raised `error`, where, and what its first cause was."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
     first = chain(error)[-1]
@@ -22,6 +22,7 @@ def one_line(label: str, error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     said = str(error).strip().splitlines()
+    # Transformers' lazy imports end their message with this hint, which makes no sense without the traceback.
     return said[0].removesuffix(" (look up to see its traceback):") if said else "(no message)"
 
 
@@ -34,5 +35,6 @@ def _place(error: BaseException) -> str | None:
     """The innermost line of the program's own code, or else of a library's, that an exception went through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_own_file(f.filename)]
     own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and "site-packages" not in f.filename]
+    # Code that a library generated (torch.fx), or a command of an installed package, leaves no frame of the program's own.
     found = own or frames
     return f"{os.path.relpath(found[-1].filename)}:{found[-1].lineno}" if found else None

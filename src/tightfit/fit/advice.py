@@ -5,13 +5,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
 from tightfit.errors.faults import answering
-from tightfit.fit.planning import Found
-from tightfit.fit.trials import Trial
+from tightfit.fit.search import Found
+from tightfit.fit.traced_runs import TracedRun
 from tightfit.planner.option import Change, Option
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Column
@@ -26,11 +25,11 @@ _PART_OF_BLOCKS = 4
 
 def advice(found: Found, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
     """Sentences, the cheapest to follow first. `is_whole_card`: the budget is all that the card has."""
-    rows = [*_lossy(found.forbidden, found.base.estimate), *_from_techniques(found, card)]
+    rows = [*_lossy(found.forbidden, found.base.estimate), *_from_techniques(found)]
     if not found.fits or found.best.options:
         rows += _batch(found.base.estimate)
         rows += _sequence(found.base)
-        rows += _blocks(found.base, card)
+        rows += _blocks(found.base)
     if not found.fits and is_whole_card:
         rows += _cards(found, card)
     return tuple(rows)
@@ -47,10 +46,10 @@ def _lossy(forbidden: Sequence[Option], base: Estimate) -> Iterable[str]:
             yield f"{name} would save up to {format_bytes(saved)} of {format_bytes(base.peak.device_bytes)}, but changes results: --allow {name}"
 
 
-def _from_techniques(found: Found, card: Device) -> Iterable[str]:
+def _from_techniques(found: Found) -> Iterable[str]:
     for technique in techniques().values():
         with answering(f"technique {technique.name}", technique=technique.name):
-            rows = list(technique.advice(found.base.tape, card))
+            rows = list(technique.advice(found.base.profile))
         for row in rows:
             saved = f" (saves {format_bytes(row.saves_bytes)})" if row.saves_bytes > 0 else ""
             yield f"{row.what}{saved}"
@@ -64,7 +63,7 @@ def _batch(base: Estimate) -> Iterable[str]:
         yield f"half the batch would hold about {format_bytes(base.peak.device_bytes - grows // 2)} without any technique"
 
 
-def _sequence(base: Trial) -> Iterable[str]:
+def _sequence(base: TracedRun) -> Iterable[str]:
     """Half the tokens leave at most half of what the forward pass leaves; scores of attention, if there are any, fall by more."""
     held = base.estimate.at_peak
     grows = held["activations"] + held["temporaries"] + held["inputs"]
@@ -78,10 +77,9 @@ def _sequence(base: Trial) -> Iterable[str]:
         yield f"half the sequence ({length // 2} of {length} tokens) would hold at most about {left} without any technique"
 
 
-def _blocks(base: Trial, card: Device) -> Iterable[str]:
+def _blocks(base: TracedRun) -> Iterable[str]:
     """A model with fewer of its repeated blocks: their parameters, gradients, states and activations are gone."""
-    run = OptimizerTape(base.tape, card)
-    parts = TrainedParts(run)
+    run, parts = base.profile.optimizer, base.profile.trained_parts
     blocks = parts.blocks
     if blocks is None or not run.stretches or not len(parts.gradients):
         return

@@ -17,8 +17,8 @@ from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.plan import allowed
-from tightfit.fit.planning import Found, Search
-from tightfit.fit.trials import Bench
+from tightfit.fit.search import Found, Search
+from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.batch_sizes import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
 from tightfit.units import parse
@@ -69,8 +69,8 @@ def batch_sizes(
     first = size_now(parsed, parameter)
     talk = theirs(say) if say is not None else lambda _: None
 
-    def bench(size: int) -> Bench:
-        return Bench(
+    def bench(size: int) -> TracedRuns:
+        return TracedRuns(
             target=with_size(parsed, parameter, size),
             label=target,
             device=device,
@@ -110,22 +110,22 @@ def batch_sizes(
 class _Plain:
     """Sizes without techniques."""
 
-    def __init__(self, bench: Callable[[int], Bench], budget_bytes: int) -> None:
+    def __init__(self, bench: Callable[[int], TracedRuns], budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.rows: dict[int, BatchSize] = {}
         self.fault: CaptureError | None = None
         self.failed: dict[int, str] = {}
         self._bench = bench
-        self._benches: dict[int, Bench] = {}
+        self._benches: dict[int, TracedRuns] = {}
 
-    def bench(self, size: int) -> Bench:
+    def bench(self, size: int) -> TracedRuns:
         """The bench for this size, which keeps its trials."""
         return self._benches.setdefault(size, self._bench(size))
 
     def excess(self, size: int) -> int | None:
         """As `close_in` has it."""
         try:
-            trial = self.bench(size).trial(())
+            trial = self.bench(size).run_with(())
         except CaptureError as error:
             # A model may take no batch of this size; that is an end as well.
             self.fault = error

@@ -14,9 +14,11 @@ from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.advice import advice
-from tightfit.fit.planning import Allowed, Found, Search, Variant, Without
+from tightfit.fit.allowed import Allowed, Without
+from tightfit.fit.candidates import Variant
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
-from tightfit.fit.trials import Bench
+from tightfit.fit.search import Found, Search
+from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
@@ -76,7 +78,7 @@ def plan(
         raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
     if steps < 1:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
-    bench = Bench(
+    runs = TracedRuns(
         target=parse_target(target, arguments=arguments, parameters=parameters, options=options),
         label=target,
         device=device,
@@ -89,28 +91,28 @@ def plan(
         say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
-    search = Search(bench, budget_bytes, allowed(allow, without))
-    return _proven(search, bench, card, prove=prove)
+    search = Search(runs, budget_bytes, allowed(allow, without))
+    return _proven(search, runs, card, prove=prove)
 
 
-def _proven(search: Search, bench: Bench, card: Device, *, prove: bool) -> Plan:
+def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> Plan:
     """The plan that a search finds, with its proof; made again without the techniques whose values are others."""
     prover: Prover | None = None
     while True:
         found = search.run()
-        plan = _plan(found, bench, card, search.budget_bytes)
+        plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices):
             return plan
-        prover = prover or Prover(bench.target, found.base.tape, seconds=DEFAULT_SECONDS, say=bench.say)
+        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say)
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:
-            search.refuse(found.best.options, error)
+            search.offers.refuse(found.best.options, error)
             continue
         if isinstance(proof, Proof):
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
-            search.refused[mismatch.technique] = (
+            search.offers.refused[mismatch.technique] = (
                 f"its values on the host are not those of the plain run: {mismatch.what}"
             )
 
@@ -151,11 +153,11 @@ def _bytes(size: str | int) -> int:
     return parse(size) if isinstance(size, str) else size
 
 
-def _plan(found: Found, bench: Bench, card: Device, budget_bytes: int) -> Plan:
+def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
     taken = best.all_options()
     return Plan(
-        target=bench.label,
+        target=runs.label,
         device=card.name,
         capacity_bytes=card.capacity_bytes,
         budget_bytes=budget_bytes,
@@ -166,7 +168,7 @@ def _plan(found: Found, bench: Bench, card: Device, budget_bytes: int) -> Plan:
         promised_bytes=_promised(found),
         choices=tuple(_choice(found, option) for option in taken),
         bound=_bound(found),
-        alternatives=tuple(_alternatives(found, bench, budget_bytes)),
+        alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         frontier=tuple(_frontier(found.variant)) if found.variant is not None else (),
         advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
@@ -206,13 +208,13 @@ def _saved_at_peak(found: Found, option: Option) -> int:
 def _bound(found: Found) -> Bound:
     if found.solution is None or found.variant is None:
         return Bound(seconds_per_step=found.best.seconds, is_proven=True)
-    seconds = found.variant.trial.seconds + found.solution.bound_seconds
+    seconds = found.variant.run.seconds + found.solution.bound_seconds
     return Bound(seconds_per_step=min(seconds, found.best.seconds), is_proven=found.solution.is_proven)
 
 
-def _alternatives(found: Found, bench: Bench, budget_bytes: int) -> Iterable[Alternative]:
+def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable[Alternative]:
     """The plain run, other combinations that fit but are slower, the simple baseline, and what could not be put on this workload."""
-    for trial in bench.trials():
+    for trial in runs.all():
         fits = trial.high_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
             continue
@@ -250,7 +252,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
     return Alternative(
         name="checkpointing of every block",
         device_bytes=variant.problem.peak_bytes(outermost) + variant.gap_bytes,
-        seconds_per_step=variant.trial.seconds + sum(options[i].seconds for i in outermost),
+        seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
         fits=None,
         exact=True,
         why="as promised, not traced",
@@ -259,7 +261,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
 
 def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
     """The least seconds for a row of budgets from the least that can be held to what the run holds without options."""
-    problem, trial = variant.problem, variant.trial
+    problem, trial = variant.problem, variant.run
     if not problem.options:
         return
     most = problem.peak_bytes(())

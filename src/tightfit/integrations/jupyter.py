@@ -22,14 +22,14 @@ _PAGE_HEIGHT = 900
 
 
 class Shell(Protocol):
-    """What of IPython's InteractiveShell is used."""
+    """The part of IPython's InteractiveShell that is used."""
 
     def register_magic_function(self, func: Callable[..., Any], magic_kind: str, magic_name: str) -> None:
         """Makes `%magic_name` call `func` with the rest of the line."""
 
 
 class Shown:
-    """Something that a notebook shows as HTML, and a terminal as text."""
+    """A result with an HTML form for notebooks (IPython's `_repr_html_`) and a text form for terminals."""
 
     def __init__(self, markup: str, text: str) -> None:
         self._markup = markup
@@ -43,7 +43,7 @@ class Shown:
 
 
 def load_ipython_extension(shell: Shell) -> None:
-    """What `%load_ext tightfit` calls."""
+    """Registers the magic; `%load_ext tightfit` calls it."""
     shell.register_magic_function(tightfit, "line", "tightfit")
 
 
@@ -62,6 +62,7 @@ def _estimate(words: list[str]) -> Shown | None:
     # A script's own arguments come after --, ours before.
     at = words.index("--") if "--" in words else len(words)
     answers = [json.loads(answer) for answer in _run([*words[:at], "--json", *words[at:]]).stdout.splitlines()]
+    # The command failed and has said why on stderr.
     if not answers:
         return None
     return Shown("".join(map(estimate_fragment, answers)), "\n".join(map(_in_a_line, answers)))
@@ -76,7 +77,9 @@ def _report(words: list[str]) -> Shown | None:
     wrote = [line for line in _run(words).stderr.splitlines() if line.startswith(("wrote ", "replaced "))]
     if not wrote:
         return None
+    # The path is read off the line on stderr: stdout is kept for data.
     page = Path(wrote[-1].partition(" ")[2].rpartition(" (")[0]).read_text(encoding="utf-8")
+    # srcdoc with a sandbox: the page's scripts run, but without access to the notebook's page, its cookies and its kernel.
     frame = (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" width="100%" height="{_PAGE_HEIGHT}"></iframe>'
     )
@@ -84,7 +87,7 @@ def _report(words: list[str]) -> Shown | None:
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a process of its own, so that nothing of the notebook's is touched, and passes on what it says on stderr."""
+    """Runs the command in a process of its own, so that the notebook's state is left alone, and forwards its stderr."""
     done = subprocess.run([sys.executable, "-m", "tightfit", *words], capture_output=True, text=True, check=False)
     sys.stderr.write(done.stderr)
     return done

@@ -1,1 +1,1 @@
-"""Static placement of buffers with known lifetimes: problem, solver, independent validator."""
+"""Static placement of buffers with known lifetimes in one arena: problem, solver, independent validator."""

@@ -1,7 +1,7 @@
-"""The fixed part of a search: which buffers live together, and the sections in which all of them do.
+"""The constant tables of a search: which buffers overlap in time, and the sections (maximal sets of buffers that are live at once).
 
-Only the order of births and deaths matters. A section is a largest set of buffers that live at one moment, so that a placement is right exactly if the buffers of each
-section are stacked without overlap; what follows is numpy tables of that. Sizes are in units of the alignment.
+Only the order of begins and ends of lifetimes matters. A placement is valid exactly if the buffers of each section are stacked without overlap;
+the tables below are numpy arrays of that. Sizes are in units of the alignment.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 FAR = np.int64(1 << 60)
-"""Above every height: where buffers are that do not count."""
+"""Above every height: a mask for entries that do not count in a minimum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
     """Tables over the n buffers and s sections of a problem.
 
-    `sizes`, `lower`, `upper`: (n). `meets`: (n, n), who lives with whom, itself too. `apart`: (n, n), 0 where two meet and FAR elsewhere;
+    `sizes`, `lower`, `upper`: (n). `meets`: (n, n), which lifetimes overlap, itself included. `apart`: (n, n), 0 where two overlap and FAR elsewhere;
     `apart_or_self` has FAR on the diagonal too. `members`: (s, n); `outside`: 0 for members and FAR elsewhere; `member_sizes`: (s, n).
     """
 
@@ -43,6 +43,7 @@ class Board:
     def of(cls, buffers: Sequence[Buffer], alignment: int) -> "Board":
         """The tables of buffers of more than 0 bytes."""
         sizes = np.array([-(-buffer.size // alignment) for buffer in buffers], dtype=np.int64)
+        # Ranks in place of times: a clock of events or microseconds is sparse, and only the order matters.
         moments = {
             moment: index for index, moment in enumerate(sorted({end for b in buffers for end in (b.lower, b.upper)}))
         }
@@ -50,6 +51,7 @@ class Board:
         upper = np.array([moments[buffer.upper] for buffer in buffers], dtype=np.int64)
         meets = (lower[:, None] < upper[None]) & (lower[None] < upper[:, None])
         members = _sections(lower, upper)
+        # Added to heights before a minimum is taken, it masks what does not meet, without an array of conditions.
         apart = np.where(meets, 0, FAR)
         apart_or_self = apart.copy()
         np.fill_diagonal(apart_or_self, FAR)
@@ -67,7 +69,7 @@ class Board:
         )
 
     def parts(self, is_open: Flags) -> list[npt.NDArray[np.intp]]:
-        """The open buffers in groups that share no moment, the smallest group first; buffers of different groups cannot disturb each other."""
+        """The open buffers in groups whose lifetimes do not overlap, the smallest group first; groups can be solved independently."""
         order = self.by_birth[is_open[self.by_birth]]
         last_deaths = np.maximum.accumulate(self.upper[order])
         cuts = np.flatnonzero(self.lower[order][1:] >= last_deaths[:-1]) + 1
@@ -75,7 +77,7 @@ class Board:
 
 
 def _sections(lower: Numbers, upper: Numbers) -> Flags:
-    """The largest sets that live together: what lives just after a birth, where the next change is a death."""
+    """The maximal sets of live buffers: those just after a lifetime begins, where the next change is an end."""
     births, deaths = set(lower.tolist()), set(upper.tolist())
     moments = sorted(births | deaths)
     starts = [moment for moment, following in itertools.pairwise(moments) if moment in births and following in deaths]

@@ -1,7 +1,7 @@
-"""Five greedy planners: take the buffers in an order, put each into the lowest gap that holds it.
+"""Five greedy planners: take the buffers in an order and put each into the lowest gap that holds it.
 
-They take milliseconds and give the first placement, which a search then has to beat. The orders are the ones that planners in use sort by: size (TensorFlow Lite and
-ONNX Runtime), area, lifetime, birth (what an allocator without foresight would do) and crowdedness.
+They take milliseconds and give the first placement, which a search then has to beat. The orders are those that planners in use sort by: size
+(TensorFlow Lite and ONNX Runtime), area, lifetime, begin of the lifetime (an allocator without foresight) and its end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,19 @@ ORDERS: Mapping[str, Key] = {
 
 
 def place_in_order(buffers: Sequence[Buffer], alignment: int) -> dict[str, int]:
-    """Offsets in bytes of the buffers, each put into the lowest gap between those placed before that live with it."""
+    """Offsets in bytes of the buffers, each put into the lowest gap between earlier ones whose lifetimes overlap its own."""
     offsets: dict[str, int] = {}
     placed: list[tuple[int, int, int, int]] = []
     for buffer in buffers:
         offset = 0
         for begin, end, lower, upper in sorted(placed):
+            # Sorted by begin address, so the first gap that is large enough is the lowest.
             if lower < buffer.upper and buffer.lower < upper:
                 if offset + buffer.size <= begin:
                     break
                 offset = max(offset, end + -end % alignment)
         offsets[buffer.name] = offset
+        # A buffer of 0 bytes overlaps nothing.
         if buffer.size:
             placed.append((offset, offset + buffer.size, buffer.lower, buffer.upper))
     return offsets

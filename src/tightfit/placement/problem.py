@@ -1,7 +1,8 @@
-"""What is to be placed: buffers with a lifetime and a size, in an arena of limited height.
+"""The placement problem: buffers with a lifetime and a size, in an arena of limited height.
 
-A buffer lives over the half-open interval [lower, upper) of any whole-number clock. Two buffers whose lifetimes meet must not share addresses; that is the only constraint, and it makes the
-question (dynamic storage allocation, problem SR2 of Garey and Johnson, 1979) NP-complete. Problems are CSV files with the columns `id,lower,upper,size`, and a solution is the same file with the column `offset`.
+A buffer is live in the half-open interval [lower, upper) of any integer clock. Two buffers whose lifetimes overlap must not share addresses; that is
+the only constraint, and it makes the problem (dynamic storage allocation, SR2 of Garey and Johnson, 1979) NP-complete. Problems are CSV files with
+the columns `id,lower,upper,size` (the format of MiniMalloc), and a solution is the same file with the column `offset`.
 """
 
 import csv
@@ -12,14 +13,15 @@ from pathlib import Path
 from tightfit.errors import UsageError
 
 _COLUMNS = ("id", "lower", "upper", "size")
+# A solution can be read as a problem again.
 _ALLOWED = {*_COLUMNS, "offset"}
 _MOST_BYTES = 1 << 48
-"""What one buffer may have, so that sums over thousands of them fit 64 bits."""
+"""The largest size of one buffer, so that sums over thousands of them fit 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """`size` bytes that are needed from the moment `lower` until just before `upper`."""
+    """`size` bytes that are live from time `lower` until just before `upper`."""
 
     name: str
     lower: int
@@ -49,10 +51,10 @@ class Problem:
     alignment: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses names that are given twice, and an alignment or a capacity that makes no sense.
+        """Refuses duplicate names, and an alignment or a capacity that makes no sense.
 
         Raises:
-            UsageError: with what was wrong.
+            UsageError: with the reason.
         """
         if self.alignment < 1:
             raise UsageError(f"the alignment {self.alignment} is not a positive number of bytes")
@@ -67,7 +69,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Crowd:
-    """The moment at which most bytes live, those bytes (each buffer rounded up to the alignment, but for the topmost), and who lives then."""
+    """The time of the most live bytes, those bytes (each buffer rounded up to the alignment, except the topmost), and the names of the buffers."""
 
     moment: int
     num_bytes: int
@@ -75,12 +77,12 @@ class Crowd:
 
 
 def worst_crowd(problem: Problem) -> Crowd:
-    """The crowd that no placement can be lower than.
+    """The lower bound of the height of any placement.
 
     Buffers stacked at multiples of the alignment each take their size rounded up, except the one on top; leaving out the largest such
     rounding keeps the bound valid whichever that is.
     """
-    # Going up, only a birth can be the moment of a maximum.
+    # Live bytes grow only where a lifetime begins, so a maximum is at such a time.
     births = sorted({buffer.lower for buffer in problem.buffers})
     worst = Crowd(moment=0, num_bytes=0, names=())
     for moment in births:
@@ -93,7 +95,7 @@ def worst_crowd(problem: Problem) -> Crowd:
 
 
 def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> Problem:
-    """The problem in a CSV file with the columns `id,lower,upper,size` in any order; a column `offset` is passed over.
+    """The problem in a CSV file with the columns `id,lower,upper,size` in any order; a column `offset` is ignored.
 
     Raises:
         UsageError: the file cannot be read, or a row is wrong; the message has the row's line number.
@@ -142,6 +144,7 @@ def _check_columns(path: Path | str, columns: Iterable[str]) -> None:
 
 def _buffer(path: Path | str, line: int, row: dict[str, str | None]) -> Buffer:
     place = f"{path}, line {line}"
+    # csv.DictReader puts surplus fields under the key None, and None into missing ones.
     if None in row or None in row.values():
         raise UsageError(f"{place}: the row has not as many fields as the first line")
     name = str(row["id"])

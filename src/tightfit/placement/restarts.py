@@ -1,7 +1,8 @@
-"""Searching with restarts: many short runs in different orders instead of one long one that is lost in its first wrong choice.
+"""The search with restarts: many short runs in different orders instead of one long run that is lost in its first wrong choice.
 
-The first runs follow four orders and choose by conflict sets alone, which solves problems with room to waste in a moment. Those after them choose by sections too, in the same orders
-and then slightly shuffled ones; what these share is the weight of each section, which tells where the trouble is. The runs grow slowly, so a problem that has no solution is still proven to have none.
+The first runs follow four orders and choose by conflict sets alone, which solves problems with slack quickly. Later ones choose by sections too, in
+the same orders and then slightly shuffled ones; they share the weights of the sections, which show where the search fails. The runs grow slowly, so
+infeasibility is still proven in the end.
 """
 
 import time
@@ -13,12 +14,13 @@ import numpy.typing as npt
 from tightfit.placement.board import Board, Numbers
 from tightfit.placement.search import Outcome, Search
 
+# Short, so that a run that began badly is soon tried in another order; later runs grow by _GROWTH.
 _FIRST_NODES = 400
 _GROWTH = 1.3
 _FORGET = 0.7
-"""The part of a section's weight that the next run still knows; without forgetting, the trouble of the first runs rules all later ones."""
+"""The part of a section's weight that carries over to the next run; without decay, the failures of the first runs dominate all later ones."""
 _SHUFFLE = 0.04
-"""The deviation of a shuffled rank, as a part of the number of buffers."""
+"""The standard deviation of a shuffled rank, as a part of the number of buffers."""
 
 
 def _lifetime(board: Board) -> tuple[Numbers, ...]:
@@ -72,6 +74,7 @@ def place_below(board: Board, height: int, *, deadline: float) -> tuple[Outcome,
 def _shuffled_runs(
     board: Board, height: int, orders: list[npt.NDArray[np.intp]], deadline: float
 ) -> tuple[Outcome, Numbers]:
+    # A fixed seed: the same problem gives the same placement, apart from the deadline.
     random = np.random.default_rng(0)
     weights = np.ones(len(board.members))
     num_nodes, num_runs = float(_FIRST_NODES), 0
@@ -86,6 +89,7 @@ def _shuffled_runs(
         outcome = search.run()
         if outcome is not Outcome.STOPPED or time.monotonic() > deadline:
             return outcome, search.offsets
+        # Towards 1, the weight of a section that never failed.
         weights = weights * _FORGET + (1 - _FORGET)
         num_runs += 1
         if num_runs % len(orders) == 0:
@@ -93,5 +97,5 @@ def _shuffled_runs(
 
 
 def _ranks(keys: tuple[Numbers, ...]) -> npt.NDArray[np.intp]:
-    """The place of each buffer when sorted by the keys, largest first, the first key counting most."""
+    """The rank of each buffer when sorted by the keys, largest first; the first key is the primary one."""
     return np.argsort(np.lexsort([-key for key in reversed(keys)]))

@@ -1,12 +1,15 @@
 """Branch and bound over left-justified placements: does everything fit below a given height?
 
-Stacking buffers is scheduling: an offset is a start, a size a duration, each section a machine that runs one job at a time, and a buffer needs all its sections at once. Three ideas carry the search:
+Stacking buffers is scheduling: an offset is a start time, a size a duration, each section a machine that runs one job at a time, and a buffer needs
+all of its sections at once. Three ideas make the search effective:
 
-* conflict sets (Giffler and Thompson, 1960): of the buffers that could stand below the top of another, one must be placed exactly where it can stand now; nothing else need be tried;
-* next in a section: where a section has little room to waste, few of its buffers can come next in it;
-* conflict-directed restarts (weighted degrees: Boussemart et al., 2004): sections that fail gain weight, the next run begins with them.
+* conflict sets (Giffler and Thompson, 1960): of the buffers that could be placed below the top of another, one must be placed exactly at its lowest
+  possible offset; nothing else need be tried;
+* next in a section: where a section has little slack, few of its buffers can come next in it;
+* conflict-directed restarts (weighted degrees: Boussemart et al., 2004): sections that fail gain weight, and the next run begins with them.
 
-Groups of buffers that share no moment are solved apart, as in MiniMalloc (Moffitt, ASPLOS 2023). A run that ends by itself proves that nothing fits.
+Groups of buffers whose lifetimes do not overlap are solved independently, as in MiniMalloc (Moffitt, ASPLOS 2023). A run that is exhausted proves
+that nothing fits.
 """
 
 import dataclasses
@@ -22,6 +25,7 @@ import numpy.typing as npt
 from tightfit.placement.board import FAR, Board, Flags, Numbers
 
 _FRAMES_PER_BUFFER = 4
+# A set of one buffer leaves no choice, so it costs nothing to take it first.
 _FORCED = 1
 _NOT_A_CHOICE = 1e18
 _LOWEST_FIRST = 1e-19
@@ -40,7 +44,7 @@ class Outcome(enum.Enum):
 class Node:
     """A partial placement.
 
-    `starts` (n): the lowest height at which each open buffer can stand. `is_held` (n): it must rest on a buffer that is still open.
+    `starts` (n): the lowest possible offset of each open buffer. `is_held` (n): it must rest on a buffer that is still open.
     `is_open` (n): to be placed. `loads` (s): the sum of the open sizes in each section.
     """
 
@@ -86,11 +90,12 @@ class Search:
             np.ones(num_buffers, dtype=np.bool_),
             self.board.member_sizes.sum(axis=1),
         )
+        # The search recurses once per placed buffer, deeper than Python's limit of 1000 for large groups.
         with _deep_recursion(_FRAMES_PER_BUFFER * num_buffers):
             return self._solve(root)
 
     def _solve(self, node: Node) -> Outcome:
-        """Solves each group of buffers that share no moment; the first that has no solution ends it."""
+        """Solves each group of buffers whose lifetimes do not overlap; the first without a solution ends it."""
         if not node.is_open.any():
             return Outcome.FOUND
         parts = self.board.parts(node.is_open)
@@ -113,15 +118,17 @@ class Search:
         if tightened is None:
             return Outcome.EXHAUSTED
         choices = np.flatnonzero(self._choices(tightened))
+        # Lowest start first, then by the order of the run.
         order = np.lexsort((self.ranks[choices], tightened.starts[choices]))
         for position, buffer in enumerate(choices[order]):
             if position:
-                # The one before does not stand there in any solution, so it rests on a buffer that comes later.
+                # No solution has the previous buffer at its start, so it must rest on a buffer that is placed later.
                 is_held = tightened.is_held.copy()
                 is_held[choices[order[position - 1]]] = True
                 tightened = self._tighten(dataclasses.replace(tightened, is_held=is_held))
                 if tightened is None:
                     return Outcome.EXHAUSTED
+            # Inference has shown meanwhile that it cannot be placed at its start.
             if tightened.is_held[buffer]:
                 continue
             self.offsets[buffer] = tightened.starts[buffer]
@@ -131,7 +138,7 @@ class Search:
         return Outcome.EXHAUSTED
 
     def _placed(self, node: Node, buffer: np.intp) -> Node:
-        """The node after `buffer` was put where it can stand; those that live with it move above, and the held ones may rest on it."""
+        """The node after `buffer` was placed at its start; overlapping ones move above it, and held ones may rest on it."""
         board = self.board
         top = node.starts[buffer] + board.sizes[buffer]
         is_lifted = board.meets[buffer] & (node.starts <= top)
@@ -145,7 +152,7 @@ class Search:
         )
 
     def _tighten(self, node: Node) -> Node | None:
-        """The node with starts raised as far as can be inferred, or nothing where some section cannot hold its buffers any more."""
+        """The node with starts raised as far as can be inferred, or None where some section cannot hold its buffers any more."""
         board, is_open, loads = self.board, node.is_open, node.loads
         starts, is_held = node.starts, node.is_held
         latest = self.height - loads
@@ -154,7 +161,7 @@ class Search:
             tops = open_starts + board.sizes
             if self._fails(starts, is_open):
                 return None
-            # A buffer that would waste too much of a section is not next there; where nothing fits below it, it has to wait for another.
+            # A buffer that would waste too much of a section is not next in it; where nothing fits below it, it has to wait for another one.
             first_tops = (board.outside + tops).min(axis=1)
             waits = board.members & (starts > latest[:, None]) & (starts < first_tops[:, None])
             is_held = is_held | (is_open & waits.any(axis=0))
@@ -180,7 +187,7 @@ class Search:
         return True
 
     def _choices(self, node: Node) -> Flags:
-        """The most promising set of buffers of which one must be placed where it can stand now: few, and in sections that failed often."""
+        """The most promising set of buffers of which one must be placed at its start: a small set, in sections that failed often."""
         board = self.board
         starts = np.where(node.is_open, node.starts, FAR)
         tops = starts + board.sizes

@@ -1,6 +1,6 @@
-"""What a solver answers, and the check that trusts none of them.
+"""The result of a solver, and a validator that shares no code with the solvers.
 
-The check shares no code with the solvers: it sweeps over the births and deaths in time and keeps the living buffers sorted by address.
+The validator sweeps over the begins and ends of lifetimes in time order and keeps the live buffers sorted by address.
 """
 
 import bisect
@@ -12,9 +12,9 @@ from tightfit.placement.problem import Crowd, Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Where each buffer goes.
+    """The offset of each buffer.
 
-    `offsets` and `height` are in bytes; `crowd` is the most crowded moment, whose bytes no placement can be below. `is_proven_optimal` says that no
+    `offsets` and `height` are in bytes; `crowd` is the time of the most live bytes, a lower bound of any height. `is_proven_optimal` says that no
     lower height exists, `is_proven_infeasible` that none exists within the capacity. `strategy` found the offsets; `seconds` were spent.
     """
 
@@ -29,17 +29,17 @@ class Solution:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that live at the most crowded moment."""
+        """The peak of live bytes."""
         return self.crowd.num_bytes
 
 
 def height_of(problem: Problem, offsets: Mapping[str, int]) -> int:
-    """The end of the topmost buffer in bytes; buffers of no bytes have no end."""
+    """The end of the topmost buffer in bytes, without buffers of 0 bytes."""
     return max((offsets[buffer.name] + buffer.size for buffer in problem.buffers if buffer.size), default=0)
 
 
 def faults(problem: Problem, offsets: Mapping[str, int]) -> list[str]:
-    """What is wrong with a placement, a sentence each; an empty list if it holds: each buffer once, aligned, below the capacity, and no two that live together overlap."""
+    """A sentence for each fault of a placement; an empty list means: each buffer once, aligned, below the capacity, and no two live ones overlap."""
     names = {buffer.name for buffer in problem.buffers}
     found = [f"{name} has no offset" for name in sorted(names - offsets.keys())]
     found += [f"{name} is no buffer of the problem" for name in sorted(offsets.keys() - names)]
@@ -49,7 +49,7 @@ def faults(problem: Problem, offsets: Mapping[str, int]) -> list[str]:
             found.append(f"{buffer.name} is at {offset}, no multiple of {problem.alignment} from 0 up")
         if problem.capacity is not None and buffer.size and offset + buffer.size > problem.capacity:
             found.append(f"{buffer.name} ends at {offset + buffer.size}, above the capacity {problem.capacity}")
-    # A death comes before a birth of the same moment, since a lifetime is half-open.
+    # At the same time an end comes before a begin, since lifetimes are half-open.
     moments = [(buffer.upper, 0, index) for index, (buffer, _) in enumerate(placed) if buffer.size]
     moments += [(buffer.lower, 1, index) for index, (buffer, _) in enumerate(placed) if buffer.size]
     live: list[tuple[int, int, str]] = []
@@ -57,6 +57,7 @@ def faults(problem: Problem, offsets: Mapping[str, int]) -> list[str]:
         buffer, offset = placed[index]
         entry = (offset, offset + buffer.size, buffer.name)
         if not is_birth:
+            # Sorted by offset, though removal by value is linear: at most some hundred buffers are live at once.
             live.remove(entry)
             continue
         found += [

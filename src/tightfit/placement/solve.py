@@ -1,7 +1,7 @@
 """From a problem to a solution, as good as the time allows.
 
-In turn: the bound of the most crowded moment, which may end it at once; the greedy planners, which often suffice; the search, which decides whether the capacity can be held;
-and, where it cannot or no capacity was given, searches for lower and lower heights.
+In this order: the lower bound of the peak of live bytes, which may settle it at once; the greedy planners, which often suffice; the search, which
+decides whether the capacity suffices; and, where it does not or none was given, searches for lower and lower heights.
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from tightfit.placement.solution import Solution, height_of
 _MOST_BUFFERS = 2000
 """Of one independent group: the tables of the search have the square of that many entries."""
 _CAPACITY_SHARE = 0.8
-"""The part of the time that goes to the capacity itself; the rest makes the best height that is reported where it was not reached."""
+"""The part of the time for the capacity itself; the rest improves the best height that is reported where the capacity was not reached."""
 _TRY_SHARE = 0.25
-"""The part of the time left that one height between the best and the bound may take."""
+"""The part of the remaining time that one height between the best and the bound may take."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -50,6 +50,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
     if capacity is None:
         _descend(problem, best, begin + seconds)
     elif not is_infeasible and best.height > capacity:
+        # The search counts in units of the alignment.
         units = capacity // problem.alignment
         outcome = _attempt(problem, best, units, begin + seconds * _CAPACITY_SHARE)
         # Below a capacity that is no multiple of the alignment, the topmost buffer may use a part of a unit.
@@ -57,6 +58,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
         if outcome is not Outcome.FOUND:
             best.unreachable = max(best.unreachable, units)
             _descend(problem, best, begin + seconds)
+    # With an alignment the search counts in its multiples, so the last partial unit is not proven.
     is_lowest = problem.alignment == 1 and best.height <= best.unreachable + 1 and (capacity is None or is_infeasible)
     return Solution(
         offsets=best.offsets,
@@ -82,7 +84,8 @@ def _greedy_best(problem: Problem, crowd: Crowd) -> _Best:
 
 
 def _descend(problem: Problem, best: _Best, deadline: float) -> None:
-    """Tries heights between the bound and the best: the middle first, one nearer to the best after each that could not be had in its share of the time."""
+    """Bisects heights between the bound and the best; after each one that was not decided in its share of the time, one nearer to the best."""
+    # The bound itself first: it is reached more often than not, and then nothing is left to try.
     target = best.unreachable + 1
     while time.monotonic() < deadline:
         highest = -(-best.height // problem.alignment) - 1
@@ -101,6 +104,7 @@ def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outc
     """Searches for a placement below `units` times the alignment, group by group, and keeps it if it is better."""
     offsets = {buffer.name: 0 for buffer in problem.buffers}
     for group in _groups([buffer for buffer in problem.buffers if buffer.size]):
+        # Left to the greedy planners: the tables of 2,000 buffers are 32 MB each.
         if len(group) > _MOST_BUFFERS:
             return Outcome.STOPPED
         outcome, found = place_below(Board.of(group, problem.alignment), units, deadline=deadline)
@@ -112,7 +116,7 @@ def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outc
 
 
 def _groups(buffers: list[Buffer]) -> list[list[Buffer]]:
-    """The buffers in groups that share no moment, the smallest group first."""
+    """The buffers in groups whose lifetimes do not overlap, the smallest group first."""
     groups: list[list[Buffer]] = []
     last_death = 0
     for buffer in sorted(buffers, key=lambda buffer: (buffer.lower, buffer.upper)):

@@ -1,1 +1,1 @@
-"""Chooses options under budgets. Sees numbers only, never a technique."""
+"""The planner: chooses options under budgets with an exact solver. It sees numbers only, never a technique."""

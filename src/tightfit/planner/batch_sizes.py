@@ -1,17 +1,18 @@
-"""The answer to "how large can the batch be" as plain data, and how to come to it in few tries."""
+"""The search for the largest batch size: its result as plain data, and a root finding in few traces."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 SCHEMA = 1
+# The line through small sizes is flat, as weights dominate there, and would jump to a size whose trace takes minutes.
 _LARGEST_STEP = 8
 _BEST_PER_SAMPLE = 1.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """One size that was traced: what a run with it holds on the card, whether that fits, what it takes, and with which techniques."""
+    """One traced batch size: its device peak, whether that fits, its time per step, and its techniques."""
 
     size: int
     device_bytes: int
@@ -23,7 +24,7 @@ class BatchSize:
 
     @property
     def seconds_per_sample(self) -> float:
-        """Seconds of a step, by the size of the batch."""
+        """Seconds per step divided by the batch size."""
         return self.seconds_per_step / self.size
 
     def to_json(self) -> dict[str, Any]:
@@ -34,7 +35,7 @@ class BatchSize:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
     """The largest size that fits without techniques (`plain`) and with a plan (`planned`, None where no larger one was found), each with the
-    smallest size that was found not to fit, and the one of all that is `fastest` per sample. `failed` are sizes with which the workload does not run, and why."""
+    smallest size that was found not to fit, and the one of all that is `fastest` per sample. `failed` maps sizes that the workload does not run with to the reason."""
 
     target: str
     device: str
@@ -79,16 +80,18 @@ def close_in(
 ) -> tuple[int, int | None]:
     """The largest size that was found to fit (`known` if none larger was), and the smallest that was found not to (None: none was).
 
-    `excess(size)` is how many bytes a run is over its budget, not above zero where it fits, and None where it does not run at all. It is taken
-    as a line through the two ends; where that is not to be had, sizes are doubled or halved.
+    `excess(size)` is the bytes by which a run exceeds its budget, at most 0 where it fits, and None where it does not run at all. It is
+    interpolated linearly between the two ends; without two of them, sizes are doubled or halved.
     """
     low, high = known, None
     values: dict[int, int] = {}
     size = first
     for _ in range(max_tries):
+        # Each call is a trace, or a whole plan, of several seconds.
         value = excess(size)
         if value is not None:
             values[size] = value
+        # A size that does not run (a batch norm with one example) counts as too large.
         if value is not None and value <= 0:
             low = max(low, size)
         else:
@@ -96,26 +99,30 @@ def close_in(
         if high is not None and high - low <= max(1, close_enough * high):
             break
         size = _next(values, low, high, max(1, int(close_enough * low)))
+        # The line leads to a size that was tried before: nothing closer can be found by it.
         if size in values:
             break
     return low, high
 
 
 def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> int:
-    """Where the line through the two tried sizes nearest to the budget crosses it, kept between the ends; `step` up while only one is known."""
+    """Where the line through the two tried sizes nearest to the budget crosses it, between the ends; at least `step` up without an upper end."""
+    # The two nearest to the budget: memory is nearly linear in the batch only locally, because segments come in steps.
     nearest = sorted(values, key=lambda size: abs(values[size]))[:2]
     if len(nearest) == 2 and values[nearest[0]] != values[nearest[1]]:
         slope = (values[nearest[1]] - values[nearest[0]]) / (nearest[1] - nearest[0])
+        # Activations grow linearly with the batch; a slope of 0 or less is the allocator's rounding of segments.
         guess = int(nearest[0] - values[nearest[0]] / slope) if slope > 0 else 2 * low
     else:
         guess = 2 * low if high is None else (low + high) // 2
+    # A line comes to the answer from below only and never shows an upper end, so a step is at least `step`.
     if high is None:
         return min(max(guess, low + step), _LARGEST_STEP * max(1, low))
     return min(max(guess, low + 1), high - 1)
 
 
 def fastest(rows: Iterable[BatchSize]) -> BatchSize | None:
-    """Of those that fit the one with the least seconds per sample; of those within a hundredth of it the smallest."""
+    """The size with the least seconds per sample of those that fit; the smallest of those within 1 % of it."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None

@@ -1,6 +1,6 @@
-"""A plan in words: what was chosen and why, what more memory would be worth, or why nothing fits and by how much.
+"""A plan in words: techniques and reasons, the value of more memory, or why nothing fits and by how much.
 
-Choices that are the same but for a number in their place are one line: `h.0` to `h.7` is `h.[0-7]`.
+Choices that differ only in a number of their path are one line: `h.0` to `h.7` is `h.[0-7]`.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from tightfit.units import GIB, format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Choices of one technique with one setting at places that differ by their numbers alone, taken together."""
+    """Choices of one technique with one setting at places that differ only by a number, merged."""
 
     technique: str
     where: str
@@ -48,6 +48,7 @@ def groups(choices: Sequence[Choice]) -> list[Group]:
 def _places(paths: Sequence[str]) -> str:
     """`a.[0-2,5].b` for the paths a.0.b, a.1.b, a.2.b and a.5.b."""
     numbers = [re.findall(r"\d+", path) for path in paths]
+    # Ranges are only readable for one varying number; experts of layers vary in two.
     varying = [i for i in range(len(numbers[0])) if len({found[i] for found in numbers}) > 1]
     if len(paths) == 1 or len(varying) != 1:
         return paths[0] if len(paths) == 1 else f"{re.sub(r'[0-9]+', '*', paths[0])} ({len(paths)} places)"
@@ -68,7 +69,7 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """The answer in one line."""
+    """The result in one line."""
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
     if plan.fits and not plan.choices:
         return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
@@ -79,7 +80,7 @@ def verdict(plan: Plan) -> str:
 
 
 def sentences(plan: Plan) -> Iterator[str]:
-    """Why this plan, one thought each."""
+    """The reasons for this plan, a sentence each."""
     yield verdict(plan) + "."
     plain, run = plan.baseline, plan.run
     if not plan.choices:
@@ -109,7 +110,7 @@ def sentences(plan: Plan) -> Iterator[str]:
 
 
 def _proof(plan: Plan) -> str:
-    """What shows that the plan is exact."""
+    """The evidence that the plan is exact."""
     if plan.proof.kind == "values":
         return f"Exact, proven by values: {plan.proof.what}."
     why = f" ({plan.proof.what})" if plan.proof.what else ""
@@ -117,7 +118,7 @@ def _proof(plan: Plan) -> str:
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:
-    """What the curve says about a budget that is a GiB larger."""
+    """The time saved per extra GiB, from the nearest points of the memory/time curve."""
     points = sorted(plan.frontier, key=lambda point: point.device_bytes)
     now = [p for p in points if p.device_bytes <= plan.run.peak.device_bytes]
     more = [p for p in points if p.device_bytes > plan.run.peak.device_bytes]
@@ -125,12 +126,13 @@ def _next_gib(plan: Plan) -> Iterator[str]:
         return
     step = more[0].device_bytes - now[-1].device_bytes
     if step > 0:
+        # The slope between the two neighbouring points of the curve, which is convex only roughly.
         rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
         yield f"Around here a GiB more would save about {format_seconds(max(0.0, rate))} a step."
 
 
 def reached_limit(plan: Plan) -> str:
-    """Why nothing fits: what is held when all has been given up that the techniques can give up; empty for a plan that fits."""
+    """Why nothing fits: the lowest peak found with every allowed technique; empty for a plan that fits."""
     if plan.fits:
         return ""
     return (

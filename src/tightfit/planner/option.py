@@ -1,7 +1,7 @@
 """Options: one concrete choice of a technique each, as numbers. They are all that a planner sees of a technique.
 
-What an option does to memory is a list of changes, each a stretch of the tape's events with the bytes that are more or fewer alive there.
-A change has no notion of a budget or of a peak; which moments matter is found from all options together (`tightfit.planner.problem`).
+The effect of an option on memory is a list of changes, each a range of the tape's events with the bytes that are added or removed there. A change
+knows no budget and no peak; which time steps matter follows from all options together (`tightfit.planner.problem`).
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`num_bytes` more (or, negative, fewer) are alive after each of the events from `begin` to before `end`."""
+    """`num_bytes` more (or, negative, fewer) are allocated after each of the events `[begin, end)`."""
 
     begin: int
     end: int
@@ -20,7 +20,7 @@ class Change:
 
 
 def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
-    """The same changes as disjoint stretches, in order: each says what all of them together do there."""
+    """The sum of the changes as disjoint ranges, in order."""
     steps: dict[int, int] = {}
     for change in changes:
         steps[change.begin] = steps.get(change.begin, 0) + change.num_bytes
@@ -29,6 +29,7 @@ def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
     borders = sorted(steps)
     for begin, end in itertools.pairwise(borders):
         level += steps[begin]
+        # Ranges in which the changes cancel are left out.
         if level:
             found.append(Change(begin=begin, end=end, num_bytes=level))
     return tuple(found)
@@ -39,13 +40,13 @@ class Option:
     """One choice of a technique at one place.
 
     `where` is the place: a path of the module tree that begins with the class of the model ("GPT2LMHeadModel.transformer.h.3"), or a word for
-    what has no module ("optimizer", "allocator"). Places whose options are interchangeable but for their position carry the same `alike`.
+    places without a module ("optimizer", "allocator"). `alike` names the equivalence class of places whose options differ only in their position.
     `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
 
-    Of the options that share a member of `slots` at most one is chosen: a module that is checkpointed, say, takes the slots of all that lies
-    inside it. `is_coarse`: it changes the run so much that the other options must be worked out again on a tape of it; until then, where it saves
-    the others are taken to save `leaves_share` of what they do without it. `alloc_conf` are settings of the allocator, `empties_at` events before which its cache is emptied: what these are worth is found by replaying a traced run
-    with them.
+    At most one of the options that share a member of `slots` is chosen: a checkpointed module, say, takes the slots of all of its submodules.
+    `is_coarse`: it changes the run so much that it needs a new trace, on which the other options are computed again; until then, where it saves,
+    the others are assumed to keep `leaves_share` of their savings (residual savings). `alloc_conf` are allocator settings, `empties_at` events
+    before which the cache is emptied: both are evaluated by replaying a traced run with them.
     """
 
     technique: str
@@ -65,19 +66,19 @@ class Option:
 
     @property
     def is_of_the_allocator(self) -> bool:
-        """Whether it changes no operator, but only how the allocator works."""
+        """Whether it changes no operator, only the allocator's behaviour."""
         return bool(self.alloc_conf or self.empties_at)
 
     @property
     def key(self) -> str:
-        """What names this option among all of a plan's: the technique, the place and the settings."""
+        """The unique name of this option: the technique, the place and the settings."""
         settings = ",".join(f"{name}={value}" for name, value in sorted(self.settings.items()))
         return f"{self.technique}@{self.where}" + (f"({settings})" if settings else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What could be done where applying is not ours: another batch size, another card. Never part of a plan."""
+    """A suggestion that tightfit cannot apply itself: another batch size, another GPU. Never part of a plan."""
 
     technique: str
     what: str

@@ -1,4 +1,4 @@
-"""A plan as plain data: the chosen options, what the traced run with them holds and takes, and what else was close."""
+"""A plan as plain data: the chosen options, peak and time of the traced run with them, and the alternatives."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One chosen option. `saves_bytes` and `adds_seconds` are what it promised by itself, at the peak of the plain run."""
+    """One chosen option. `saves_bytes` and `adds_seconds` are its predictions by itself, at the peak of the plain run."""
 
     technique: str
     where: str
@@ -29,7 +29,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run holds and how long a step takes, as traced: the plain run, the planned one, or one that was also tried."""
+    """Peak and time per step of a traced run: the plain one, the planned one, or an alternative."""
 
     peak: Peak
     seconds_per_step: float
@@ -37,7 +37,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Something else that was considered: `fits` is None where it was not traced. `why` says what it is, or why it was not taken."""
+    """An alternative: `fits` is None where it was not traced. `why` says what it is, or why it was not taken."""
 
     name: str
     device_bytes: int | None
@@ -49,7 +49,7 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoPoint:
-    """What the fastest combination within `device_bytes` takes, as promised by the options."""
+    """The time per step of the fastest combination within `device_bytes`, as the options predict it."""
 
     device_bytes: int
     seconds_per_step: float
@@ -57,7 +57,7 @@ class ParetoPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least seconds that any choice of the known options could promise within the budget, and whether that is proven."""
+    """A lower bound of the predicted time per step of any choice within the budget, and whether it is proven."""
 
     seconds_per_step: float
     is_proven: bool
@@ -65,10 +65,10 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What shows that the planned program computes what the plain one does.
+    """The evidence that the planned program computes the same as the plain one.
 
-    "values": `steps` of both were run on the host, in `seconds`, and left the same. "structure": by the traced effects of the program, by how
-    the techniques work, and by their checks in the first steps of a run. `what` says it in words, and why it is not values.
+    "values": `steps` of both were run on the host, in `seconds`, with the same results. "structure": by the traced side effects of the program,
+    by how the techniques work, and by their checks in the first steps of a run. `what` says it in words, and why it is not "values".
     """
 
     kind: str = "structure"
@@ -79,10 +79,10 @@ class Proof:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer to "what makes it fit at the least cost". `promised_bytes` is what the options promised, `run.peak` what was traced.
+    """The fastest combination of techniques within a budget. `promised_bytes` is the peak that the options predicted, `run.peak` the traced one.
 
-    `budget_bytes` is what the process may hold on the card; `headroom_bytes` of it are kept free. `model` names the model that the plan is for
-    by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
+    `budget_bytes` is the limit on the process's GPU memory, including a safety margin of `headroom_bytes`. `model` identifies the model of the
+    plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
     """
 
     target: str
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether every choice keeps the loss and the gradients."""
+        """Whether every choice leaves the loss and the gradients unchanged."""
         return all(choice.exact for choice in self.choices)
 
     def to_json(self) -> dict[str, Any]:
@@ -150,9 +150,11 @@ class Plan:
                 frontier=tuple(ParetoPoint(**p) for p in value["frontier"]),
                 advice=tuple(value["advice"]),
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
+                # Plans of the same schema from before proofs have none.
                 proof=Proof(**value.get("proof", {})),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
+            # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
             for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
             for run in (plan.run, plan.baseline):
@@ -163,9 +165,10 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, whole or not at all."""
+        """Writes the plan as JSON, atomically."""
         partial = Path(f"{os.fspath(path)}.partial")
         partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        # os.replace is atomic: `tightfit run --plan` never reads half a plan.
         partial.replace(path)
 
     @classmethod
@@ -196,9 +199,10 @@ _AS_THEY_ARE = (
 
 
 def _check(part: Any) -> None:
-    """Raises TypeError if a field of `part` that is named for a number is none, or a figure that no plan can have."""
+    """Raises TypeError if a field of `part` whose name says bytes or seconds holds no such number."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
+        # The annotation is a string or a type, depending on the module; both name None where it is allowed.
         is_optional = "None" in str(field.type)
         if field.name.endswith("_bytes") and not (isinstance(value, int) or (is_optional and value is None)):
             raise TypeError(f"{field.name} is {value!r}, not a number of bytes")

@@ -1,8 +1,8 @@
-"""The problem that a planner solves: which options to take, so that no moment of the run holds more than the budget, in the least time.
+"""The planner's problem: which options to take so that no time step of the run exceeds the budget, at the least extra time.
 
-A run has as many moments as events, and most of them can never be the peak. Between two places where any change of any option begins or ends,
-only the highest moment matters; of stretches that all options change alike, only the highest; and none whose worst case is below what every
-choice leaves somewhere else. What remains, a few hundred moments, loses nothing.
+A run has as many time steps as events, and most of them can never be the peak. Between two events at which a change of any option begins or ends,
+only the highest time step matters; of ranges that all options change alike, only the highest; and none whose worst case is below what every
+choice leaves somewhere else. The few hundred that remain are equivalent to all.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from tightfit.planner.option import Option
 
 Bytes = npt.NDArray[np.int64]
 
-# An option that saves less than one part in so many of the peak is noise in a plan.
+# An option that saves less than 1/LEAST_WORTH of the peak only adds noise to a plan.
 LEAST_WORTH = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """`base_bytes`, shape (moments,), is what the run holds without options; row `i` of `changes`, shape (options, moments), is what option
-    `i` adds to it. At most one is taken of each of the `conflicts`, which list options by index. Of each moment, `events` has the event. All that
-    is taken may move `host_bytes` to the host and `disk_bytes` to disk.
+    """`base_bytes`, shape (time steps,), are the allocated bytes without options; row `i` of `changes`, shape (options, time steps), is what
+    option `i` adds to them. At most one option of each of the `conflicts`, which list indices, is taken. `events` has the event of each time step.
+    All options taken together may move `host_bytes` to the host and `disk_bytes` to disk.
     """
 
     options: tuple[Option, ...]
@@ -41,25 +41,25 @@ class Problem:
         return np.array([option.seconds for option in self.options], dtype=np.float64)
 
     def moved(self) -> list[tuple[str, int, list[int]]]:
-        """Where else bytes go: the name of the place, what it may hold, and what each option moves there."""
+        """The other tiers: the name, the capacity, and the bytes that each option moves there."""
         return [
             ("the host", self.host_bytes, [option.host_bytes for option in self.options]),
             ("disk", self.disk_bytes, [option.disk_bytes for option in self.options]),
         ]
 
     def levels(self, chosen: Iterable[int]) -> Bytes:
-        """What is held at each moment with the options `chosen`."""
+        """Allocated bytes at each time step with the options `chosen`."""
         return self.base_bytes + self.changes[list(chosen)].sum(axis=0, dtype=np.int64)
 
     def peak_bytes(self, chosen: Iterable[int]) -> int:
-        """The most that is held at any moment with the options `chosen`."""
+        """The peak with the options `chosen`."""
         return int(self.levels(chosen).max(initial=0))
 
 
 def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0) -> Problem:
-    """The problem of a run that holds `levels` bytes after each event, shape (events,), and its options.
+    """The problem of a run with the memory timeline `levels`, bytes after each event, shape (events,), and its options.
 
-    An option whose changes lie outside the events, or are no numbers, is a fault of its technique, and fails an assertion.
+    An option whose changes lie outside of the events, or are not finite, is a bug of its technique, and fails an assertion.
     """
     num_events = len(levels)
     for option in options:
@@ -67,8 +67,10 @@ def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk
         assert all(0 <= c.begin <= c.end <= num_events for c in option.changes), option.key
     borders = np.unique([0, *(b for o in options for c in o.changes for b in (c.begin, c.end) if b < num_events)])
     starts = borders.astype(np.int64)
+    # Between two borders every option changes all events alike, so the highest of them stands for the range.
     highest = np.maximum.reduceat(levels, starts) if num_events else np.zeros(1, dtype=np.int64)
     steps = [_steps(option, starts) for option in options]
+    # Dropped before the matrix is made: it has a row for each of some hundred options.
     matters = _can_be_the_peak(highest, steps)
     changes = np.zeros((len(options), int(matters.sum())), dtype=np.int64)
     for row, step in zip(changes, steps, strict=True):
@@ -91,13 +93,14 @@ def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk
 
 
 def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
-    """About what is left of a problem when `taken`, which need not be among its options, are settled: their changes are in what the run holds, what
-    shares a slot with them is gone, and where they save, the others save the share that they leave."""
+    """An approximation of the problem after `taken`, which need not be among its options: their changes are added to the timeline, options that
+    share a slot with them are dropped, and where they save, the others keep the residual share of their savings."""
     saved = np.zeros_like(problem.base_bytes)
     for change in (change for option in taken for change in option.changes):
         saved -= np.where((change.begin <= problem.events) & (problem.events < change.end), change.num_bytes, 0)
     slots = frozenset(slot for option in taken for slot in option.slots)
     left = [i for i, option in enumerate(problem.options) if not option.slots & slots]
+    # Where `taken` adds memory (recomputation in backward), the others save what they did before.
     share = np.where(saved > 0, min((option.leaves_share for option in taken), default=1.0), 1.0)
     changes = problem.changes[left]
     options = tuple(problem.options[i] for i in left)
@@ -111,15 +114,17 @@ def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
 
 
 def _steps(option: Option, starts: Bytes) -> Bytes:
-    """The changes as differences from stretch to stretch."""
+    """The changes as differences from range to range."""
     steps = np.zeros(len(starts) + 1, dtype=np.int64)
     for change in option.changes:
+        # A change that ends with the run falls into the extra slot, which is dropped.
         steps[np.searchsorted(starts, change.begin)] += change.num_bytes
         steps[np.searchsorted(starts, change.end)] -= change.num_bytes
     return steps[:-1]
 
 
 def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.bool_]:
+    # Each option's best and worst case, with conflicts ignored: a weaker bound, so no time step is dropped wrongly.
     least, most = highest.copy(), highest.copy()
     for step in steps:
         change = np.cumsum(step)
@@ -129,7 +134,7 @@ def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.b
 
 
 def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[int]:
-    """The options that could be part of an answer: those that are worth something, and that no other one at their place beats in all respects."""
+    """The options that can be part of an optimum: those worth something that no other option with the same slots dominates."""
     saved = -changes.min(axis=1, initial=0)
     worth = [i for i, o in enumerate(options) if o.seconds < 0 or saved[i] * LEAST_WORTH >= peak_bytes]
     places: dict[tuple[str, frozenset[str]], list[int]] = {}
@@ -137,6 +142,7 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
         places.setdefault((options[index].where, options[index].slots), []).append(index)
     beaten = set()
     for members in places.values():
+        # Without slots both can be taken together, so neither replaces the other.
         for one, other in itertools.permutations(members if options[members[0]].slots else (), 2):
             is_equal = options[one].seconds == options[other].seconds and (changes[one] == changes[other]).all()
             if (
@@ -149,7 +155,7 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
 
 
 def _highest_of_equals(highest: Bytes, changes: Bytes) -> npt.NDArray[np.int64]:
-    """One moment for all that every option changes alike: the highest."""
+    """The highest time step of each set that every option changes alike."""
     if not len(changes):
         return np.array([highest.argmax()], dtype=np.int64)
     best: dict[bytes, int] = {}
@@ -165,6 +171,7 @@ def _conflicts(options: Sequence[Option]) -> tuple[tuple[int, ...], ...]:
     for index, option in enumerate(options):
         for slot in option.slots:
             members.setdefault(slot, []).append(index)
+    # A clique inside of a larger one says nothing new, and fewer rows make the program easier.
     distinct = sorted({tuple(group) for group in members.values() if len(group) > 1}, key=len, reverse=True)
     kept: list[frozenset[int]] = []
     for group in map(frozenset, distinct):

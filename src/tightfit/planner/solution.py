@@ -1,4 +1,4 @@
-"""What a solver answers, and a validator that trusts none of it."""
+"""The result of a solver, and a validator that recomputes all of it."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ from tightfit.planner.problem import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The options taken, by index, in order. `bound_seconds` is the least that any choice could add; `is_proven`: this is that choice.
+    """The options taken, by index, in order. `bound_seconds` is a lower bound of the added seconds; `is_proven`: the solution reaches it.
 
-    `fits` is False where no choice is within the budget; the options taken are then those that hold least.
+    `fits` is False where no choice is within the budget; the options taken are then those with the lowest peak.
     """
 
     chosen: tuple[int, ...]
@@ -23,7 +23,7 @@ class Solution:
 
 
 def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[str]:
-    """Every way in which `solution` is not what it says it is, as a sentence each; an empty list is a valid solution."""
+    """A sentence for each claim of `solution` that does not hold; an empty list means a valid solution."""
     faults = []
     chosen = list(solution.chosen)
     if chosen != sorted(set(chosen)) or (chosen and not 0 <= chosen[0] <= chosen[-1] < len(problem.options)):
@@ -45,6 +45,7 @@ def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[st
     if solution.fits != (peak <= budget_bytes):
         faults.append(f"a peak of {peak:,} bytes is said to {'fit' if solution.fits else 'exceed'} {budget_bytes:,}")
     seconds = float(sum(problem.options[index].seconds for index in chosen))
+    # Sums of the same numbers in another order differ in the last digits.
     if not np.isclose(seconds, solution.seconds, rtol=1e-9, atol=1e-12):
         faults.append(f"the options add {seconds} s, not {solution.seconds} s")
     if solution.fits and solution.bound_seconds > solution.seconds + 1e-9:

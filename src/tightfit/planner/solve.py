@@ -1,8 +1,8 @@
-"""Solves a problem exactly: a mixed-integer linear program with a binary for each option and a row for each moment, given to HiGHS.
+"""Solves a problem exactly: a mixed-integer linear program with a binary variable per option and a row per time step, solved by HiGHS.
 
-Two programs, one after the other: the least seconds within the budget, then, of all choices that take no longer, the one that holds least. So
-the answer does not depend on how the solver breaks ties, and a smaller budget never yields a larger peak. If nothing fits, the first program
-is the least that can be held. Tricks are switches of their own, with their reasons (`Tricks`).
+Two programs, one after the other: the least seconds within the budget, then, of all choices that take no longer, the one with the lowest peak.
+So the result does not depend on how the solver breaks ties, and a smaller budget never yields a larger peak. If nothing fits, the lowest peak is
+minimised alone. The accelerations can be switched off one by one (`Tricks`).
 
 HiGHS: Huangfu and Hall, "Parallelizing the dual revised simplex method" (2018); it is imported here alone.
 """
@@ -20,26 +20,28 @@ from tightfit.planner.problem import Problem
 from tightfit.planner.solution import Solution
 
 _MIB = float(1 << 20)
+# HiGHS treats bounds beyond 1e20 as infinite (option infinite_bound).
 _FREE = 1e30
-# What the options promise is not known any better than this share.
+# The relative gap of HiGHS (mip_rel_gap): the options' seconds are not known any more precisely.
 _GAP = 1e-4
-# Ties are rare where blocks differ, and then the second program is the harder one.
+# The second program only breaks ties. Those are rare where blocks differ, and then it is the harder one of the two.
 _SECONDS_TO_TIDY = 0.3
-# Rows are exact for choices that are whole, and a solver's are whole to a tolerance: an answer that turns out too large is asked for again with
-# this much less room.
+# The solver's variables are integral only up to mip_feasibility_tolerance (1e-6), so a choice rounded to integers can exceed the budget. It is
+# then solved again with this much less.
 _SLACKS_MIB = (0.0, 1e-3, 1.0)
 _TOLERANCE_MIB = 1e-4
+# Adding some rows at a time keeps both the programs small and the rounds few.
 _NUM_FIRST_MOMENTS = 16
 _NUM_MORE_MOMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tricks:
-    """What makes the search fast. None changes the answer's quality; each can be turned off to see what it is worth.
+    """Accelerations of the search. None changes the optimum; each can be turned off to measure its effect.
 
-    `order_alike`: places that differ by their position alone are counted, not listed: an earlier one never saves less than a later one, whose
-    activations live for a shorter time. Without it a solver proves the same thing for every permutation of the blocks of a deep model.
-    `add_rows_when_broken`: a moment gets a row when an answer has broken its limit, and most never do. Without it every moment has one.
+    `order_alike`: symmetry breaking among equivalent places: an earlier one never saves less than a later one, whose activations have shorter
+    lifetimes. Without it the solver proves the same for every permutation of the blocks of a deep model.
+    `add_rows_when_broken`: lazy constraints: a time step gets a row only when a solution violates its limit, and most never do.
     """
 
     order_alike: bool = True
@@ -49,9 +51,9 @@ class Tricks:
 def solve(
     problem: Problem, budget_bytes: int, *, time_limit_seconds: float = 10.0, tricks: Tricks | None = None
 ) -> Solution:
-    """The fastest choice of options whose peak is at most `budget_bytes`, or the one that holds least if there is none.
+    """The fastest choice of options whose peak is at most `budget_bytes`, or the one with the lowest peak if there is none.
 
-    After `time_limit_seconds` the best choice so far is returned, with `is_proven` False and the bound that was reached.
+    After `time_limit_seconds` the best choice so far is returned, with `is_proven` False and the bound reached.
 
     Raises:
         MissingExtra: highspy is not installed.
@@ -61,12 +63,14 @@ def solve(
     tricks = tricks or Tricks()
     deadline = time.monotonic() + time_limit_seconds
     rows = [*_conflict_rows(problem), *(_order_rows(problem) if tricks.order_alike else ())]
+    # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
         found = fast.run(problem.seconds, deadline, most_mib=budget_bytes / _MIB - slack_mib)
         if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
             break
     if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
+        # With time of its own: the first program may have used up its limit without an answer.
         least = _least(problem, rows, tricks, deadline + time_limit_seconds)
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
     smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))], tricks)
@@ -76,7 +80,7 @@ def solve(
 
 
 def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
-    """The choice that holds least, and of these the fastest that the time allows to find."""
+    """The choice with the lowest peak, and of several the fastest that is found in time."""
     if not problem.options:
         return _solution(problem, (), problem.peak_bytes(()), bound_seconds=0.0, is_proven=True)
     rows = [*_conflict_rows(problem), *_order_rows(problem)]
@@ -103,18 +107,19 @@ class _Found:
 
 
 class _Program:
-    """Rows and columns for HiGHS. Without costs there is one column more, the peak in MiB, and that is minimised."""
+    """Rows and columns for HiGHS. Without costs there is one more column, the peak in MiB, which is minimised."""
 
     def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks) -> None:
         self.problem = problem
         self.rows = list(rows)
+        # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
         self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if tricks.add_rows_when_broken else order.tolist()
 
     def run(
         self, costs: npt.NDArray[np.float64] | None, deadline: float, *, most_mib: float | None = None
     ) -> _Found | None:
-        """The cheapest choice by `costs`, or by the peak without; None where there is none, or none was found in time."""
+        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time."""
         while True:
             found, peak_mib = self._run(costs, deadline, most_mib)
             if found is None:
@@ -122,6 +127,7 @@ class _Program:
             levels = self.problem.levels(found.chosen) / _MIB
             ceiling = peak_mib if costs is None else most_mib
             assert ceiling is not None
+            # Time steps that have a row are satisfied by the solver, up to its tolerance.
             levels[self._moments] = -np.inf
             broken = np.argsort(-levels, kind="stable")[:_NUM_MORE_MOMENTS]
             broken = broken[levels[broken] > ceiling + _TOLERANCE_MIB]
@@ -132,7 +138,7 @@ class _Program:
             self._moments += broken.tolist()
 
     def _limits(self, costs: npt.NDArray[np.float64] | None, most_mib: float | None) -> list[_Row]:
-        """A row for each moment that counts: it holds at most `most_mib`, or at most the peak."""
+        """A row for each time step considered: its bytes are at most `most_mib`, or at most the peak."""
         problem, peak = self.problem, len(self.problem.options)
         rows = []
         for at in self._moments:
@@ -158,6 +164,7 @@ class _Program:
         num_options, has_peak = len(self.problem.options), costs is None
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = num_options + has_peak, len(rows)
+        # Milliseconds and MiB, so that coefficients lie near 1: HiGHS compares with absolute tolerances.
         program.col_cost_ = np.append(np.zeros(num_options), 1.0) if costs is None else costs * 1e3
         program.col_lower_ = np.zeros(num_options + has_peak)
         program.col_upper_ = np.append(np.ones(num_options), [_FREE] * has_peak)
@@ -171,9 +178,11 @@ class _Program:
         program.integrality_ = [integer] * num_options + [real] * has_peak
         solver = highspy.Highs()
         solver.silent()
+        # One thread and a fixed seed make the search deterministic: the same problem gives the same plan.
         for name, value in (("threads", 1), ("mip_rel_gap", _GAP), ("mip_abs_gap", 1e-6), ("random_seed", 0)):
             solver.setOptionValue(name, value)
-        # Beginning anew with what the root has fixed costs more than it brings, for blocks that are alike most of all.
+        # Restarts of the root node cost more than they bring, most of all for equivalent blocks: 96 of them took 1.7 s without and 2.4 s
+        # with restarts (docs/log.md, "The planner beside half the batch").
         solver.setOptionValue("mip_allow_restart", False)
         solver.setOptionValue("time_limit", max(0.05, deadline - time.monotonic()))
         solver.passModel(program)
@@ -196,7 +205,7 @@ def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: flo
 
 
 def _conflict_rows(problem: Problem) -> list[_Row]:
-    """At most one of each conflict, and no more moved elsewhere than there is room for."""
+    """At most one option of each conflict, and no more bytes moved to another tier than it can hold."""
     rows = [_Row(-_FREE, 1.0, dict.fromkeys(group, 1.0)) for group in problem.conflicts]
     for _, limit, sizes in problem.moved():
         weights = {index: size / _MIB for index, size in enumerate(sizes) if size}
@@ -206,11 +215,13 @@ def _conflict_rows(problem: Problem) -> list[_Row]:
 
 
 def _order_rows(problem: Problem) -> list[_Row]:
-    """For neighbours among places that are alike: what saves at least so much is taken at the earlier one if it is at the later one.
+    """Symmetry breaking between neighbours of one equivalence class: an option taken at the later place implies one that saves at least as much at
+    the earlier one.
 
-    An option of something around the earlier place counts there too, since it leaves no choice inside.
+    An option of a module around the earlier place counts there too, since it leaves no choice inside.
     """
     saved = -problem.changes.min(axis=1)
+    # Only places with the same options, saving the same, may be swapped.
     places: dict[str, list[int]] = {}
     for index, option in enumerate(problem.options):
         if option.alike and option.changes:
@@ -221,6 +232,7 @@ def _order_rows(problem: Problem) -> list[_Row]:
         alike.setdefault(kind, []).append(members)
     rows = []
     for group in alike.values():
+        # In the order of the forward pass: earlier layers keep their activations longest.
         group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
         for earlier, later in itertools.pairwise(group):
             around = _around(problem, earlier)
@@ -245,7 +257,7 @@ def _all(problem: Problem) -> dict[int, float]:
 
 
 def _time(problem: Problem, chosen: Sequence[int]) -> float:
-    """Milliseconds that `chosen` add, and as little more as floating point needs."""
+    """Milliseconds that `chosen` add, plus a tolerance for floating point."""
     return float(problem.seconds[list(chosen)].sum()) * 1e3 + 1e-6
 
 

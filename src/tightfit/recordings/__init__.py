@@ -1,1 +1,1 @@
-"""Torch memory recordings: read without running code, rebuilt, replayed."""
+"""Recordings of torch's memory allocator (memory snapshots): reading without running code, replaying, recording, writing."""

@@ -1,9 +1,9 @@
-"""What recorded blocks were for, and where steps begin, guessed from stacks and lifetimes where a recording does not say.
+"""Guesses the categories of recorded blocks and the borders of steps from stacks and lifetimes, where a recording does not say them.
 
-Stacks tell the phase in which a block was asked for: below `torch/optim`, in autograd's engine, or elsewhere, which is the forward pass.
-From there: what outlives the optimizer that asked for it is its state, what outlives the backward pass a gradient, what waits for the
-backward pass an activation, and the rest is temporary. Blocks that were there before the recording have no stack; gradients of the same sizes tell
-parameters from the optimizer's copies.
+The stack gives the phase of an allocation: below `torch/optim`, in autograd's engine, or elsewhere, which is the forward pass. Blocks that outlive
+the optimizer step that allocated them are its state, those that outlive the backward pass gradients, those that stay allocated from forward to
+backward activations, and the rest temporaries. Blocks from before the recording have no stack; the sizes of the gradients tell parameters from
+optimizer states among them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _MAKES_INPUTS = ("aten.to_", "aten.rand", "aten.empty", "aten.tensor", "aten.zer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lives:
-    """Recorded blocks, as columns in the order of their birth: when they were born (-1: before) and died, their bytes, and their stacks."""
+    """Recorded blocks, as columns in the order of allocation: the events that allocated (-1: before) and freed them, bytes, and stacks."""
 
     born: Column
     died: Column
@@ -38,9 +38,9 @@ class Lives:
 
 
 def phases_of(places: Sequence[Place], lives: Lives) -> Column:
-    """The phase that each block was asked for in.
+    """The phase in which each block was allocated.
 
-    Autograd's thread has no Python frames, so in a recording of Python frames alone an allocation without a stack is the backward pass.
+    Autograd's device thread has no Python frames, so in a recording of Python frames only an allocation without a stack is of the backward pass.
     """
     of_stack = np.array([_PHASES[place.phase] for place in places], dtype=np.int64)
     phases = of_stack[lives.stack]
@@ -51,10 +51,11 @@ def phases_of(places: Sequence[Place], lives: Lives) -> Column:
 
 
 def guess_spans(lives: Lives, phases: Column) -> tuple[HistorySpan, ...]:
-    """Steps: each ends where the forward pass begins anew after the optimizer (or the backward pass, where the optimizer asks for no memory)."""
+    """Steps: each ends where a forward pass follows the optimizer (or the backward pass, where the optimizer allocates nothing)."""
     if not lives.num_events:
         return ()
     during = (lives.born >= 0) & (phases != _NO_PHASE)
+    # Fused and plain SGD allocate nothing in a step, so the optimizer may not be seen at all.
     ends_step = _OPTIMIZER if _OPTIMIZER in phases[during] else _BACKWARD
     begins, is_over = [0], False
     for event, phase in zip(lives.born[during].tolist(), phases[during].tolist(), strict=True):
@@ -71,18 +72,21 @@ def guess_spans(lives: Lives, phases: Column) -> tuple[HistorySpan, ...]:
 def annotated_spans(
     annotations: Sequence[Annotation], device: int, time_us: Column, last_request: int
 ) -> tuple[HistorySpan, ...]:
-    """Steps as the program's own annotations tell them: the profiler's, or else those of the optimizer that steps least often; none without.
+    """Steps by the program's own annotations: the profiler's, or else those of the optimizer that steps least often; empty without annotations.
 
-    `time_us` is when each event was, and `last_request` the last event that asks for memory: what comes after it is no step of its own.
+    `time_us` is the time of each event, and `last_request` the last event that allocates: whatever follows it is no step of its own.
     """
     own = [one for one in annotations if one.device == device]
+    # The profiler's schedule is set by the user and marks whole turns of the loop.
     begins = [one.time_us for one in own if one.name.startswith(_PROFILER_STEP) and one.stage == "START"]
     if not begins:
         ends: dict[str, list[int]] = {}
         for one in own:
             if one.name.startswith(_OPTIMIZER_STEP) and one.stage == "END":
                 ends.setdefault(one.name, []).append(one.time_us)
+        # With several optimizers (GAN, one per layer) the slowest sets the pace of the loop.
         begins = min(ends.values(), key=len, default=[])
+    # Annotations and events share the allocator's clock, but annotations carry no event index.
     at = np.searchsorted(time_us, np.asarray(begins, dtype=np.int64), side="left")
     cuts = [0, *(cut for cut in np.unique(at).tolist() if 0 < cut <= last_request), len(time_us)]
     if not begins or not len(time_us):
@@ -94,12 +98,13 @@ def annotated_spans(
 
 
 def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], spans: Sequence[HistorySpan]) -> Column:
-    """The likely category of each block; `spans` are the steps."""
+    """The most likely category of each block; `spans` are the steps."""
     born, died = lives.born, lives.died
     asked = {phase: born[(phases == phase) & (born >= 0)] for phase in (_FORWARD, _BACKWARD, _OPTIMIZER)}
     after = {phase: _next(events, born, lives.num_events) for phase, events in asked.items()}
     over = _end_of_backward(asked, born, lives.num_events)
     after_optimizer = np.minimum(after[_FORWARD], after[_BACKWARD])
+    # Later rules win: the last one catches activations of a forward pass that no backward pass follows, as in inference.
     rules = (
         (phases == _OPTIMIZER, died >= after_optimizer, Category.OPTIMIZER_STATE),
         (phases == _BACKWARD, died > over, Category.GRADIENTS),
@@ -109,6 +114,7 @@ def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], span
     category = np.full(len(born), Category.TEMPORARIES, dtype=np.int64)
     for applies, outlives, found in rules:
         category[applies & outlives] = found
+    # A recording without stacks says nothing about what its blocks are for.
     category[(phases == _NO_PHASE) & (born >= 0)] = UNKNOWN
     by_stack = {
         Category.WORKSPACE: [place.is_workspace for place in places],
@@ -118,6 +124,8 @@ def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], span
     lasts = (category == Category.ACTIVATIONS) | (died == lives.num_events)
     for found, of_stack in by_stack.items():
         chosen = np.array(of_stack, dtype=bool)[lives.stack]
+        # Only blocks that last: a module that is built also makes temporaries while it is initialised. Workspaces are known by their
+        # stack alone, in whatever phase the first matmul of a thread is.
         category[chosen & ((lasts & (phases == _FORWARD)) | (found == Category.WORKSPACE))] = found
     before = (born < 0) & (phases == _NO_PHASE)
     category[before] = _of_the_start(lives, category, before, phases, spans)
@@ -125,15 +133,15 @@ def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], span
 
 
 def _next(events: Column, born: Column, num_events: int) -> Column:
-    """The first of `events` (ascending) after each birth."""
+    """The first of `events` (ascending) after each allocation."""
     padded = np.append(events, num_events)
     return padded[np.searchsorted(events, born, side="right")]
 
 
 def _end_of_backward(asked: dict[int, Column], born: Column, num_events: int) -> Column:
-    """For each birth, the moment after which what still lives is no temporary of that backward pass.
+    """For each allocation, the event after which blocks that are still allocated are no temporaries of that backward pass.
 
-    It is the first request of the optimizer; where that asks for nothing before the next forward pass, the last one of the backward pass.
+    It is the optimizer's first allocation, or the last one of the backward pass where the optimizer allocates nothing before the next forward.
     """
     forward, optimizer = (_next(asked[phase], born, num_events) for phase in (_FORWARD, _OPTIMIZER))
     backward = np.append(asked[_BACKWARD], -1)
@@ -144,11 +152,12 @@ def _end_of_backward(asked: dict[int, Column], born: Column, num_events: int) ->
 def _of_the_start(
     lives: Lives, category: Column, before: Column, phases: Column, spans: Sequence[HistorySpan]
 ) -> list[int]:
-    """Blocks that were there before the recording: which of those that last have a gradient of their size, and when the others died."""
+    """Categories of blocks from before the recording: by the gradients of their size if they last, else by when they were freed."""
     during = lives.born >= 0
     gradients: Counter[int] = Counter()
     for span in spans:
         of_step = (lives.born >= span.begin) & (lives.born < span.end) & (category == Category.GRADIENTS)
+        # The union takes the maximum of each count: the steps of a run have the same gradients, which must not be added up.
         gradients |= Counter(lives.num_bytes[of_step].tolist())
     states = set(lives.num_bytes[during & (category == Category.OPTIMIZER_STATE)].tolist())
     births, of_births = lives.born[during], phases[during]
@@ -157,14 +166,18 @@ def _of_the_start(
     for num_bytes, died in zip(lives.num_bytes[before].tolist(), lives.died[before].tolist(), strict=True):
         at = int(np.searchsorted(births, died)) - 1
         phase = int(of_births[at]) if at >= 0 else _FORWARD
+        # A workspace made before the recording has no stack either, but its size is one of two (tightfit.devices.workspaces).
         if num_bytes in DEFAULT_CUBLAS_BYTES and num_bytes not in gradients:
             guesses.append(Category.WORKSPACE)
         elif died == lives.num_events:
+            # As many blocks of a size as there are gradients of it are parameters; the rest of that size are optimizer states, of which
+            # Adam has two per parameter.
             is_parameter = num_bytes not in gradients or left[num_bytes] > 0
             left[num_bytes] -= 1
             guesses.append(Category.PARAMETERS if is_parameter else Category.OPTIMIZER_STATE)
         elif phase == _OPTIMIZER and num_bytes in states:
             guesses.append(Category.OPTIMIZER_STATE)
+        # zero_grad(set_to_none=True) frees them before or in the next forward pass.
         elif num_bytes in gradients and phase != _BACKWARD:
             guesses.append(Category.GRADIENTS)
         else:

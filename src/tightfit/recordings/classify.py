@@ -1,9 +1,9 @@
-"""What each block of a recorded run was for.
+"""The category of each block of a run that tightfit recorded itself.
 
-Parameters, gradients and states of optimizers were named by their addresses while they lived. The rest is told by when it was born and how
-long it lived: what a forward pass leaves for the backward pass is an activation, what was there before the forward pass an input, and all
-else that dies a temporary. A block that outlives its step by more than a whole one is none of these; where it has a size that torch gives
-cuBLAS, it is that workspace.
+Parameters, gradients and optimizer states were named by their addresses while they were allocated. The rest follows from lifetimes: what a
+forward pass saves for the backward pass is an activation, what was allocated before the forward pass an input, and all else that is freed a
+temporary. A block that outlives its step by more than a whole one is none of these; with the size of torch's cuBLAS workspace it is that
+workspace.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from tightfit.runtime.recorded import BACKWARD, FORWARD, OTHER
 from tightfit.simulate.history import CATEGORIES, UNKNOWN
 from tightfit.tape import Category, Column
 
-# Of a block whose category is not decided: born before the forward pass of its turn, in it or after it, in a phase of another kind; or
-# alive when a backward pass began.
+# The state of a block whose category is undecided: allocated before the forward pass of its step ("early"), in it or after it
+# ("forward"), or in another phase ("inside"); or still allocated when a backward pass began ("waiting").
 _State = Literal["early", "forward", "inside", "waiting"]
 
 _AT_DEATH: dict[_State, Category] = {
@@ -41,9 +41,9 @@ def classify(
     notes: Sequence[PlacedNote],
     step_ends: Sequence[int],
 ) -> tuple[Column, Column, Column, Column]:
-    """The events and categories of the allocations that are known, then the addresses and categories of what is known of the start.
+    """The events and categories of the allocations that are known, then the addresses and categories of the known blocks of the start.
 
-    `start_addresses` are the blocks that lived before the first event, `step_ends` the events before which a step was over.
+    `start_addresses` are the blocks allocated before the first event, `step_ends` the events before which a step was over.
     """
     found = _Classifier(start_addresses)
     found.run(trace, notes, step_ends)
@@ -55,7 +55,7 @@ def classify(
 
 
 class _Classifier:
-    """Goes through a trace once. Blocks have the number of the event of their birth; those of the start are counted down from -1."""
+    """Goes through a trace once. A block is identified by the event that allocated it; those of the start count down from -1."""
 
     def __init__(self, start_addresses: Sequence[int]) -> None:
         self.category: dict[int, int] = {}
@@ -68,11 +68,12 @@ class _Classifier:
         self._num_steps = 0
 
     def run(self, trace: Sequence[Mapping[str, Any]], notes: Sequence[PlacedNote], step_ends: Sequence[int]) -> None:
-        """Decides for every block that it can."""
+        """Goes through the events and decides the category of every block that it can."""
         ends = set(step_ends)
         for event, entry, due in _with_notes(trace, notes):
             for note in due:
                 self._heed(note)
+            # After the notes of this event: the optimizer's states are named by the note that ends its step.
             if event in ends:
                 self._end_step()
             if entry.get("action") == "alloc":
@@ -103,6 +104,7 @@ class _Classifier:
                 del self._states[block]
                 self.category[block] = Category.INPUTS
         elif phase == BACKWARD:
+            # A backward pass without a forward pass before it in this step: its activations were made outside of any module call.
             for block in self._in_state("forward") + ([] if self._has_seen_forward else self._in_state("early")):
                 self._states[block] = "waiting"
         self._phase = phase
@@ -115,6 +117,7 @@ class _Classifier:
         self._has_seen_forward = False
         for block in list(self._states):
             step, num_bytes = self._births[block]
+            # It has outlived a whole step: a cache, a running statistic of the script, or a library's workspace.
             if step <= self._num_steps - 2:
                 del self._states[block]
                 self.category[block] = Category.WORKSPACE if num_bytes in DEFAULT_CUBLAS_BYTES else UNKNOWN
@@ -136,7 +139,7 @@ class _Classifier:
 def _with_notes(
     trace: Sequence[Mapping[str, Any]], notes: Sequence[PlacedNote]
 ) -> Iterator[tuple[int, Mapping[str, Any], list[PlacedNote]]]:
-    """Each event with the notes that come before it, and at last the notes that come after all, with an event that is none."""
+    """Each event with the notes that precede it, and at the end the notes after the last event, with an empty event."""
     at = 0
     for event, entry in enumerate((*trace, {})):
         begin = at

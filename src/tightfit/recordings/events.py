@@ -1,6 +1,6 @@
-"""Events of a recording as columns: each is checked and taken apart as it comes, so that millions of them need no object each.
+"""Events of a recording as columns: each is checked and split as it is read, so that millions of them need no object each.
 
-What repeats is kept once and numbered: call stacks, the notes on events, and the pairs of a stream and a private memory pool.
+Values that repeat are stored once and numbered: call stacks, the notes on events, and the pairs of a stream and a private memory pool.
 """
 
 import enum
@@ -15,13 +15,16 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 MOST = (1 << 63) - 1
+# More than any machine has; a forged file could otherwise ask for millions of tables.
 MOST_DEVICES = 1 << 10
 DEFAULT_POOL = (0, 0)
 _NO_CONTEXT = "N/A"
 
 
+# The order matters: those up to FREE_COMPLETED are about blocks, and those before OOM have an address (an `oom` event has
+# `device_free` in its place).
 class Action(enum.IntEnum):
-    """What an event says; `OTHER` is all that concerns no memory."""
+    """The action of an event; `OTHER` is any that concerns no memory, such as `snapshot`."""
 
     ALLOC = 0
     FREE_REQUESTED = 1
@@ -40,11 +43,11 @@ _OTHER = Action.OTHER.value
 
 
 class Malformed(Exception):
-    """Something is not as a recording has it."""
+    """The data does not have the structure of a recording."""
 
 
 class Stack:
-    """A list of frames that is known already, by its number."""
+    """Stands for a list of frames that was read before, by its number."""
 
     __slots__ = ("number",)
 
@@ -53,7 +56,7 @@ class Stack:
 
 
 class Frame:
-    """A frame that is known already, by its text."""
+    """Stands for a frame that was read before, by its text."""
 
     __slots__ = ("text",)
 
@@ -62,25 +65,26 @@ class Frame:
 
 
 class Lanes:
-    """Numbers for pairs of a stream and a private pool."""
+    """Numbers pairs of a stream and a private pool; a lane is such a number, or the stream itself for the default pool."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, tuple[int, int]], int] = {}
 
     def pair(self, lane: int) -> tuple[int, tuple[int, int]]:
-        """The stream and the pool of a lane that was given out."""
+        """The stream and the pool of a lane."""
         return (lane, DEFAULT_POOL) if lane >= 0 else list(self._numbers)[-1 - lane]
 
     def of(self, stream: int, pool_id: Any) -> int:
         """The lane of a stream in a pool."""
         if type(pool_id) not in (list, tuple) or len(pool_id) != 2 or not all(type(part) is int for part in pool_id):
             raise Malformed("a pool's id is no pair of whole numbers")
+        # Private pools count down from -1, so that streams of the default pool, by far the most frequent, need no table.
         key = (pool_id[0], pool_id[1])
         return stream if key == DEFAULT_POOL else self._numbers.setdefault((stream, key), -1 - len(self._numbers))
 
 
 class Numbered:
-    """Texts, or stacks of them, each kept once; number 0 is the empty one."""
+    """Stores each distinct text, or tuple of texts, once; number 0 is the empty one."""
 
     def __init__(self, empty: Any) -> None:
         self._numbers: dict[Any, int] = {empty: 0}
@@ -95,7 +99,7 @@ class Numbered:
 
 
 class Shared:
-    """What the events of all devices refer to by number: stacks, each from the innermost frame out, and notes."""
+    """The tables that events of all devices refer to by number: stacks, each from the innermost frame out, and notes."""
 
     def __init__(self) -> None:
         self.stacks = Numbered(())
@@ -116,12 +120,13 @@ class Shared:
         """Each frame as `file.py:LINE function`, the path relative to the working directory where it lies inside."""
         if not isinstance(frames, list | tuple):
             raise Malformed("'frames' is no list")
-        # Keyed by identity, as one frame is one object in the file however often it is met; kept here, so no other gets its identity.
+        # Keyed by identity, as pickle's memo makes a frame one object however often it occurs. The table keeps it alive, so that no
+        # other object can get the same id.
         known = self._frames
         return tuple([(known[id(f)][1] if id(f) in known else self._new_frame(f)).text for f in frames])
 
     def let_go(self, frame: dict[str, Any]) -> Frame | None:
-        """What stands for a frame of some stack that was numbered, and need not be kept from now on; None for any other dict."""
+        """Releases a frame dict of a numbered stack and returns its `Frame`; None for any other dict."""
         known = self._frames.pop(id(frame), None)
         return None if known is None else known[1]
 
@@ -139,6 +144,7 @@ class Shared:
         name, filename, line = frame.get("name"), frame.get("filename"), frame.get("line")
         if type(name) is not str or type(filename) is not str or type(line) is not int:
             raise Malformed("a frame lacks its 'name', 'filename' or 'line'")
+        # torch writes "" for a file that the symboliser does not know.
         where = filename.removeprefix(self._here) or "??"
         text = f"{where}:{line & MOST} {name}"
         known = self._frames_by_text.setdefault(text, Frame(text))
@@ -147,7 +153,7 @@ class Shared:
 
 
 class Row:
-    """An event that is in a table already."""
+    """Stands for an event that is in a table already."""
 
     __slots__ = ("number", "table")
 
@@ -157,7 +163,7 @@ class Row:
 
 
 class EventTable:
-    """Takes the events of one device, one by one, into columns. `number` tells it from other tables of its file."""
+    """Collects the events of one device into columns. `number` identifies it among the tables of its file."""
 
     def __init__(self, shared: Shared, number: int = 0) -> None:
         self.shared = shared
@@ -166,6 +172,7 @@ class EventTable:
         self._columns = {name: array("q") for name in ("action", "address", "num_bytes", "lane", "time_us", "stack")}
         self._columns |= {name: array("q") for name in ("user_metadata", "compile_context")}
         self.free_bytes_at_oom: dict[int, int] = {}
+        # Bound once: looking eight methods up for each of millions of events takes longer than the appends.
         self._append = tuple(column.append for column in self._columns.values())
 
     def __len__(self) -> int:
@@ -177,6 +184,7 @@ class EventTable:
         Raises:
             Malformed: it lacks something, or a figure is out of range.
         """
+        # Almost every event is a dict; a Row is an event that the file refers to a second time.
         if type(event) is not dict:
             self._add_again(event)
             return
@@ -188,6 +196,7 @@ class EventTable:
         address = get("addr") if action < _FIRST_WITHOUT_ADDRESS else 0
         num_bytes, stream, time_us = get("size", 0), get("stream", 0), get("time_us", 0)
         if not (
+            # `type(...) is int` and not isinstance: True is an int too, and a forged file may hold it.
             type(address) is type(num_bytes) is type(stream) is type(time_us) is int
             and 0 <= address <= MOST
             and 0 <= num_bytes <= MOST
@@ -239,7 +248,7 @@ def _wrong_figure(figures: dict[str, Any]) -> Malformed:
 
 
 def table_of(events: Sequence[Any], shared: Shared) -> EventTable:
-    """The columns of events that are a list still."""
+    """The columns of events that are still a plain list."""
     table = EventTable(shared)
     for event in events:
         table.add(event)

@@ -1,7 +1,7 @@
-"""What a stack of frames says: whose line asked for memory, from where it was called, by which operator, and in which phase of training.
+"""Parses a stack of frames: the user's line that allocates, its callers, the operator, and the phase of training.
 
 A recording with C++ frames names the operator (`at::_ops::mul_Tensor::call`) and, in a backward pass, the node of the graph
-(`torch::autograd::generated::MulBackward0::apply`) but no line of Python there, because autograd's own thread runs it. The frame of a tape
+(`torch::autograd::generated::MulBackward0::apply`) but no line of Python there, because a thread of autograd runs it. The frame of a tape
 names the user's line and the operator at once.
 """
 
@@ -17,18 +17,23 @@ _FRAME = re.compile(r"(.*?:\d+) (.*)", re.DOTALL)
 _TRACED_OPERATOR = re.compile(r"[a-z_]\w*\.[\w.]+")
 _DISPATCHED = re.compile(r"at::_ops::(\w+)::(?:call|redispatch)")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+Backward\w*|AccumulateGrad)::")
+# Both sides of a backward pass: the engine's C++ thread, and the Python calls that lead into it. Clipping belongs to it because it
+# runs between backward and step and allocates norms of gradients.
 _ENGINE = ("torch::autograd::Engine::", "torch/autograd/graph.py", "torch/autograd/__init__.py", "clip_grad.py")
 _OPTIMIZER = ("torch/optim/", "torch/amp/grad_scaler.py", "torch/cuda/amp/grad_scaler.py")
+# The functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces.
 _WORKSPACE = ("getCurrentCUDABlasHandle", "getCUDABlasLtWorkspace", "getNewWorkspace", "getWorkspace(")
+# Allocations below these make parameters and buffers: initialisers, module constructors, and Module._apply (to, cuda, half).
 _BUILDING = re.compile(
     r"torch/nn/(?:init|parameter)\.py|torch/nn/modules/\w+\.py:\d+ (?:_apply|__init__|reset_parameters)$"
 )
+# Module.__call__ is _wrapped_call_impl, which calls _call_impl; the latter is in every stack of a forward pass.
 _MODULE_CALL = re.compile(r"torch/nn/modules/module\.py:\d+ _call_impl$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in the program a block was asked for.
+    """The allocation site of a block.
 
     `line` is the user's own (`train.py:41`), empty where there is none; `function` is around it, or the node of the graph in a backward pass.
     `callers` are the user's lines further out. `operator` is torch's name, as far as it is known.
@@ -45,22 +50,24 @@ class Place:
 
     @property
     def name(self) -> str:
-        """The line, or what else says best where it is."""
+        """The line, or the next best description of the place."""
         if not self.line and self.phase == "backward":
             return f"backward of {self.function}" if self.function else "backward pass"
         return self.line or self.operator
 
 
 def place_of(stack: tuple[str, ...]) -> Place:
-    """What `stack` says, innermost frame first. An empty one says nothing."""
+    """The allocation site that `stack` (innermost frame first) describes; an empty stack gives an empty one."""
     split = [match.groups() if (match := _FRAME.fullmatch(frame)) else ("", frame) for frame in stack]
     own = [(line, name) for frame, (line, name) in zip(stack, split, strict=True) if not is_library_frame(frame)]
     line, function = own[0] if own else ("", "")
     operator = ""
+    # A recording that tightfit wrote from a tape: one frame, whose function is the operator.
     if len(split) == 1 and _TRACED_OPERATOR.fullmatch(split[0][1]):
         (line, operator), function = split[0], ""
     else:
         dispatched = [match[1] for _, name in split if (match := _DISPATCHED.match(name))]
+        # The outermost dispatch is the operator that the program called; inner ones are its decomposition.
         operator = f"aten.{dispatched[-1]}" if dispatched else ""
     if not own and not function:
         function = next((match[1] for _, name in split if (match := _NODE.search(name))), "")
@@ -79,6 +86,7 @@ def place_of(stack: tuple[str, ...]) -> Place:
 def _phase(stack: tuple[str, ...]) -> PlacePhase:
     if not stack:
         return "unknown"
+    # First, because optimizers of the backward pass (hooks on gradients) run below the engine too.
     if _mentions(stack, _OPTIMIZER):
         return "optimizer"
     return "backward" if _mentions(stack, _ENGINE) else "forward"

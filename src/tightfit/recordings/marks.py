@@ -1,6 +1,6 @@
-"""What tightfit says in a recording besides what torch does: the plain data under the key `tightfit`, and its form in memory.
+"""The marks that tightfit adds to a recording: steps, categories and modules, as plain data under the key `tightfit` and in memory.
 
-torch's viewer passes over keys that it does not know, so a file with marks opens there like any other. As plain data, schema 1:
+torch's viewer ignores keys that it does not know, so a file with marks opens there like any other. As plain data, schema 1:
 
     {"schema": 1, "origin": "estimate" | "card" | "host", "trace": 0, "device": NAME, "capacity_bytes": N | None, "context_bytes": N | None,
      "spans": [[NAME, "setup" | "step" | "aside", BEGIN, END], ...],
@@ -8,7 +8,7 @@ torch's viewer passes over keys that it does not know, so a file with marks open
      "modules": {"names": [...], "events": [...], "values": [...]}, "assumptions": [[WHERE, WHAT], ...]}
 
 Events are counted in `device_traces[trace]`, from 0. `events` are those with the action `alloc`, in order, and `values` index `names`; an
-allocation that is not listed has no known category (or module). Blocks that lived before the first event are known by their addresses.
+allocation that is not listed has no known category (or module). Blocks allocated before the first event are identified by their addresses.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ SPAN_KINDS: tuple[Literal["setup", "step", "aside"], ...] = ("setup", "step", "a
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Steps, categories and modules of one trace of a recording, and the card.
+    """Steps, categories and modules of one trace of a recording, and the GPU.
 
-    `origin`: predicted (`estimate`), recorded on a card (`card`), or recorded from tensors on the host, with the addresses that torch's CUDA
+    `origin`: predicted (`estimate`), recorded on a GPU (`card`), or recorded from tensors on the host, with the addresses that torch's CUDA
     allocator would have given them (`host`). `category_events` are the events of allocations, ascending, whose `categories` (indices of
     `tightfit.simulate.history.CATEGORIES`) are known; likewise `module_events`, whose `module_values` index `modules`.
-    `start_categories` are those of the blocks at `start_addresses`, which lived before the first event.
+    `start_categories` are those of the blocks at `start_addresses`, which were allocated before the first event.
     """
 
     origin: Origin
@@ -108,6 +108,7 @@ class Marks:
             raise _Malformed(f"schema {whole.get('schema')!r}, and this version reads {SCHEMA}")
         categories, modules = (_mapping(whole.get(key), f"'{key}'") for key in ("categories", "modules"))
         names = _texts(categories.get("names"), "the names of categories")
+        # By name and not by index, so that a version with more categories can be read by one with fewer.
         known = np.array([CATEGORIES.index(n) if n in CATEGORIES else UNKNOWN for n in names], dtype=np.int64)
         module_names = _texts(modules.get("names"), "the names of modules")
         category_events, category_values = _pairs(categories, "events", "values", len(names))
@@ -132,11 +133,12 @@ class Marks:
 
 
 class _Malformed(ValueError):
-    """Something is not as the schema has it."""
+    """The data does not follow the schema."""
 
 
 def _spread(events: Column, values: Column, num_events: int, nothing: int) -> Column:
     spread = np.full(num_events, nothing, dtype=np.int64)
+    # A ring buffer that dropped events, or a damaged file, can leave marks beyond the end.
     within = events < num_events
     spread[events[within]] = values[within]
     return spread
@@ -190,6 +192,7 @@ def _pairs(table: Mapping[str, Any], keys: str, values: str, num_names: int) -> 
     ]
     if len(columns[0]) != len(columns[1]):
         raise _Malformed(f"'{keys}' and '{values}' are not of one length")
+    # Strictly ascending: an event has one category, and look-ups bisect.
     if (np.diff(columns[0]) <= 0).any():
         raise _Malformed(f"'{keys}' do not ascend")
     if (columns[1] >= num_names).any():

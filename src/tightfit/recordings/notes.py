@@ -1,6 +1,6 @@
-"""From the notes of a recorded run to marks: which events are which step, and which module asked for what.
+"""From the notes of a recorded run to marks: the events of each step, and the module of each allocation.
 
-What each block was for is worked out in `tightfit.recordings.classify`.
+The categories of blocks are determined in `tightfit.recordings.classify`.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from tightfit.tape import Column
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedNote:
-    """A note, the index of the event that follows it, and the addresses that it names, as the trace has them."""
+    """A note, the index of the event that follows it, and the addresses in the trace that it names."""
 
     note: Note
     event: int
@@ -26,10 +26,11 @@ class PlacedNote:
 
 
 def steps_of(notes: Sequence[PlacedNote], num_events: int, *, was_cut_short: bool) -> tuple[HistorySpan, ...]:
-    """The spans of the run. A step ends where the user said so, or else where an optimizer stepped, or else with each backward pass.
+    """The spans of the run. A step ends where the user calls `step`, or else where an optimizer stepped, or else with each backward pass.
 
     The first begins with the first forward or backward pass. A pass after the last is a step of its own where the run was cut short.
     """
+    # From the most to the least certain; calls of step() by the user decide alone, even where optimizers step more often.
     ends = _ends_by_user(notes) or _ends_by_optimizers(notes) or _backward_ends(notes)
     begins = [n.event for n in notes if n.note.kind == "phase" and n.note.text not in (OTHER, OPTIMIZER)]
     if was_cut_short and num_events and begins and begins[-1] >= (ends[-1] if ends else 0):
@@ -50,12 +51,12 @@ def _ends_by_user(notes: Sequence[PlacedNote]) -> list[int]:
 
 
 def _ends_by_optimizers(notes: Sequence[PlacedNote]) -> list[int]:
-    """Where the optimizer that steps least often has stepped. Optimizers that step one after the other are stages, each with its own slowest."""
+    """The steps of the optimizer that steps least often. Optimizers that run one after the other are stages, each with its own slowest."""
     steps_of_each: dict[str, list[int]] = {}  # the positions of the notes
     for position, placed in enumerate(notes):
         if placed.note.kind == "step" and placed.note.text.startswith(BY_OPTIMIZER):
             steps_of_each.setdefault(placed.note.text, []).append(position)
-    # What has stepped once may be slow rather than late: nothing tells when it began.
+    # An optimizer that stepped once may be slow rather than late: its begin is unknown.
     begins = {who: steps[0] if len(steps) > 1 else 0 for who, steps in steps_of_each.items()}
     stages: list[list[list[int]]] = []
     reach = -1
@@ -75,12 +76,13 @@ def _backward_ends(notes: Sequence[PlacedNote]) -> list[int]:
 
 
 def modules_of(trace: Sequence[Mapping[str, Any]], notes: Sequence[PlacedNote]) -> tuple[Column, Column, list[str]]:
-    """The events of allocations inside modules, the number of each one's module, and the modules."""
+    """The events of allocations inside modules, the index of the module of each, and the modules."""
     inside = [n for n in notes if n.note.kind == "module"]
     at = [n.event for n in inside]
     names: dict[str, int] = {}
     events, values = [], []
     for event, entry in enumerate(trace):
+        # Module notes mark changes of the innermost module, so the last one before an allocation names its module.
         last = bisect.bisect_right(at, event) - 1 if entry["action"] == "alloc" else -1
         if last >= 0 and inside[last].note.text:
             events.append(event)

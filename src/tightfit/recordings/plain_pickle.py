@@ -1,9 +1,9 @@
 """Reads pickles of plain data: dicts, lists, tuples, text, bytes, numbers, booleans and None, of any protocol from 0 to 5.
 
-A recording from a stranger must not run code, and must not hang or eat all memory either. Python's own unpickler can be kept from finding
+A recording from an unknown source must not run code, and must not hang or exhaust memory either. Python's own unpickler can be kept from finding
 classes, but still allocates what a forged length or memo index asks for, and hashes nested tuples for ever when they are dict keys. So keys
-are text here, and the few opcodes that plain data needs (Lib/pickletools.py describes them) are carried out one by one, and every
-other one is refused. The file passes through a window, and the number of containers and their depth are bounded.
+must be text here, only the few opcodes that plain data needs (Lib/pickletools.py describes them) are implemented, and any other one is refused.
+The file is read through a window, and the number of containers and their depth are bounded.
 """
 
 import io
@@ -15,21 +15,25 @@ PlainValue = Any
 
 _UNPACK_I = struct.Struct("<i").unpack_from
 _UNPACK_FLOAT = struct.Struct(">d").unpack_from
+# int() of a long decimal is quadratic, so a forged number could take minutes.
 _MOST_DIGITS = 100
+# Nested containers are walked by recursive functions later, under Python's own limit of 1000 frames.
 _MOST_DEPTH = 1000
+# Events leave this count when they go into columns; four million others is far more than blocks and segments of a real file.
 _MOST_CONTAINERS = 1 << 22
+# Picklers number the memo consecutively. A forged index of 2**31 must not make a list of that length.
 _WIDEST_GAP = 1 << 10
 _WINDOW_BYTES = 1 << 20
-# No opcode that is written out in `run` is longer than this, together with what is looked at beyond it.
+# Longer than any opcode that `run` handles inline, together with the bytes that it looks at beyond it.
 _MARGIN_BYTES = 64
 
 
 class NotPlain(Exception):
-    """The bytes are not a whole pickle of plain data; the message says at which byte, and why."""
+    """The bytes are not a complete pickle of plain data; the message says at which byte and why."""
 
 
 class _Gone:
-    """Stands in the memo where nothing is, or no longer is."""
+    """Marks an empty entry of the memo."""
 
 
 GONE: Final = _Gone()
@@ -57,13 +61,13 @@ def load(reader: "Reader") -> PlainValue:
 
 
 class Reader:
-    """The stack machine. `data` is the window on the file, and `at` the byte in it after the opcode that is being carried out.
+    """The stack machine. `data` is the window of the file, and `at` the byte in it after the current opcode.
 
     `stack` holds what was pushed since the last mark, and `outer` what was pushed before each mark.
     """
 
     def __init__(self, read: Callable[[int], bytes], advance: Callable[[int], None] | None = None) -> None:
-        """`read(n)` gives the next bytes of the file, at most n, and none at its end; `advance(n)` is told of each n bytes done."""
+        """`read(n)` returns the next bytes of the file, at most n, and none at its end; `advance(n)` is called for each n bytes done."""
         self._read = read
         self._advance = advance
         self._done_bytes = 0
@@ -77,12 +81,13 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """The byte of the file that `at` is."""
+        """The offset of `at` in the file."""
         return self._done_bytes + self.at
 
     def run(self) -> PlainValue:  # noqa: PLR0912, PLR0915 a call for each of a hundred million opcodes is too slow
-        """Carries out opcodes up to STOP; the commonest ones are written out."""
+        """Executes opcodes up to STOP; the most frequent ones are inlined."""
         self._refill(_WINDOW_BYTES)
+        # Local names: attribute look-ups would slow down a loop that runs once per opcode.
         data, at, limit = self.data, self.at, self._limit
         stack, outer, memo = self.stack, self.outer, self.memo
         push = stack.append
@@ -119,6 +124,7 @@ class Reader:
                 self.stack = stack = outer.pop()
                 push = stack.append
                 keys = items[::2]
+                # All events of a recording have the same keys, and comparing a list is cheaper than checking each of its items.
                 if keys != last_keys or len(items) % 2:
                     _check_keys(items)
                     last_keys = keys
@@ -157,7 +163,7 @@ class Reader:
         return self.stack[0]
 
     def _refill(self, wanted_bytes: int) -> None:
-        """Moves the window on, so that `wanted_bytes` more are in it where the file has them."""
+        """Moves the window forward, so that it holds `wanted_bytes` more if the file has them."""
         if self.num_containers > _MOST_CONTAINERS:
             raise NotPlain(f"more than {_MOST_CONTAINERS} collections that are no events, at byte {self.position}")
         more = self._read(wanted_bytes)
@@ -166,13 +172,14 @@ class Reader:
         self._done_bytes += self.at
         self.data = self.data[self.at :] + more
         self.at = 0
-        # At the end of the file there is no margin any more: to run over it is an IndexError.
+        # The end of the file needs no margin: reading past it raises IndexError, which `load` turns into NotPlain.
         self._limit = len(self.data) - _MARGIN_BYTES if more else len(self.data)
 
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
         while self.at + count > len(self.data):
             before = len(self.data) - self.at
+            # At most doubled at a time: an announced length of 4 GiB in a file of 100 bytes allocates nothing.
             self._refill(max(_WINDOW_BYTES, min(count, before)))
             if len(self.data) == before:
                 raise NotPlain(f"{count} bytes are announced at byte {self.position}, and {before} are left")
@@ -181,7 +188,7 @@ class Reader:
         return piece
 
     def take_counted(self, width: int) -> bytes:
-        """The bytes whose count stands before them in `width` bytes."""
+        """Bytes that are preceded by their count in `width` bytes."""
         return self.take(int.from_bytes(self.take(width), "little"))
 
     def line(self) -> bytes:
@@ -196,18 +203,18 @@ class Reader:
         return piece
 
     def cut_to_mark(self) -> list[Any]:
-        """What was pushed since the last mark, which goes as well."""
+        """Pops everything since the last mark, and the mark."""
         items = self.stack
         self.stack = self.outer.pop()
         return items
 
     def get(self, index: int) -> Any:
-        """What was remembered under a number."""
+        """The value of a memo entry."""
         value = self.memo[index]
         return self.recall(index) if value is GONE else value
 
     def put(self, index: int) -> None:
-        """Remembers the top of the stack under a number of the file's choosing, which counts up in every pickle that a program wrote."""
+        """Stores the top of the stack under an index of the file's choosing; picklers count it up."""
         memo, value = self.memo, self.stack[-1]
         if index > len(memo):
             if index > len(memo) + _WIDEST_GAP:
@@ -220,10 +227,10 @@ class Reader:
             self.forget_runs()
 
     def forget_runs(self) -> None:
-        """Something in the memo is another thing now."""
+        """Called when a memo entry was overwritten."""
 
     def recall(self, index: int) -> Any:
-        """What was at a number of the memo that is empty now."""
+        """The former value of an empty memo entry."""
         raise NotPlain(f"memo entry {index} is used before it is there")
 
     def new_list(self) -> list[Any]:
@@ -254,7 +261,7 @@ class Reader:
         self.stack.append(tuple(items))
 
     def text(self, data: bytes) -> str:
-        """What UTF-8 bytes say."""
+        """Decodes UTF-8; surrogates pass, as pickle writes them."""
         return data.decode("utf-8", "surrogatepass")
 
 
@@ -293,6 +300,7 @@ def _index(text: bytes) -> int:
 
 def _int_line(reader: Reader) -> int | bool:
     text = reader.line()
+    # Protocols 0 and 1 write False and True as I00 and I01.
     return text == b"01" if text in (b"00", b"01") else _decimal(text)
 
 
@@ -391,9 +399,10 @@ RARE: dict[int, Callable[[Reader], None]] = {
     ord("1"): lambda reader: _ignore(reader.cut_to_mark()),
     ord("2"): _pushes(lambda reader: reader.stack[-1]),
     0x80: _protocol,
+    # FRAME is a hint on buffering for readers.
     0x95: lambda reader: _ignore(reader.take(8)),
 }
 
 
 def _ignore(_value: object) -> None:
-    """Some opcodes only move on."""
+    """For opcodes whose operand has no effect here."""

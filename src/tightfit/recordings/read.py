@@ -1,7 +1,7 @@
 """Reads the recordings that `torch.cuda.memory._dump_snapshot` writes: allocator events, and the segments at the end.
 
-The file is a pickle of plain containers, and from a stranger, so it goes through `plain_pickle` and every figure is checked for its type
-and range. Whatever is wrong becomes one `RecordingError` line.
+The file is a pickle of plain containers from an unknown source, so it goes through `plain_pickle`, and the type and range of every figure are
+checked. Whatever is wrong becomes a `RecordingError` of one line.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _DEEPEST = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """A block at the end of the recording. `is_waiting`: freed, while another stream still used it; `stack` as in `DeviceRecording`."""
+    """A block at the end of the recording. `is_waiting`: freed while another stream still uses it; `stack` as in `DeviceRecording`."""
 
     address: int
     num_bytes: int
@@ -71,10 +71,10 @@ class RecordedSegment:
 class DeviceRecording:
     """The events of one device, as columns of equal length, and its segments at the end, by address.
 
-    `num_bytes` of an allocation is what was requested, not what it was rounded to. `lane` says which pools serve the event: the stream
+    `num_bytes` of an allocation is the requested size, not the rounded one. `lane` says which pools serve the event: the stream
     for the default memory pool, and a negative number of its own for each stream of a private one (CUDA graphs, `MemPool`). `stack` indexes
     the recording's `stacks`, `user_metadata` and `compile_context` its `notes`; 0 is the empty one.
-    `free_bytes_at_oom` is what the card had left at each event that is an `OOM`.
+    `free_bytes_at_oom` is the GPU's free memory at each `OOM` event.
     """
 
     device: int
@@ -91,13 +91,13 @@ class DeviceRecording:
 
     @property
     def num_events(self) -> int:
-        """How many events were recorded."""
+        """The number of recorded events."""
         return len(self.action)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """The `START` or `END` of something that torch or the program named, such as an optimizer's step."""
+    """The `START` or `END` of a range that torch or the program named, such as an optimizer's step."""
 
     stage: str
     name: str
@@ -124,9 +124,9 @@ class Recording:
 
 
 def read_recording(path: str | os.PathLike[str], *, progress: Callable[[str, float], None] | None = None) -> Recording:
-    """The recording in the file at `path`, which passes through a window: its events are never there but as columns.
+    """Reads the recording at `path` through a window: its events are never held other than as columns.
 
-    `progress` is told what is done and how much of it, from 0 to 1, about once per MiB.
+    `progress` is called about once per MiB with what is done and its share, from 0 to 1.
 
     Raises:
         RecordingError: the file cannot be read, or is no recording of torch's CUDA allocator.
@@ -192,8 +192,10 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
     by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(tables))}
     for segment in segments:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
+    # Bounded before objects are made of them: a block takes some hundred bytes here.
     if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MOST_BLOCKS:
         raise Malformed(f"it has more than {_MOST_BLOCKS} blocks")
+    # A segment can belong to a device without a trace, and the reverse: traces are per device, segments say theirs.
     if not by_device:
         raise Malformed("there is no device in it")
     devices = [
@@ -218,6 +220,7 @@ def _table(trace: Sequence[Any], shared: Shared) -> EventTable:
 def _device(device: int, table: EventTable, segments: Sequence[Mapping[str, Any]]) -> DeviceRecording:
     found = sorted((_segment(segment, table) for segment in segments), key=lambda segment: segment.address)
     ends = [segment.address + segment.num_bytes for segment in found]
+    # Rebuilding the start of the recording bisects by address, which overlapping segments would break.
     if any(end > following.address for end, following in zip(ends, found[1:], strict=False)):
         raise Malformed("segments overlap")
     return DeviceRecording(
@@ -239,11 +242,13 @@ def _segment(segment: Mapping[str, Any], table: EventTable) -> RecordedSegment:
                 num_bytes=size,
                 requested_bytes=_count(block, "requested_size", size),
                 is_live=state == "active_allocated",
+                # torch/cuda/memory.py documents active_awaiting_free, torch/csrc/cuda/Module.cpp writes active_pending_free.
                 is_waiting=state in ("active_awaiting_free", "active_pending_free"),
                 stack=table.shared.stack(block.get("frames", ())),
             )
         )
         at += size
+    # torch lists free blocks too, so a gap means a damaged file.
     if at != address + num_bytes:
         raise Malformed(f"the blocks of the segment at {address:#x} do not fill it")
     return RecordedSegment(
@@ -269,7 +274,7 @@ def _annotations(recorded: Any) -> tuple[Annotation, ...]:
 
 
 def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
-    """`value` with lists that are nothing but lists; what is in it twice stays one object."""
+    """A copy of `value` with plain lists; objects that occur twice stay shared."""
     if type(value) not in (dict, tuple, EventList):
         if type(value) in (Stack, Row, Frame):
             raise Malformed("there are events or stacks under 'tightfit'")
@@ -288,15 +293,17 @@ def _plain(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
 
 
 def _settings(recorded: Mapping[str, Any]) -> AllocatorSettings:
-    """The figures as they were in force; what has no figure of its own comes from the text, where this version can read it."""
+    """The settings that were in force; those that the recording does not list as figures come from its text, if this version can read it."""
     text = recorded.get("PYTORCH_CUDA_ALLOC_CONF")
     try:
         settings = AllocatorSettings.parse(text) if type(text) is str else AllocatorSettings()
+    # A key of a newer torch must not keep the recording from being read.
     except UsageError:
         settings = AllocatorSettings()
     changes: dict[str, Any] = {}
     max_split = recorded.get("max_split_size")
     if type(max_split) is int:
+        # No limit is SIZE_MAX in torch, which its snapshot shows as -1.
         changes["max_split_size_bytes"] = max_split if 0 < max_split <= MOST else None
     threshold = recorded.get("garbage_collection_threshold")
     if type(threshold) is float and 0.0 <= threshold < 1.0:

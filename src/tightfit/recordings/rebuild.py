@@ -1,8 +1,8 @@
-"""The state of the allocator when a recording begins, worked out from its end: the events are undone from the last to the first.
+"""Reconstructs the allocator's state at the begin of a recording from its end, by undoing the events from the last to the first.
 
-What is left then are the segments of the start and the blocks that lived in them. The free blocks are the gaps between those, because free
-neighbours are always merged. An event tells the requested size of a block only, so the size of one that died during the recording is
-computed; the tail that the large pool leaves on a block when it is too small to be split off is seen as a gap that no free block can have.
+This yields the segments of the start and the blocks that were allocated in them. The free blocks are the gaps in between, because free
+neighbours are always merged. An event has the requested size of a block only, so the size of a block that was freed during the recording is
+computed; a remainder too small to be split off by the large pool shows as a gap that no free block can have.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tightfit.recordings.read import Action, DeviceRecording
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Held:
-    """A block at the start: in use, or waiting for another stream. `num_bytes` is None where it is not known yet."""
+    """A block at the start: allocated, or waiting for another stream. `num_bytes` is None where it is not known yet."""
 
     address: int
     requested_bytes: int
@@ -38,24 +38,26 @@ class _Range:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The state at the start: the blocks in use, by address, and where the segments are (address and bytes)."""
+    """The state at the start: the allocated blocks by address, and the segments (address and bytes)."""
 
     blocks: dict[int, Block]
     segments: tuple[tuple[int, int], ...]
 
 
 def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: CachingAllocator) -> Start:
-    """Gives a new `allocator` the state at the start of `recording`, which ran with `settings`."""
+    """Puts a new `allocator` into the state at the start of `recording`, which ran with `settings`."""
     held = _held_at_start(recording)
     ranges = _ranges_at_start(recording)
     starts = [piece.address for piece in ranges]
     inside: dict[int, list[_Held]] = {piece.address: [] for piece in ranges}
     for block in sorted(held.values(), key=lambda block: block.address):
         at = bisect_right(starts, block.address) - 1
+        # A block outside of all ranges belongs to a segment that the recording does not show; it cannot be placed.
         if at >= 0 and block.address < ranges[at].end:
             inside[ranges[at].address].append(block)
     tails = _next_starts(recording, sorted(held))
     spaces = _address_spaces(recording, ranges, settings, allocator)
+    # torch has one expandable segment per stream and pool (as long as addresses last), whose mapped ranges are one chain of blocks.
     chains: dict[tuple[int, bool] | int, list[_Range]] = {}
     for piece in ranges:
         chains.setdefault((piece.lane, piece.is_small) if piece.is_expandable else piece.address, []).append(piece)
@@ -69,6 +71,7 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
                 block = builder.extend_to(end, owner)
                 if owner is not None:
                     blocks[owner.address] = block
+        # The rest of the reserved addresses is unmapped; the allocator grows into it.
         if builder.space is not None:
             builder.skip_to(builder.space.address + builder.space.num_bytes)
     allocator.reset_peaks()
@@ -94,6 +97,7 @@ def _held_at_start(recording: DeviceRecording) -> dict[int, _Held]:
         if action == Action.ALLOC:
             held.pop(address, None)
         elif action == Action.FREE_COMPLETED:
+            # Backwards, a completed free brings the block back, first as one that waits; the free_requested before it makes it live.
             held[address] = _Held(address=address, requested_bytes=num_bytes, num_bytes=None, is_live=False)
         elif action == Action.FREE_REQUESTED and address in held:
             held[address].is_live = True
@@ -119,6 +123,7 @@ def _ranges_at_start(recording: DeviceRecording) -> list[_Range]:
         if action == Action.SEGMENT_ALLOC:
             whole.discard(address)
         elif action == Action.SEGMENT_FREE:
+            # A large segment is 20 MiB or more (get_allocation_size), so the size tells the pool of a segment that is gone.
             is_small = num_bytes == SMALL_SEGMENT_BYTES
             whole.add(_Range(address=address, end=end, lane=lane, is_small=is_small, is_expandable=False))
         elif action == Action.SEGMENT_MAP:
@@ -137,18 +142,18 @@ class _Ranges:
         self._starts: list[int] = []
 
     def add(self, piece: _Range) -> None:
-        """There is a range here."""
+        """Adds a range."""
         if piece.address not in self.by_address:
             insort(self._starts, piece.address)
         self.by_address[piece.address] = piece
 
     def discard(self, address: int) -> None:
-        """The range that begins here is gone, if there is one."""
+        """Removes the range that begins here, if there is one."""
         if self.by_address.pop(address, None) is not None:
             del self._starts[bisect_left(self._starts, address)]
 
     def subtract(self, begin: int, end: int) -> None:
-        """Nothing is left from `begin` to `end`."""
+        """Cuts `[begin, end)` out of the ranges."""
         first = max(0, bisect_right(self._starts, begin) - 1)
         for address in self._starts[first : bisect_left(self._starts, end)]:
             piece = self.by_address[address]
@@ -161,7 +166,7 @@ class _Ranges:
 
 
 def _smallness(recording: DeviceRecording) -> dict[int, bool]:
-    """Whether each unmapped range belonged to a small pool: as the blocks seen in it did."""
+    """Whether each unmapped range belonged to a small pool, by the size of a block that was seen in it."""
     chosen = recording.action <= Action.FREE_COMPLETED
     seen = sorted(zip(recording.address[chosen].tolist(), recording.num_bytes[chosen].tolist(), strict=True))
     addresses = [address for address, _ in seen]
@@ -177,7 +182,7 @@ def _smallness(recording: DeviceRecording) -> dict[int, bool]:
 
 
 def _joined(ranges: Iterable[_Range]) -> list[_Range]:
-    """The ranges by address, with those of one expandable segment that touch made one, and any that overlap dropped."""
+    """The ranges by address; adjacent ones of an expandable segment are merged, overlapping ones dropped."""
     result: list[_Range] = []
     for piece in sorted(ranges, key=lambda piece: piece.address):
         last = result[-1] if result else None
@@ -200,7 +205,7 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 def _address_spaces(
     recording: DeviceRecording, ranges: list[_Range], settings: AllocatorSettings, allocator: CachingAllocator
 ) -> dict[tuple[int, bool], ExpandableSegment]:
-    """The expandable segment of each pool, as if it began at the lowest page that is mapped at the start or gets mapped again later."""
+    """The expandable segment of each pool, taken to begin at its lowest page that is mapped at the start or later."""
     lowest: dict[tuple[int, bool], int] = {}
     for piece in ranges:
         if piece.is_expandable:
@@ -213,6 +218,7 @@ def _address_spaces(
         again = (
             other
             for other in mapped.get((lane, is_small), ())
+            # Within reach and a whole number of pages away, or it belongs to another segment.
             if 0 < address - other < allocator.address_space_bytes and (address - other) % page == 0
         )
         begin = min(again, default=address)
@@ -221,13 +227,14 @@ def _address_spaces(
 
 
 def _mapped_later(recording: DeviceRecording) -> dict[tuple[int, bool], list[int]]:
-    """Where pages were mapped for the requests of each pool."""
+    """The addresses at which pages were mapped for each pool."""
     found: dict[tuple[int, bool], list[int]] = {}
     pending: list[int] = []
     columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
     for action, address, num_bytes, lane in zip(*(column.tolist() for column in columns), strict=True):
         if action == Action.SEGMENT_MAP:
             pending.append(address)
+        # A map event has a stream but no pool; the allocation right after it, for which it was made, tells by its size.
         elif action == Action.ALLOC and pending:
             found.setdefault((lane, num_bytes <= SMALL_BYTES), []).extend(pending)
             pending.clear()
@@ -235,7 +242,7 @@ def _mapped_later(recording: DeviceRecording) -> dict[tuple[int, bool], list[int
 
 
 class _Builder:
-    """Builds one segment from its first address on."""
+    """Builds the chain of blocks of one segment, from its first address up."""
 
     def __init__(self, allocator: CachingAllocator, first: _Range, space: ExpandableSegment | None) -> None:
         self.allocator = allocator
@@ -245,16 +252,17 @@ class _Builder:
         self.last: Block | None = None
 
     def skip_to(self, end: int) -> None:
-        """Up to `end` there are no pages."""
+        """Adds an unmapped range up to `end`."""
         if end > self.at:
             self._adopt(Block(self.at, end - self.at, self.pool, self.space), is_mapped=False)
 
     def extend_to(self, end: int, owner: _Held | None) -> Block:
-        """The next block, which is free where nobody holds it."""
+        """Adds the next block; it is free if it has no `owner`."""
         block = Block(self.at, end - self.at, self.pool, self.space)
         if owner is not None:
             block.is_live = owner.is_live
             block.requested_bytes = owner.requested_bytes
+            # Some stream, which one is not recorded: the block waits until its free_completed event.
             block.uses = None if owner.is_live else {-1}
         self._adopt(block, is_mapped=True)
         return block
@@ -267,7 +275,7 @@ class _Builder:
 
 
 def _next_starts(recording: DeviceRecording, held: list[int]) -> dict[int, int]:
-    """For a block at the start, the lowest address behind it where another one was handed out while it lived: it ends there at the latest."""
+    """For each block at the start, the lowest address behind it at which another was allocated in its lifetime: an upper bound of its end."""
     alive = set(held)
     lowest: dict[int, int] = {}
     for action, address in zip(recording.action.tolist(), recording.address.tolist(), strict=True):
@@ -283,7 +291,7 @@ def _next_starts(recording: DeviceRecording, held: list[int]) -> dict[int, int]:
 def _tiles(
     piece: _Range, held: list[_Held], settings: AllocatorSettings, next_starts: dict[int, int]
 ) -> Iterable[tuple[int, _Held | None]]:
-    """The blocks that fill a range: where they end, and who holds them."""
+    """The blocks that fill a range: their ends and owners."""
     at = piece.address
     for position, block in enumerate(held):
         if block.address > at:
@@ -304,4 +312,5 @@ def _block_bytes(block: _Held, bound: int, piece: _Range, settings: AllocatorSet
         return size
     is_oversize = settings.max_split_size_bytes is not None and size >= settings.max_split_size_bytes
     rest_bytes = bound - block.address - size
+    # should_split keeps a remainder of up to 1 MiB with the block, and never splits for an oversize request.
     return bound - block.address if is_oversize or rest_bytes <= SMALL_BYTES else size

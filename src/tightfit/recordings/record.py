@@ -1,8 +1,8 @@
-"""Records a run as torch does, with marks: `with tightfit.record("run.pickle"): ...` around the loop of an unmodified program.
+"""Records the memory of a run, with marks: `with tightfit.record("run.pickle"): ...` around the loop of an unmodified program.
 
-On a card, torch's own recorder does it. Where there is none, tensors on the host are recorded, and torch's CUDA allocator is simulated to say
-what it would have done with them; such a file says that its origin is the host. The file is written when the block is left, in whatever way:
-an exception passes through, and its recording ends where it was raised.
+On a GPU torch's own recorder is used. Without one, tensors on the host are recorded, and the simulated CUDA allocator decides where torch would
+have placed them; such a file has the origin "host". The file is written on leaving the block, also with an exception, which is passed on; the
+recording then ends where it was raised.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ DEFAULT_MAX_EVENTS = 200_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written: where, of what, and how much of it."""
+    """The file that was written, and its contents in figures."""
 
     path: str
     origin: Origin
@@ -38,8 +38,9 @@ class Written:
 
 
 class Recording:
-    """What `tightfit.record` returns: to be used with `with`. `written` is set when the block has been left."""
+    """The context manager that `tightfit.record` returns. `written` is set when the block has been left."""
 
+    # Of the class, because torch has one recorder per process and a second start would end the first recording.
     is_under_way: ClassVar[bool] = False
 
     def __init__(self, path: str | os.PathLike[str], *, stacks: bool, max_events: int) -> None:
@@ -51,10 +52,10 @@ class Recording:
 
     @property
     def recorder(self) -> "CardRecorder | HostRecorder":
-        """The recorder, while the block runs.
+        """The recorder, inside of the block.
 
         Raises:
-            UsageError: it does not run.
+            UsageError: outside of it.
         """
         if self._recorder is None:
             raise UsageError(
@@ -63,7 +64,7 @@ class Recording:
         return self._recorder
 
     def step(self) -> None:
-        """Says that a step is over. Without this, a step ends when an optimizer has stepped."""
+        """Marks the end of a step. Without it, a step ends when an optimizer has stepped."""
         self.recorder.hooks.step()
 
     def __enter__(self) -> Self:
@@ -72,6 +73,7 @@ class Recording:
         try:
             from tightfit.runtime.recorder import new_recorder
         except ModuleNotFoundError as error:
+            # Another missing module means a broken installation of tightfit.
             if error.name != "torch":
                 raise
             raise MissingExtra(
@@ -92,6 +94,7 @@ class Recording:
         recorder, self._recorder, Recording.is_under_way = self.recorder, None, False
         try:
             run = recorder.stop()
+            # SystemExit and GeneratorExit are ordinary ends of a program.
             was_cut_short = kind is not None and issubclass(kind, Exception | KeyboardInterrupt)
             if isinstance(run, CardRun):
                 snapshot, marks = snapshot_of_card_run(run, was_cut_short=was_cut_short)
@@ -123,8 +126,8 @@ class Recording:
 def record(path: str | os.PathLike[str], *, stacks: bool = True, max_events: int = DEFAULT_MAX_EVENTS) -> Recording:
     """Records what runs inside `with record(path):` and writes it to `path`, which torch's viewer and tightfit read.
 
-    With `stacks`, each allocation has the Python stack that asked for it. The last `max_events` events are kept. A recording of torch's own
-    that was under way on the card ends.
+    With `stacks`, each allocation has the Python stack that made it. The last `max_events` events are kept. A recording of torch's own that was
+    running on the GPU ends.
 
     Raises:
         UsageError: there is no such folder, `max_events` is not positive, or (on entry) a recording is under way already.

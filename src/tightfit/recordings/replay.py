@@ -1,8 +1,8 @@
-"""Replays a recording through the simulated allocator: with the settings it ran with, or to see what others would have done.
+"""Replays a recording through the simulated allocator, with the settings it ran with or with others.
 
-The program's calls decide alone: its requests and frees, and the moments when it gave the cache back, which a recording shows only as
-freed segments. What the allocator gave back by itself, to serve a request, is taken from the recording only where nothing is different. The segments that were recorded give the addresses of new ones, on which ties between
-equally good blocks depend, and are then compared with what the simulation asked of the driver.
+Only the program's calls are replayed: its allocations and frees, and its calls of `empty_cache`, which a recording shows only as freed segments.
+What the allocator freed by itself, to serve a request, is taken from the recording only where nothing is different. The recorded segments give
+the addresses of new ones, on which ties between equally good blocks depend, and are then compared with the simulated driver calls.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from tightfit.recordings.returns import Return, returns_of
 from tightfit.simulate.timeline_bytes import Watch
 from tightfit.units import GIB
 
+# No recording has this stream: real ones are at least 0, and those of private pools count down from -1.
 _SOME_OTHER_STREAM = -1 << 62
 _GIVES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _EVENTS_BETWEEN_REPORTS = 1 << 14
@@ -29,7 +30,7 @@ _EVENTS_BETWEEN_REPORTS = 1 << 14
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """Where a replay ran out of memory: the index of the event, what was asked for (rounded) and what was held then, in bytes."""
+    """Where a replay ran out of memory: the index of the event, the rounded request, and allocated, reserved and free bytes then."""
 
     event: int
     requested_bytes: int
@@ -40,10 +41,10 @@ class OutOfMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay found on one device.
+    """The result of a replay on one device.
 
-    `segments` counts by size everything that was mapped from the driver during the recording. `agrees` says whether each driver call was
-    the recorded one, to the byte and in order; `num_moved_blocks` counts the blocks that got another address than the recorded one.
+    `segments` counts by size every segment allocated during the recording. `agrees` says whether the driver calls were the recorded ones, to the
+    byte and in order; `num_moved_blocks` counts the blocks that got another address than the recorded one.
     """
 
     device: int | None
@@ -80,24 +81,25 @@ def replay(
 ) -> Replay:
     """Replays the events of one device, by default the one with most events.
 
-    `settings` are those that were recorded unless given; what the cache held at the start stays as it was recorded. `capacity_bytes`
-    bounds what the allocator may hold; without it there is no limit. A cache that is larger than that at the start is given back first.
-    A request that failed in the recording is made again where anything is different, and given up at once if it succeeds; where nothing is,
-    the first such is the answer's `oom`, and the rest is replayed all the same. `watch` may look at the allocator after each event; its blocks
-    are by the address that was recorded. `progress` is told now and then what is done and how much of it, from 0 to 1.
+    `settings` are those that were recorded unless given; the cache at the start stays as it was recorded. `capacity_bytes` limits reserved
+    bytes; without it there is no limit. A cache that exceeds the limit at the start is freed first. An allocation that failed in the recording is
+    tried again where anything is different, and freed at once if it succeeds; where nothing is, the first such one is the result's `oom`, and the
+    rest is replayed all the same. `watch` is called after each event with the allocator and the blocks by recorded address. `progress` is called
+    now and then with what is done and its share, from 0 to 1.
 
     Raises:
-        UsageError: the recording has nothing of `device`.
+        UsageError: the recording does not have `device`.
     """
     found = [d for d in recording.devices if device in (None, d.device)]
     if not found:
         raise UsageError(f"{recording.path} has nothing of device {device}")
+    # Most recordings have one busy device; the others hold a context and nothing else.
     chosen = max(found, key=lambda d: (d.num_events, len(d.segments), -d.device))
     return _Player(chosen, recording.settings, settings or recording.settings, capacity_bytes).play(watch, progress)
 
 
 def together(each: Sequence[Replay]) -> Replay:
-    """The figures of several devices: sums, and the first that ran out of memory speaks for all. Its `device` is None if there are several."""
+    """The sums over several devices, with the `oom` of the first that ran out of memory. `device` is None if there are several."""
     if len(each) == 1:
         return each[0]
     segments: Counter[int] = Counter()
@@ -120,7 +122,7 @@ def devices_of(recording: Recording, device: int | None) -> list[int]:
     """The devices to replay: `device`, or else all that have events, or the first where none has any.
 
     Raises:
-        UsageError: the recording has nothing of `device`.
+        UsageError: the recording does not have `device`.
     """
     there = [one.device for one in recording.devices]
     if device is not None:
@@ -133,26 +135,28 @@ def devices_of(recording: Recording, device: int | None) -> list[int]:
 
 
 class _Places:
-    """Addresses for new segments: the recorded one where the recording has a segment of that size now, otherwise one that nothing has."""
+    """Addresses for new segments: the recorded one where the recording has a segment of that size now, otherwise an unused one."""
 
     def __init__(self, recording: DeviceRecording) -> None:
         columns = (recording.address.tolist(), recording.num_bytes.tolist())
         ends = [segment.address + segment.num_bytes for segment in recording.segments]
         ends += [address + num_bytes for address, num_bytes in zip(*columns, strict=True)]
+        # Above everything that the recording names, so that a new segment never overlaps a recorded one.
         self._fresh = (max(ends, default=0) // GIB + 2) * GIB
         self.announced: list[tuple[Action, int, int]] = []
         self.taken: list[tuple[int, int]] = []
 
     def take(self, address: int, num_bytes: int) -> None:
-        """There is a segment here."""
+        """Marks the range of a segment as used."""
         insort(self.taken, (address, address + num_bytes))
 
     def release(self, address: int, num_bytes: int) -> None:
-        """It is gone."""
+        """Marks the range of a segment as unused."""
         self.taken.remove((address, address + num_bytes))
 
     def place(self, num_bytes: int, *, is_expandable: bool) -> int:
         """The address of a new segment of `num_bytes`."""
+        # The events of a request's new segments come before its alloc event, so they are known when the simulation asks.
         for at, (action, address, announced_bytes) in enumerate(self.announced):
             if is_expandable:
                 fits = action == Action.SEGMENT_MAP
@@ -174,7 +178,7 @@ class _Places:
 
 
 class _Player:
-    """One replay on its way: `blocks` are those in use, by the address that the recording gave them."""
+    """The state of a replay: `blocks` are the allocated ones, by their recorded address."""
 
     def __init__(
         self,
@@ -202,6 +206,7 @@ class _Player:
             self.places.take(address, num_bytes)
         self.log = self.allocator.driver_log = []
         limit_bytes = self.allocator.capacity_bytes
+        # A cache of the recorded GPU can be larger than the GPU that is asked about.
         if limit_bytes is not None and self.allocator.reserved_bytes > limit_bytes:
             self.allocator.empty_cache()
             self.allocator.reset_peaks()
@@ -210,7 +215,7 @@ class _Player:
         self.recorded_calls: list[tuple[str, int, int]] = []
 
     def play(self, watch: Watch | None, progress: Callable[[str, float], None] | None) -> Replay:
-        """Replays every event, up to the first that finds no memory; where nothing is different, past those that found none."""
+        """Replays every event up to the first out-of-memory error; with unchanged settings and limits, past recorded ones."""
         recording = self.recording
         columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
         actions, addresses, sizes, lanes = (column.tolist() for column in columns)
@@ -222,9 +227,12 @@ class _Player:
         for at, (action, address, num_bytes, lane) in enumerate(zip(actions, addresses, sizes, lanes, strict=True)):
             if has_failed:
                 break
+            # With other settings or more memory a request that failed may succeed; the recorded program would have gone on otherwise, so it
+            # is freed again at once.
             if action == Action.ALLOC or (action == Action.OOM and self.is_hypothetical):
                 has_failed = not self._malloc(at, address, num_bytes, lane, was_served=action == Action.ALLOC)
             elif action == Action.FREE_REQUESTED:
+                # torch writes free_completed right behind free_requested unless the block waits for other streams.
                 following = (actions[at + 1], addresses[at + 1]) if at + 1 < len(actions) else None
                 self._free(address, waits=following != (Action.FREE_COMPLETED, address))
             elif action == Action.FREE_COMPLETED:
@@ -243,7 +251,7 @@ class _Player:
         return self._result()
 
     def _too_little_to_begin(self) -> OutOfMemory | None:
-        """What lives at the start may be more than the limit already."""
+        """The error for a start whose allocated blocks exceed the limit already, if they do."""
         allocator = self.allocator
         if allocator.capacity_bytes is None or allocator.reserved_bytes <= allocator.capacity_bytes:
             return None
@@ -276,9 +284,10 @@ class _Player:
         return True
 
     def _note_recorded_failure(self, event: int, num_bytes: int) -> None:
-        """A request failed on the card that was recorded, after a second try."""
+        """Notes that an allocation failed in the recording, after its retry."""
         allocator = self.allocator
         self.places.announced.clear()
+        # torch retries once before it raises; a return of the whole cache for this request has counted that retry.
         allocator.num_alloc_retries += event != self.retried_for
         if self.oom is None:
             self.oom = OutOfMemory(
@@ -290,7 +299,7 @@ class _Player:
             )
 
     def _return(self, returned: Return) -> None:
-        """Memory goes back to the driver."""
+        """Replays segments that were freed to the driver."""
         allocator, columns = self.allocator, self.recording
         rows = range(returned.begin, returned.end)
         calls = [
@@ -300,12 +309,14 @@ class _Player:
         self.recorded_calls += calls
         lanes = set(columns.lane[returned.begin : returned.end].tolist())
         if self.is_hypothetical:
+            # With other settings the allocator decides for itself when to free; only the program's empty_cache is the same.
             if not returned.is_by_request:
                 self._empty_cache(lanes)
             return
         wanted = set(calls)
         releasable = {_driver_call(block): block for block in allocator.free_blocks()}
         given_by_all = {call for call, block in releasable.items() if call is not None and block.pool.stream >= 0}
+        # Either the whole cache was freed, or the recording and the simulation have diverged and the whole cache is the best guess.
         if wanted == given_by_all or not wanted <= set(releasable):
             self._empty_cache(lanes)
             if returned.is_by_request:
@@ -316,7 +327,7 @@ class _Player:
             allocator.give_back(releasable[call])
 
     def _empty_cache(self, lanes: set[int]) -> None:
-        """Gives back the shared cache, and that of private pools whose `lanes` are concerned; of those alone where no other is."""
+        """Frees the shared cache and that of private pools in `lanes`; if all `lanes` are private, only theirs."""
         if not lanes or max(lanes) >= 0:
             self.allocator.empty_cache()
         for block in self.allocator.free_blocks():
@@ -362,7 +373,7 @@ class _Player:
 
 
 def _driver_call(block: Block) -> tuple[str, int, int] | None:
-    """What giving a free block back would ask of the driver."""
+    """The driver call that frees a block; None if it is no whole segment or page."""
     if block.segment is not None:
         begin, end = whole_pages(block)
         return ("segment_unmap", begin, end - begin) if begin < end else None

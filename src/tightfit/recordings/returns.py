@@ -1,7 +1,7 @@
-"""Who gave memory back to the driver: the program, with `empty_cache`, or the allocator itself, to serve a request.
+"""Tells segments that the program freed with `empty_cache` from those that the allocator freed to serve a request.
 
-A recording shows both as freed segments. What a request made the allocator do (collect garbage, give up blocks that are too large to be
-split, or all it had, before a second try) was so on that card and with those settings only, so a replay with others decides anew.
+A recording shows both as freed segments. What a request made the allocator do (garbage collection, freeing oversize blocks or the whole cache
+before a retry) applies to that GPU and those settings only, so a replay with others decides anew.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _ANSWERS = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP, Action.OOM)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """One after another, from event `begin` to before `end`, segments or pages went back; `is_by_request`: for the sake of a request."""
+    """Consecutive events `[begin, end)` that freed segments or unmapped pages; `is_by_request`: to serve a request."""
 
     begin: int
     end: int
@@ -25,13 +25,14 @@ class Return:
 
 
 def returns_of(recording: DeviceRecording, settings: AllocatorSettings) -> list[Return]:
-    """What went back to the driver during `recording`, which ran with `settings`.
+    """The segments and pages freed to the driver during `recording`, which ran with `settings`.
 
     The allocator writes the stack of a request on all that it does for it (`context` in CUDACachingAllocator.cpp, torch 2.13), so the new
     segment, or the failure, that follows has the same stack. Without stacks a return right before a new segment counts as the program's,
     unless the settings let the allocator give back a part of what it holds.
     """
     is_return = np.isin(recording.action, _RETURNS)
+    # Completed frees are skipped: emptying the cache first waits for all streams, which completes pending frees in between.
     others = (~(is_return | (recording.action == Action.FREE_COMPLETED))).nonzero()[0]
     found: list[Return] = []
     begin = end = -1
@@ -50,6 +51,7 @@ def _is_by_request(recording: DeviceRecording, begin: int, following: int, setti
     if recording.action[following] not in _ANSWERS:
         return False
     stack, asking = int(recording.stack[begin]), int(recording.stack[following])
+    # Equal stacks mean the same call: torch notes the context of the request for all that it triggers.
     if stack or asking:
         return stack == asking
     return settings.garbage_collection_threshold > 0 or settings.max_split_size_bytes is not None

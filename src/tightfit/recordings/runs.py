@@ -1,7 +1,7 @@
-"""From what a recorder brought home to a recording with marks.
+"""Turns the data of a recorder into a recording with marks.
 
-torch's own snapshot of a card stays as it is, and gets marks. What became of tensors on the host is told to a simulated CUDA allocator, which
-says where torch would have put them, so that such a recording opens wherever one of a card does.
+torch's own snapshot of a GPU stays as it is and gets marks. Tensors on the host are replayed through a simulated CUDA allocator, which decides
+where torch would have placed them, so that such a recording opens wherever one of a GPU does.
 """
 
 import dataclasses
@@ -53,7 +53,9 @@ def snapshot_of_card_run(run: CardRun, *, was_cut_short: bool) -> tuple[Plain, M
 
 
 def _events_of_notes(trace: Sequence[Plain], notes: Sequence[Note]) -> list[int]:
-    """The event that follows each note: by the number that the allocator stamped on its events, or by time where it did not."""
+    """The event that follows each note: by the number in the events' `user_metadata`, or by time where there is none."""
+    # torch.cuda.memory._set_memory_metadata puts a text on every later event, which orders notes and events exactly; times, with a
+    # resolution of a microsecond, do not.
     stamps = [event.get("user_metadata", "") for event in trace]
     numbers = [int(s.removeprefix(NOTE_PREFIX)) if s.startswith(NOTE_PREFIX) else -1 for s in stamps]
     if max(numbers, default=-1) < 0:
@@ -65,7 +67,8 @@ def _events_of_notes(trace: Sequence[Plain], notes: Sequence[Note]) -> list[int]
 
 
 def snapshot_of_host_run(run: HostRun, *, max_events: int, was_cut_short: bool) -> tuple[Plain, Marks]:
-    """What torch's CUDA allocator would have done, with the settings of the environment, and the marks; the last `max_events` events."""
+    """The recording that torch's CUDA allocator would have made, with the settings of the environment, and its marks; the last `max_events` events."""
+    # In the order in which CUDAAllocatorConfig::instance() reads them.
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     settings = AllocatorSettings.parse(conf)
     trace = TraceBuilder(CachingAllocator(settings))
@@ -73,6 +76,7 @@ def snapshot_of_host_run(run: HostRun, *, max_events: int, was_cut_short: bool) 
     num_dropped = max(0, len(trace.events) - max_events)
     del trace.events[:num_dropped]
     notes = [
+        # Notes of dropped events keep their order but not their addresses, which may belong to other blocks by now.
         PlacedNote(note=n.note, event=max(0, n.event - num_dropped), held=() if n.event < num_dropped else n.held)
         for n in notes
     ]
@@ -84,7 +88,7 @@ def snapshot_of_host_run(run: HostRun, *, max_events: int, was_cut_short: bool) 
 
 
 def _feed(run: HostRun, trace: TraceBuilder) -> list[PlacedNote]:
-    """Tells the simulated allocator of `trace` what was born and died; returns the notes with simulated addresses."""
+    """Replays allocations and frees through the simulated allocator of `trace`; returns the notes with simulated addresses."""
     notes: list[PlacedNote] = []
     blocks: dict[int, Block] = {}
     for number, event in enumerate(run.events):
@@ -106,7 +110,7 @@ def _feed(run: HostRun, trace: TraceBuilder) -> list[PlacedNote]:
 def _host_marks(
     trace: Sequence[Plain], segments: Sequence[Plain], notes: Sequence[PlacedNote], *, was_cut_short: bool
 ) -> Marks:
-    """The marks that notes give, as those of a run on the host."""
+    """The marks from the notes, with the fields of a run on the host."""
     spans = steps_of(notes, len(trace), was_cut_short=was_cut_short)
     step_ends = [span.end for span in spans if span.kind == "step"]
     start_addresses = _addresses_at_start(trace, segments)
@@ -132,7 +136,7 @@ def _host_marks(
 
 
 def _addresses_at_start(trace: Sequence[Plain], segments: Sequence[Plain]) -> list[int]:
-    """The blocks that lived before the first event: those of the end, with the events undone from the last to the first."""
+    """The blocks allocated before the first event: those of the end, with the events undone from the last to the first."""
     alive = set()
     for segment in segments:
         address = segment["address"]
@@ -149,7 +153,7 @@ def _addresses_at_start(trace: Sequence[Plain], segments: Sequence[Plain]) -> li
 
 
 def _colour(trace: Sequence[Plain], marks: Marks) -> None:
-    """Gives events the category that torch's viewer colours by (one of them must be unknown), and allocations their module."""
+    """Adds the category that torch's viewer colours by (one of them must be "unknown"), and the module of each allocation."""
     categories, modules = marks.category_of_events(len(trace)).tolist(), marks.module_of_events(len(trace)).tolist()
     for event, category, module in zip(trace, categories, modules, strict=True):
         if event.get("user_metadata", "").startswith(NOTE_PREFIX):
@@ -163,7 +167,7 @@ def _colour(trace: Sequence[Plain], marks: Marks) -> None:
 
 
 def _drop_own_frames(entries: Sequence[Plain]) -> None:
-    """Takes this package's frames out of stacks, which entries share."""
+    """Removes this package's frames from the stacks, which entries share."""
     seen = set()
     for entry in entries:
         frames = entry.get("frames", [])

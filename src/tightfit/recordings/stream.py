@@ -1,7 +1,7 @@
-"""Reads a recording's pickle without ever holding its events: each batch goes into columns as soon as the list of events takes it in.
+"""Reads a recording's pickle without ever holding its events: each batch goes into columns as soon as it is appended to the list of events.
 
-What is memoised in the file but needed no more is let go, what repeats is kept once, and a call stack, which is a list of some dozen
-references to frames, is recognised by its bytes once it was met. A hundred million opcodes are left out that way.
+Memo entries that are no longer needed are released, repeated values are stored once, and a call stack, which is a list of some dozen references
+to frames, is recognised by its bytes when it occurs again. That skips most of the opcodes of a large file.
 """
 
 import re
@@ -13,17 +13,21 @@ from typing import Any
 from tightfit.recordings.events import MOST_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
 from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load
 
+# MARK, then BINGET or LONG_BINGET for each frame, then APPENDS: a stack whose frames were all memoised before.
 _RUN = re.compile(rb"\((?:h.|j.{4}){2,999}+e", re.DOTALL)
+# The same in protocol 0: GET and APPEND for each frame, then the SETITEM of the event's dict.
 _TEXT_RUN = re.compile(rb"(?:g\d{1,9}\na){2,}+s")
 _MEMO_LINE = re.compile(rb"p(\d{1,9})\n")
 _LONGEST_RUN_BYTES = 1 << 14
+# The byte of APPENDS can also be part of a memo index, so the first hit need not be the end of the run.
 _NUM_ENDS_TRIED = 8
 _LONGEST_KEPT = 255
+# A table's number and a row in it share one 64-bit integer.
 _ROW_BITS = 40
 
 
 class EventList(list[Any]):
-    """A list in the file; if its items are events then it stays empty, and they are in `table`."""
+    """A list of the file; if its items are events, it stays empty and they are in `table`."""
 
     __slots__ = ("table",)
 
@@ -35,7 +39,7 @@ class EventList(list[Any]):
 def load_recording(
     read: Callable[[int], bytes], shared: Shared, advance: Callable[[int], None] | None = None
 ) -> PlainValue:
-    """The recording as plain data, but for its lists, which are `EventList`, and the stacks in it, which may be `Stack` of `shared`.
+    """The recording as plain data, except that lists are `EventList` and stacks may be `Stack` of `shared`.
 
     Raises:
         NotPlain: it is damaged, or no plain data.
@@ -62,12 +66,13 @@ class _RecordingReader(Reader):
         self._gone_rows = array("q")
 
     def new_list(self) -> list[Any]:
-        """A list that can turn out to be one of events."""
+        """A list that may turn out to hold events."""
         return EventList()
 
     def open_list(self) -> None:
         """Pushes a new list, or a whole stack at once where the bytes are those of one."""
         data, at = self.data, self.at
+        # EMPTY_LIST is followed by MEMOIZE (protocol 4), BINPUT or LONG_BINPUT, of 1, 2 and 5 bytes, or by nothing.
         memo_op = data[at]
         begin = at + (1 if memo_op == 0x94 else 2 if memo_op == 0x71 else 5 if memo_op == 0x72 else 0)
         if data[begin] == 0x28 and data[begin + 1] in b"hj":
@@ -82,7 +87,7 @@ class _RecordingReader(Reader):
         super().open_list()
 
     def close_list(self, items: list[Any]) -> None:
-        """Pushes a list of `items`, or a whole stack: protocol 0 opens a list by closing it and appends frame by frame, up to the `s` of the dict."""
+        """Pushes a list of `items`, or a whole stack: protocol 0 makes an empty list by MARK and LIST, and appends frame by frame."""
         data = self.data
         memo_line = _MEMO_LINE.match(data, self.at)
         if not items and memo_line is not None:
@@ -97,7 +102,7 @@ class _RecordingReader(Reader):
         super().close_list(items)
 
     def _known_run(self, begin: int, end_mark: bytes) -> bytes:
-        """The run from `begin`, if it was met before; then it is one wherever an opcode begins, and no byte needs to be looked at again."""
+        """The run from `begin`, if it occurred before: the same bytes at an opcode boundary mean the same run, so it need not be parsed again."""
         end = begin
         for _ in range(_NUM_ENDS_TRIED):
             end = self.data.find(end_mark, end + 1, begin + _LONGEST_RUN_BYTES)
@@ -113,7 +118,7 @@ class _RecordingReader(Reader):
             self.put(data[at + 1] if op == 0x71 else int.from_bytes(data[at + 1 : at + 5], "little"))
 
     def _new_run(self, found: re.Match[bytes] | None) -> bytes:
-        """Notes which stack a list of references is, or that it is none because not all of them are frames."""
+        """Remembers which stack a list of references is, or that it is none because not all of them are frames."""
         if found is None:
             return b""
         run = found.group()
@@ -126,7 +131,7 @@ class _RecordingReader(Reader):
         return self._stacks.setdefault(number, Stack(number))
 
     def forget_runs(self) -> None:
-        """What the references of a run refer to may have changed."""
+        """Forgets the known runs, as an entry that they refer to may have changed."""
         self._runs.clear()
 
     def append(self, items: list[Any]) -> None:
@@ -145,7 +150,7 @@ class _RecordingReader(Reader):
             self._take_in(target.table, items)
 
     def _take_in(self, table: EventTable, events: list[Any]) -> None:
-        """Puts events into their table, and lets the memo keep no more than where they went."""
+        """Appends events to their table, and replaces them in the memo by their place in it."""
         first = (table.number << _ROW_BITS) + len(table)
         add = table.add
         for event in events:
@@ -157,6 +162,7 @@ class _RecordingReader(Reader):
             if type(frames) is EventList:
                 lists[id(frames)] = self._stack(table.stack_of(row))
         memo = self.memo
+        # Only entries since the last batch: the memo grows to many millions and is swept once over the whole file.
         for at in range(self._num_swept, len(memo)):
             value = memo[at]
             if type(value) is dict and id(value) in rows:
@@ -173,7 +179,7 @@ class _RecordingReader(Reader):
         self._num_swept = len(memo)
 
     def recall(self, index: int) -> Any:
-        """An event that is used again after its table took it in."""
+        """The `Row` of an event that is referred to after it went into its table."""
         at = bisect_left(self._gone_at, index)
         if at == len(self._gone_at) or self._gone_at[at] != index:
             return super().recall(index)
@@ -181,7 +187,7 @@ class _RecordingReader(Reader):
         return Row(self._tables[row >> _ROW_BITS], row & (1 << _ROW_BITS) - 1)
 
     def push_tuple(self, items: list[Any]) -> None:
-        """Pushes a tuple; pairs of numbers, as every event has one, are kept once."""
+        """Pushes a tuple; pairs of numbers (the `pool_id` of every event) are stored once."""
         if len(items) == 2 and type(items[0]) is int and type(items[1]) is int:
             pair = (items[0], items[1])
             self.stack.append(self._pairs.setdefault(pair, pair))
@@ -189,13 +195,13 @@ class _RecordingReader(Reader):
             super().push_tuple(items)
 
     def text(self, data: bytes) -> str:
-        """A text, which is kept once if it is short."""
+        """Decodes a text; short ones are stored once."""
         text = super().text(data)
         return self._texts.setdefault(text, text) if len(data) <= _LONGEST_KEPT else text
 
 
 def _references(run: bytes) -> Iterator[int]:
-    """The memo entries that a run refers to."""
+    """The memo indices that a run refers to."""
     if run.startswith(b"g"):
         yield from (int(line) for line in run[1:-2].split(b"\nag"))
         return

@@ -1,7 +1,7 @@
-"""Writes down what a simulated allocator does, in the form of torch's own recordings: a trace of events, and the segments at the end.
+"""Records a simulated allocator in the format of torch's own recordings: a trace of events, and the segments at the end.
 
-The form is that of `torch.cuda.memory._snapshot` (torch/csrc/cuda/Module.cpp of torch 2.13 writes it). Each allocation carries a `category`
-besides, which torch's viewer colours by, and `user_metadata`, where torch has what `_set_memory_metadata` said; here it is the module.
+The format is that of `torch.cuda.memory._snapshot` (written by torch/csrc/cuda/Module.cpp of torch 2.13). Each allocation also has a `category`,
+by which torch's viewer colours, and `user_metadata`, which holds the module here.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tightfit.units import MIB
 Frames = Sequence[Mapping[str, Any]]
 
 NO_FRAMES: Frames = []
-# The viewer stops at a trace with categories of which none is called so (MemoryViz.js, annotate_snapshot); segments are given it.
+# The viewer refuses a trace whose categories do not include this one (annotate_snapshot in MemoryViz.js); segments have it.
 NO_CATEGORY = "unknown"
 _DEFAULT_POOL = (0, 0)
 
@@ -30,24 +30,25 @@ class _Held:
 
 
 class TraceBuilder:
-    """Follows one allocator, to which it is told what was asked of it; `time_us` is the time of what comes next."""
+    """Records the events of one allocator as they are reported to it; `time_us` is the time of the next event."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.events: list[dict[str, Any]] = []
         self.time_us = 0
         self._log = allocator.driver_log = []
+        # Addresses are copied on allocation: a freed block merges with its neighbours, which changes its own address.
         self._held: dict[int, _Held] = {}
         self._waiting: list[_Held] = []
         self._streams: set[int] = set()
 
     def begin(self) -> None:
-        """What was told so far happened before the recording: it shows in the segments, and in no event."""
+        """Begins the recording: what was reported so far shows in the segments, but not as events."""
         self._settle(0)
         self.events.clear()
 
     def allocated(self, key: int, block: Block, frames: Frames = NO_FRAMES, *, category: str, module: str = "") -> int:
-        """`block` was handed out, and is called `key` until it is freed; returns the index of its event."""
+        """Reports that `block` was allocated, under `key` until it is freed; returns the index of its event."""
         stream = block.pool.stream
         self._streams.add(stream)
         self._settle(stream)
@@ -57,7 +58,7 @@ class TraceBuilder:
         return len(self.events) - 1
 
     def freed(self, key: int) -> None:
-        """The block `key` was freed."""
+        """Reports that the block `key` was freed."""
         held = self._held.pop(key)
         self._note(held, "free_requested")
         if held.block.uses:
@@ -66,11 +67,11 @@ class TraceBuilder:
             self._note(held, "free_completed")
 
     def caught_up(self) -> None:
-        """The streams were waited for, or the cache was given back."""
+        """Reports that the streams were synchronised, or the cache was emptied."""
         self._settle(0)
 
     def failed(self, num_bytes: int, free_bytes: int, frames: Frames = NO_FRAMES) -> None:
-        """A request of `num_bytes` (rounded) found no memory, with `free_bytes` left on the card."""
+        """Reports that an allocation of `num_bytes` (rounded) failed, with `free_bytes` left on the GPU."""
         self._settle(0)
         self.events.append(
             {
@@ -85,11 +86,12 @@ class TraceBuilder:
         )
 
     def segments(self) -> list[dict[str, Any]]:
-        """The segments as they are now, by address; of an expandable one each stretch that is mapped."""
+        """The current segments by address; of an expandable one each mapped range."""
         frames_at = {held.address: held.frames for held in self._held.values()}
         chains = {}
         for block in self._known_blocks():
             first = block
+            # torch's segments list all of their blocks, so each chain is followed from its head.
             while first.prev is not None:
                 first = first.prev
             chains[first.address] = first
@@ -98,12 +100,13 @@ class TraceBuilder:
     def _known_blocks(self) -> Iterable[Block]:
         for held in (*self._held.values(), *self._waiting):
             yield held.block
+        # The allocator lists free blocks only; segments are found from them and from the allocated ones.
         for stream in self._streams:
             for is_small in (True, False):
                 yield from self.allocator.pool_of(stream, is_small=is_small).free_blocks()
 
     def _settle(self, stream: int) -> None:
-        """Adds what the allocator did by itself: blocks that wait no more, then its calls of the driver."""
+        """Adds what the allocator did by itself: completed frees, then its driver calls."""
         still = []
         for held in self._waiting:
             if held.block.uses:
@@ -136,7 +139,7 @@ class TraceBuilder:
 
 
 def _mapped_runs(first: Block) -> Iterable[list[Block]]:
-    """The blocks of a segment from its first, cut where pages are not mapped."""
+    """The blocks of a segment from its first one, split at unmapped ranges."""
     run: list[Block] = []
     block: Block | None = first
     while block is not None:
@@ -184,7 +187,7 @@ def _state(block: Block) -> str:
 
 
 def plain_settings(settings: AllocatorSettings) -> dict[str, Any]:
-    """`settings` as a recording has them: the text of `PYTORCH_CUDA_ALLOC_CONF`, and the figures that are in force."""
+    """`settings` in the form of a recording: the text of `PYTORCH_CUDA_ALLOC_CONF`, and the figures in force."""
     divisions = {str(1 << power): settings.roundup_power2_divisions[power] for power in range(NUM_INTERVALS)}
     return {
         "PYTORCH_CUDA_ALLOC_CONF": settings_text(settings),
@@ -196,7 +199,7 @@ def plain_settings(settings: AllocatorSettings) -> dict[str, Any]:
 
 
 def settings_text(settings: AllocatorSettings) -> str:
-    """The `PYTORCH_CUDA_ALLOC_CONF` that means `settings`: all that is not torch's default."""
+    """The `PYTORCH_CUDA_ALLOC_CONF` for `settings`: everything that is not torch's default."""
     usual = AllocatorSettings()
     divisions = settings.roundup_power2_divisions
     written = {
@@ -209,6 +212,7 @@ def settings_text(settings: AllocatorSettings) -> str:
         "per_process_memory_fraction": settings.per_process_memory_fraction,
     }
     is_usual = {
+        # Its default follows the large segment size (AcceleratorAllocatorConfig), and not a constant.
         "max_non_split_rounding_mb": settings.max_non_split_rounding_bytes == settings.large_segment_size_bytes,
         "roundup_power2_divisions": divisions == usual.roundup_power2_divisions,
         "expandable_segments": not settings.expandable_segments,

@@ -1,8 +1,8 @@
-"""Writes recordings: those of a run on a virtual card, for torch's own viewer and for `tightfit replay`, and any other snapshot.
+"""Writes recordings: of a traced run, for torch's own viewer and for `tightfit replay`, and any other snapshot.
 
-A tape goes through the replay that estimates go through, so that the recording has the estimate's peaks to the byte. Its times are those
-of the roofline, its addresses those of the simulation, and each allocation has one frame: the user's line and the operator. Steps,
-categories, modules and the card are there twice: for the viewer as annotations and fields of its own, and as `tightfit.recordings.marks`.
+A tape goes through the same replay as for an estimate, so that the recording has the estimate's peaks to the byte. Its times come from the
+roofline model, its addresses from the simulation, and each allocation has one frame: the user's line and the operator. Steps, categories,
+modules and the GPU are written twice: for the viewer as annotations and fields of its own, and as `tightfit.recordings.marks`.
 """
 
 import os
@@ -32,7 +32,7 @@ _MICROSECONDS = 1e6
 
 
 def write_snapshot(path: str | os.PathLike[str], snapshot: Mapping[str, Any]) -> int:
-    """Writes a recording, whole or not at all; returns its bytes on disk."""
+    """Writes a recording atomically; returns its size in bytes."""
     partial = Path(f"{os.fspath(path)}.partial")
     with open(partial, "wb") as file:
         pickle.dump(dict(snapshot), file, protocol=PROTOCOL)
@@ -48,10 +48,10 @@ def write_tape(
     settings: AllocatorSettings | None = None,
     calibration: Calibration | None = None,
 ) -> int:
-    """Writes what `tape` does on `device` as a recording; returns its bytes on disk. The arguments are those of `estimate_peak`.
+    """Writes the run of `tape` on `device` as a recording; returns its size in bytes. The arguments are those of `estimate_peak`.
 
     Raises:
-        UsageError: the calibration was made on another card.
+        UsageError: the calibration was made on another GPU.
     """
     return write_snapshot(path, snapshot_of_tape(tape, device, settings, calibration))
 
@@ -62,10 +62,10 @@ def snapshot_of_tape(
     settings: AllocatorSettings | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Any]:
-    """The recording of `tape` on `device`, as torch's `_snapshot` would give it, with marks.
+    """The recording of `tape` on `device`, in the form of torch's `_snapshot`, with marks.
 
     Raises:
-        UsageError: the calibration was made on another card.
+        UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device)
@@ -89,7 +89,7 @@ def snapshot_of(trace: TraceBuilder, settings: AllocatorSettings, marks: Marks) 
 
 
 def annotations_of(trace: Sequence[Mapping[str, Any]], marks: Marks) -> list[dict[str, Any]]:
-    """The steps in the form that torch gives to `torch.profiler.record_function` in a recording."""
+    """The steps in the form in which a recording has `torch.profiler.record_function` ranges."""
     annotations = []
     for span in marks.spans:
         for stage, event in (("START", span.begin), ("END", span.end)):
@@ -99,7 +99,7 @@ def annotations_of(trace: Sequence[Mapping[str, Any]], marks: Marks) -> list[dic
 
 
 class _TapeWriter:
-    """Watches the replay of a tape."""
+    """Builds the trace of a tape while it is replayed."""
 
     def __init__(self, tape: Tape, times_us: Sequence[int]) -> None:
         self.tape = tape
@@ -117,13 +117,14 @@ class _TapeWriter:
         self._born: list[tuple[int, int]] = []  # the event and the storage
 
     def watch(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
-        """What `replay_levels` calls; it begins anew where the card turned out to be too small."""
+        """The callback of `replay_levels`; it starts over where the GPU turned out to be too small."""
         if event < 0:
             self.trace = TraceBuilder(allocator)
             self._begin()
             return
         kind, storage = self._kinds[event], self._storages[event]
         self.trace.time_us = self._times_us[event]
+        # A cuDNN workspace that found no memory has no block.
         if kind == EventKind.ALLOCATE and storage in blocks:
             self._alive.add(storage)
             at = self.trace.allocated(
@@ -142,7 +143,7 @@ class _TapeWriter:
         self._ends.append(len(self.trace.events))
 
     def _frames_of(self, storage: int) -> Frames:
-        """The one frame that a tape knows of."""
+        """The single frame of a storage: the user's line and the operator."""
         operator = self._operators[storage]
         if operator < 0:
             return NO_FRAMES
@@ -163,7 +164,7 @@ class _TapeWriter:
         """The marks of the trace that was written last."""
         events = np.array([event for event, _ in self._born], dtype=np.int64)
         storages = np.array([storage for _, storage in self._born], dtype=np.int64)
-        # Number -1 of the appended column is the last: the storages without an operator.
+        # Storages without an operator have -1, which indexes the entry appended here.
         module_of_operator = np.append(self.tape.operators.module, -1)
         modules, module = np.unique(module_of_operator[self.tape.storages.operator[storages]], return_inverse=True)
         begins = [0, *self._ends]

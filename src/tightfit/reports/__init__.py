@@ -1,1 +1,1 @@
-"""Recorded data to text and files; one file per output. Never looks at live objects."""
+"""Reports: plain data in, text, pages and files out; one module per output. Never given live objects."""

@@ -1,4 +1,4 @@
-"""Who asked for the memory: blocks of one category, stack and kind of module taken together, and the largest single blocks at the peak."""
+"""Allocation sites: blocks grouped by category, stack and kind of module, and the largest single blocks at the peak."""
 
 import dataclasses
 import re
@@ -10,12 +10,13 @@ from tightfit.simulate.history import History, is_library_frame, user_frame
 from tightfit.tape import Column
 
 _FRAME = re.compile(r"(.*:\d+) (.*)", flags=re.DOTALL)
+# Only whole components: `layers.3` is of kind `layers.*`, `conv2d` stays.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Blocks of one category that one stack asked for in modules of one kind (`h.*.mlp`); the first three figures are of the peak.
+    """Blocks of one category that one stack allocated in modules of one kind (`h.*.mlp`); the first three figures are of the peak.
 
     `stack` is an index of the history's stacks, -1 for none; `total_bytes` counts every block of the run, freed or not.
     """
@@ -32,7 +33,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SingleBlock:
-    """One block that lives at the peak; `died` is the number of events where it outlives the run."""
+    """One block that is allocated at the peak; `died` is the number of events where it is never freed."""
 
     category: int
     module: str
@@ -44,13 +45,14 @@ class SingleBlock:
 
 
 def places(history: History, most: int) -> tuple[Place, ...]:
-    """The places that hold most at the peak, then those that asked for most over the run, at most `most` of both together."""
+    """The sites with most bytes at the peak, then those with most bytes over the run, at most `most` of both together."""
     blocks = history.blocks
     if not len(blocks):
         return ()
     kinds, kind_of_module = _kinds(history.modules)
     kind = kind_of_module[blocks.module]
     num_stacks, num_kinds = len(history.stacks) + 1, len(kinds)
+    # Three indices in one integer, so that numpy groups millions of blocks without a Python loop.
     key = (blocks.category * num_stacks + blocks.stack + 1) * num_kinds + kind
     keys, group = np.unique(key, return_inverse=True)
     alive = history.alive_at(history.peak_event)
@@ -64,7 +66,9 @@ def places(history: History, most: int) -> tuple[Place, ...]:
     num_at_peak, num_in_total = per_group(alive), per_group(all_blocks)
     largest = np.zeros(len(keys), dtype=np.int64)
     np.maximum.at(largest, group, blocks.block_bytes)
+    # Stable, so that sites with equal bytes keep their order from run to run.
     chosen = np.argsort(-peak_bytes, kind="stable")[: most // 2]
+    # At most half of the rows are of the peak, so that sites of many short-lived temporaries show too.
     chosen = np.concatenate([chosen[peak_bytes[chosen] > 0], np.argsort(-total_bytes, kind="stable")[:most]])
     first = np.sort(np.unique(chosen, return_index=True)[1])[:most]
     return tuple(
@@ -83,7 +87,7 @@ def places(history: History, most: int) -> tuple[Place, ...]:
 
 
 def largest_blocks(history: History, most: int) -> tuple[SingleBlock, ...]:
-    """The largest blocks that live at the peak."""
+    """The largest blocks that are allocated at the peak."""
     blocks = history.blocks
     alive = np.flatnonzero(history.alive_at(history.peak_event))
     chosen = alive[np.argsort(-blocks.block_bytes[alive], kind="stable")[:most]]
@@ -102,7 +106,7 @@ def largest_blocks(history: History, most: int) -> tuple[SingleBlock, ...]:
 
 
 def module_name(history: History, block: int) -> str:
-    """The module that `block` was asked for in; empty where none is known."""
+    """The module that allocated `block`; empty where none is known."""
     module = int(history.blocks.module[block])
     return history.modules[module] if module >= 0 else ""
 
@@ -113,7 +117,7 @@ def stack_of(history: History, stack: int) -> tuple[str, ...]:
 
 
 def line_and_function(stack: tuple[str, ...]) -> tuple[str, str]:
-    """The user's own line in `stack`, as `file.py:41`, or what else says where it is; and the operator, or else the function there."""
+    """The user's own line in `stack`, as `file.py:41`, or the next best description; and the operator, or else the function there."""
     place = place_of(stack)
     line, function = split_frame(user_frame(stack))
     return place.name or line, place.operator.removeprefix("aten.") or place.function or function

@@ -1,8 +1,8 @@
-"""A run's bytes over time in few enough pieces for a page, with no peak lost.
+"""The memory timeline of a run, downsampled for a page without losing a peak.
 
-The events are cut into buckets. Each keeps the moment in it when most was allocated, with the exact bytes of every category then, the least
-that was allocated and the most that was reserved. Buckets are not of one width: where zooming should show single events (around the peak of
-the run and of each step) they hold one event each, the step with the peak is cut finely, and the rest evenly. Short runs are kept whole.
+The events are divided into buckets. Each keeps its time step of most allocated bytes, with the exact bytes of every category then, the minimum of
+allocated and the maximum of reserved bytes. Buckets differ in width: around the peak of the run and of each step they hold one event each, so that
+zooming shows single events, the step with the peak is divided finely, and the rest evenly. Short runs are kept whole.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from tightfit.tape import Column
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """How finely to cut, as numbers of buckets: over the whole run, over the step with the peak, and single events around peaks."""
+    """The resolution, as numbers of buckets: over the whole run, over the step with the peak, and single events around peaks."""
 
+    # Chosen so that the page of a long run stays around half a megabyte.
     num_even: int = 10_000
     num_in_step: int = 5000
     num_around_peak: int = 3000
@@ -26,11 +27,11 @@ class Detail:
 
     @property
     def num_kept_whole(self) -> int:
-        """A run of no more events than this is not cut at all."""
+        """Runs of at most this many events are kept whole."""
         return self.num_even + self.num_in_step + self.num_around_peak + self.num_around_step_peaks * self.num_steps
 
     def halved(self) -> "Detail":
-        """Half as fine everywhere."""
+        """Half the resolution everywhere."""
         return Detail(**{f.name: max(1, getattr(self, f.name) // 2) for f in dataclasses.fields(self)})
 
 
@@ -39,8 +40,8 @@ class Timeline:
     """Buckets `[edges[i], edges[i + 1])` of events, as columns of their number (`edges` has one more).
 
     `at` is the first event of the bucket after which most is allocated, and `by_category[c]` the bytes of each category then, which
-    add up to what is allocated. `low` is the least allocated and `reserved` the most reserved in the bucket. `block` is the block that was
-    born at `at`, -1 where none was.
+    add up to the allocated bytes. `low` is the minimum of allocated and `reserved` the maximum of reserved bytes in the bucket. `block` is the
+    block that was allocated at `at`, -1 where none was.
     """
 
     edges: Column
@@ -61,8 +62,9 @@ def timeline(history: History, detail: Detail) -> Timeline:
         )
     starts = edges[:-1]
     at = _first_highest(history.allocated, edges)
+    # Exact at the bucket's own peak; categories at other events of the bucket are not kept.
     by_category = list(category_levels(history, at))
-    # What the blocks do not explain, such as what a recording started too late to see, is of no known category.
+    # Bytes that no block explains, such as blocks that a recording began too late to see, have no known category.
     by_category[UNKNOWN] = by_category[UNKNOWN] + history.allocated[at] - sum(by_category)
     return Timeline(
         edges=edges,
@@ -80,7 +82,8 @@ def category_levels(history: History, events: Column) -> Iterator[Column]:
     for category in range(len(CATEGORIES)):
         mine = blocks.category == category
         born, died, num_bytes = blocks.born[mine], blocks.died[mine], blocks.block_bytes[mine]
-        # Born at -1 is slot 0; dying at or after the end is the last slot, which no event reads. Sums of bytes are exact in float64.
+        # Blocks from before the first event (born -1) go to slot 0, those that are never freed to the last slot, which no event reads.
+        # bincount sums in float64, which is exact for integers up to 2**53 bytes.
         change = (
             np.bincount(born + 1, num_bytes, num_events + 1)
             - np.bincount(np.minimum(died, num_events) + 1, num_bytes, num_events + 2)[: num_events + 1]
@@ -94,6 +97,7 @@ def _edges(history: History, detail: Detail) -> Column:
         return np.arange(num_events + 1, dtype=np.int64)
     pieces = [_even(0, num_events, detail.num_even), _around(peak, detail.num_around_peak, num_events)]
     for span in history.spans:
+        # With more spans than that, borders of steps alone would use up the buckets.
         if len(history.spans) <= detail.num_even // 16:
             pieces.append(np.array([span.begin, span.end], dtype=np.int64))
         if span.begin <= peak < span.end:
@@ -125,7 +129,9 @@ def _step_peaks(history: History, most: int) -> list[int]:
 def _first_highest(values: Column, edges: Column) -> Column:
     """For each bucket the first index of its highest value."""
     highest = np.repeat(np.maximum.reduceat(values, edges[:-1]), np.diff(edges))
+    # A maximum can occur several times in a bucket; the first one is where the peak was reached.
     candidates = np.flatnonzero(values == highest)
+    # A bucket includes its left edge and not its right one.
     bucket = np.searchsorted(edges, candidates, side="right") - 1
     return candidates[np.unique(bucket, return_index=True)[1]]
 

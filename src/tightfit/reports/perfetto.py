@@ -1,4 +1,4 @@
-"""A history as Chrome trace events, for ui.perfetto.dev: counters of each category, allocated and reserved, the steps as slices, the peak.
+"""A history as Chrome trace events for ui.perfetto.dev: counters of allocated, reserved and each category, the steps as slices, and the peak.
 
 Times are microseconds. torch.profiler writes a trace's own beginning as `baseTimeNanoseconds`, Unix time, and `ts` from there on (libkineto,
 output_json.cpp and ChromeTraceBaseTime); torch's allocator stamps its events `time_us` with Unix time (c10/cuda/CUDACachingAllocator.cpp, through
@@ -20,10 +20,12 @@ from tightfit.reports.summary import summarize
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Column
 
-# Of a process that no trace of torch.profiler has: it names processes by their number, cards by their index.
+# A process ID that no trace of torch.profiler has: it uses PIDs for processes and indices for GPUs.
 PROCESS = 7_432_308
+# Perfetto's UI holds the trace in the browser's memory; beyond this a file has some 30 MB and more.
 MOST_WHOLE_EVENTS = 200_000
 _DETAIL = Detail(num_even=60_000, num_in_step=30_000, num_around_peak=4000, num_around_step_peaks=500, num_steps=16)
+# torch.profiler's export_chrome_trace compresses where the name ends in .gz.
 _GZIP = b"\x1f\x8b"
 
 
@@ -44,6 +46,7 @@ def merged(history: History, profile: str | os.PathLike[str], *, began_us: int) 
     if not len(history.time_us):
         raise RecordingError(f"{history.label} has no times to merge by")
     trace = _read_trace(os.fspath(profile))
+    # Traces from before Kineto had a base time carry absolute microseconds.
     origin_us = int(trace.get("baseTimeNanoseconds", 0)) / 1000 - began_us
     times = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X" and "ts" in event]
     first, last = float(history.time_us[0]) - origin_us, float(history.time_us[-1]) - origin_us
@@ -55,7 +58,7 @@ def merged(history: History, profile: str | os.PathLike[str], *, began_us: int) 
 def trace_events(history: History, *, origin_us: float = 0.0) -> Iterator[dict[str, Any]]:
     """Trace events whose `ts` is the history's time less `origin_us`, or the number of the event where it has no times.
 
-    Up to 200,000 events are all there; of more, the highest of each of some 100,000 stretches, and what is held at its end.
+    Up to 200,000 events are kept whole; of more, the highest of each of some 100,000 buckets and the last of each.
     """
     shared = {"pid": PROCESS, "tid": 0}
     name = f"memory of {history.device or 'the card'}"
@@ -102,7 +105,7 @@ def _slices(history: History, times: Column) -> Iterator[dict[str, Any]]:
 
 
 def _times(history: History, origin_us: float) -> Column:
-    """When each event was; those of one microsecond a nanosecond apart, so that each is seen and none is overtaken."""
+    """The time of each event; events of the same microsecond are a nanosecond apart, so that each is shown and their order kept."""
     if not len(history.time_us):
         return np.arange(history.num_events, dtype=np.float64)
     times = history.time_us
@@ -115,6 +118,7 @@ def _samples(history: History) -> Column:
     if history.num_events <= MOST_WHOLE_EVENTS:
         return np.arange(history.num_events)
     cut = timeline(history, _DETAIL)
+    # The last event of each bucket too, or the counter would stay at a bucket's peak until the next one.
     return np.unique(np.concatenate([cut.at, cut.edges[1:] - 1]))
 
 

@@ -1,4 +1,4 @@
-"""Plans as the library hands them out, and as text: the answer, what is chosen and what each choice is worth, what else was close."""
+"""Plans as the library returns them, and as text: the verdict, the techniques with their savings, and the alternatives."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ _NUM_ASSUMPTIONS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(plain.Plan):
-    """The fastest combination of techniques that fits; prints itself in full with rich and in a notebook."""
+    """The fastest combination of techniques that fits; shown in full by rich and in a notebook."""
 
     def explain(self) -> str:
         """Why this plan, in a few sentences."""
@@ -32,6 +32,7 @@ class Plan(plain.Plan):
         return PlanText(self)
 
     def _repr_html_(self) -> str:
+        # rich has its own HTML for notebooks only for what it prints itself, so the text is exported here.
         page = Console(record=True, file=io.StringIO(), width=_NOTEBOOK_WIDTH, highlight=False)
         page.print(PlanText(self))
         return page.export_html(inline_styles=True, code_format=_HTML)
@@ -46,6 +47,7 @@ class PlanText:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plan, width = self._plan, min(options.max_width, MAX_WIDTH)
+        # Only the verdict itself is coloured.
         word, _, rest = verdict(plan).partition(":")
         yield Text.assemble((word, "bold green" if plan.fits else "bold red"), ":", rest)
         yield Text(plan.target, style="bold")
@@ -76,6 +78,7 @@ def write_plan(plan: plain.Plan, *, elapsed_seconds: float) -> None:
 def _why(plan: plain.Plan) -> Iterator[str]:
     if not plan.fits and (limit := reached_limit(plan)):
         yield limit
+    # The first two sentences repeat the verdict and the table of runs above.
     yield from list(sentences(plan))[2:]
 
 

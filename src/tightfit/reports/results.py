@@ -1,4 +1,4 @@
-"""Results as the library hands them out: the plain data of a simulation that can also show itself, to people, to rich and to notebooks."""
+"""Estimates as the library returns them: the plain data of `simulate.estimate` with representations as text, for rich and for notebooks."""
 
 import dataclasses
 from typing import Self
@@ -12,15 +12,15 @@ from tightfit.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate(simulated.Estimate):
-    """What a workload needs on a card; prints itself in full with rich and in a notebook. `at_peak` adds up to `peak.device_bytes`."""
+    """The memory and time of a workload on a GPU; shown in full by rich and in a notebook. `at_peak` adds up to `peak.device_bytes`."""
 
     @classmethod
     def of(cls, estimate: simulated.Estimate) -> Self:
-        """The same figures, able to show themselves."""
+        """The same figures as an instance of this class."""
         return cls(**{field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)})
 
     def explain(self) -> str:
-        """The answer and its reason in a few sentences, without colour."""
+        """The verdict and its reasons in a few sentences, without colour."""
         word, amount = verdict_words(self)
         peak, moment = self.peak, self.moment
         where = ", ".join(part for part in (moment.phase, moment.module, moment.line) if part)

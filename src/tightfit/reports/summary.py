@@ -1,6 +1,6 @@
-"""A history as the plain summary that every report says: the peaks, what holds them, each step, the cards, and what was assumed.
+"""The summary of a history that all reports share: peaks, categories and allocation sites, steps, GPUs, and assumptions.
 
-`Summary.to_json` is what `tightfit report --format json` prints; the HTML page holds the same object and, besides, what it draws.
+`Summary.to_json` is what `tightfit report --format json` prints; the HTML page holds the same object and the data of its charts.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ NUM_PLACES = 50
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CardFit:
-    """What the run would hold on one card, in bytes of the whole process; `seconds_per_step` is None where nothing says it."""
+    """The device peak of the run on one GPU, in bytes of the whole process; `seconds_per_step` is None where it is not known."""
 
     device: str
     capacity_bytes: int
@@ -39,26 +39,28 @@ class CardFit:
 
 
 def fit_of_estimate(estimate: Estimate) -> CardFit:
-    """A card as an estimate has it."""
+    """The fit on the GPU of an estimate."""
     return CardFit(
         device=estimate.device,
         capacity_bytes=estimate.capacity_bytes,
         device_bytes=estimate.peak.device_bytes,
         device_low_bytes=estimate.peak.device_low_bytes,
         device_high_bytes=estimate.peak.device_high_bytes,
+        # 0 stands for a run without a complete step.
         seconds_per_step=estimate.seconds_per_step or None,
     )
 
 
 def fit_of_recording(history: History, card: Device) -> CardFit:
-    """What was recorded, on `card`: its reserved peak and that card's context, were the kernels to ask for the same there.
+    """The fit of a recorded run on `card`: its reserved peak and the context of that GPU, if the kernels allocated the same there.
 
-    On the card that it was recorded on, the context is the recorded one, where there is one.
+    On the GPU that it was recorded on, the context is the recorded one, where there is one.
     """
     reserved = int(history.reserved.max(initial=0))
     context = card.context
     if card.name == history.device and history.context_bytes is not None:
         known = history.context_bytes
+        # A reading has no range.
         context = dataclasses.replace(context, num_bytes=known, low_bytes=known, high_bytes=known)
     return CardFit(
         device=card.name,
@@ -72,7 +74,7 @@ def fit_of_recording(history: History, card: Device) -> CardFit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSummary:
-    """A step, the set-up before it, or something aside; pieces of one that was interrupted are taken together."""
+    """A step, the set-up before it, or something outside of steps; the pieces of an interrupted one are merged."""
 
     name: str
     kind: str
@@ -85,7 +87,7 @@ class SpanSummary:
 
 
 def span_summaries(history: History) -> tuple[SpanSummary, ...]:
-    """One for each name of a span, in the order of their first events; spans without events are left out."""
+    """One summary per name of a span, in the order of their first events, without empty spans."""
     pieces: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for span in history.spans:
         begin, end = max(0, span.begin), min(span.end, history.num_events)
@@ -159,6 +161,7 @@ def summarize(history: History, *, cards: Sequence[CardFit] = (), versions: Mapp
     alive = history.alive_at(peak)
     at_peak = _at_peak(history, alive)
     allocated = sum(at_peak.values())
+    # A history without events has blocks of the start only, which are reserved too.
     reserved = int(history.reserved.max(initial=allocated))
     born = np.flatnonzero(blocks.born == peak) if peak >= 0 else []
     line = function = module = ""
@@ -173,6 +176,7 @@ def summarize(history: History, *, cards: Sequence[CardFit] = (), versions: Mapp
         context_bytes=history.context_bytes,
         num_events=history.num_events,
         peak_event=peak,
+        # Relative to the first event, as histories of recordings and of tapes begin at different times.
         peak_time_us=int(history.time_us[peak] - history.time_us[0]) if peak >= 0 and len(history.time_us) else None,
         peak_span=next((span.name for span in history.spans if span.begin <= peak < span.end), ""),
         peak_line=line,
@@ -193,7 +197,7 @@ def summarize(history: History, *, cards: Sequence[CardFit] = (), versions: Mapp
 
 
 def _at_peak(history: History, alive: Column) -> dict[str, int]:
-    """The bytes of each category at the peak; what no block explains is of the unknown one."""
+    """The bytes of each category at the peak; bytes that no block explains are "unknown"."""
     if history.peak_event < 0:
         held = np.bincount(history.blocks.category[alive], history.blocks.block_bytes[alive], len(CATEGORIES))
         return dict(zip(CATEGORIES, held.astype(np.int64).tolist(), strict=True))
@@ -212,7 +216,7 @@ def _places(history: History) -> list[dict[str, Any]]:
 
 
 def settings_words(settings: AllocatorSettings) -> str:
-    """Which settings are not torch's defaults; empty where all are."""
+    """The settings that differ from torch's defaults; empty if none does."""
     defaults = AllocatorSettings()
     changed = {
         field.name: getattr(settings, field.name)

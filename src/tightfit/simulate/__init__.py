@@ -1,1 +1,1 @@
-"""From a tape to the memory and the time of a card: workspaces, the timeline of bytes, and the three peaks."""
+"""From a tape to memory on a GPU: workspaces, the memory timeline, the three peaks and their uncertainty."""

@@ -1,4 +1,4 @@
-"""What a tape costs on a card, as plain data: the three peaks with their band, who holds them, each step, and the seconds."""
+"""The estimate of a tape on a GPU, as plain data: three peaks with their range, allocation sites, steps, and seconds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most that was held: by live tensors, by the caching allocator, by the process on the card; and the range of the last."""
+    """The peaks of allocated bytes, of reserved bytes and of the process's GPU memory, and the range of the last."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -22,7 +22,7 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpanPeak:
-    """A step, the set-up before it, or something that the script did besides."""
+    """A step, the set-up before it, or something that the script did outside of steps."""
 
     name: str
     kind: str
@@ -33,7 +33,7 @@ class SpanPeak:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What one place of the program holds at the peak: blocks of one category that the same line asked for in modules of one kind."""
+    """An allocation site at the peak: blocks of one category that the same line allocated in modules of one kind."""
 
     category: str
     module: str
@@ -45,7 +45,7 @@ class Holder:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMoment:
-    """When the allocated peak is: the span, the phase and the operator that was running."""
+    """The time step of the allocated peak: the span, the phase and the operator that was running."""
 
     span: str
     phase: str
@@ -56,7 +56,7 @@ class PeakMoment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """One cause of doubt about the device peak, and how far it can move it down and up."""
+    """One cause of uncertainty of the device peak, and how far it can move the peak down and up."""
 
     cause: str
     less_bytes: int
@@ -65,7 +65,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a workload needs on a card. `at_peak` adds up to `peak.device_bytes`."""
+    """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`."""
 
     target: str
     device: str
@@ -83,7 +83,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the likely device peak is within the card's capacity."""
+        """Whether the likely device peak is within the GPU's capacity."""
         return self.peak.device_bytes <= self.capacity_bytes
 
     @property

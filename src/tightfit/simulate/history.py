@@ -1,8 +1,8 @@
-"""What was held over a run, block by block: the one form that reports, `doctor` and `diff` read, whether it was predicted or recorded.
+"""The memory history of a run, block by block: the form that reports, `doctor` and `diff` read, whether it was predicted or recorded.
 
-A history is one device's: the bytes after every event, and for every block when it was born and when it died, how large it was, what it was
-for and who asked for it. An estimate's tape gives one (`tightfit.diagnosis.history.history_of_tape`), a recording of torch's allocator gives
-one too (`history_of_recording`), and nothing that reads it needs to know which.
+A history covers one device: the bytes after every event, and for every block when it was allocated and freed, its size, its category and its
+allocation site. It is built from a tape (`tightfit.diagnosis.history.history_of_tape`) or from a recording of torch's allocator
+(`history_of_recording`), and its readers need not know which.
 """
 
 import dataclasses
@@ -12,17 +12,17 @@ from typing import Literal
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import Assumption, Category, Column
 
-# What a block is for, by index; the last where a recording does not tell.
+# The categories of blocks by index; the last one is for recordings, which do not always tell.
 CATEGORIES = (*(category.name.lower() for category in Category), "unknown")
 UNKNOWN = len(Category)
-# A script, a module, or the cell of a notebook; all else is compiled code.
+# A frame of a script, a module, or a notebook cell (ipykernel writes cells to ipykernel_N/*.py); any other is compiled code.
 _PYTHON_PLACE = re.compile(r"\.pyw?:\d|^<ipython-input|ipykernel_")
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen ", "<string>", "<eval_with_key>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HistorySpan:
-    """A stretch of events, `begin` included and `end` not; `kind` is `setup`, `step` or `aside`."""
+    """A range of events `[begin, end)`; `kind` is `setup`, `step` or `aside` (outside of steps)."""
 
     name: str
     kind: Literal["setup", "step", "aside"]
@@ -32,11 +32,11 @@ class HistorySpan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Blocks in the order of their birth, as columns of one length; those that lived before the first event come first, born at -1.
+    """Blocks in the order of allocation, as columns of equal length; those allocated before the first event come first, with `born` -1.
 
-    `died` is the event that freed the block, or the number of events where none did. `num_bytes` is what was asked for and `block_bytes` what
-    the allocator gave. `category` indexes `CATEGORIES`, `stack` the stacks and `module` the modules of the history. `address` is -1 where it
-    is not known.
+    `died` is the event that freed the block, or the number of events where none did. `num_bytes` is the requested size and `block_bytes` the
+    rounded one. `lane` is the stream. `category` indexes `CATEGORIES`, `stack` the stacks and `module` the modules of the history. `address` is
+    -1 where it is not known.
     """
 
     num_bytes: Column
@@ -57,9 +57,9 @@ class Blocks:
 class History:
     """One device's memory over a run.
 
-    `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is when each was, empty where that is not known.
-    `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` says which of them is the user's own.
-    `context_bytes` and `capacity_bytes` are None where the card is not known. Spans that are guessed have numbers instead of names.
+    `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is the time of each event, empty where it is not known.
+    `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` picks the user's own one.
+    `context_bytes` and `capacity_bytes` are None where the GPU is not known. Spans that are guessed have numbers instead of names.
     """
 
     label: str
@@ -80,21 +80,22 @@ class History:
 
     @property
     def num_events(self) -> int:
-        """How many events there are."""
+        """The number of events."""
         return len(self.allocated)
 
     @property
     def peak_event(self) -> int:
-        """The first event after which most is allocated; -1 where there is no event."""
+        """The event of the allocated peak, the first of several; -1 where there is no event."""
         return int(self.allocated.argmax()) if len(self.allocated) else -1
 
     def alive_at(self, event: int) -> Column:
-        """Which blocks live just after `event`: booleans, one for each block."""
+        """Which blocks are allocated just after `event`: booleans, one for each block."""
         return (self.blocks.born <= event) & (self.blocks.died > event)
 
 
 def user_frame(stack: tuple[str, ...]) -> str:
-    """The innermost frame of `stack` that is no library's, or the innermost at all; empty for an empty stack."""
+    """The innermost frame of `stack` outside of libraries, or else the innermost one; empty for an empty stack."""
+    # A stack without any frame of the user's (a callback of the autograd engine) is named by its innermost frame.
     return next((frame for frame in stack if not is_library_frame(frame)), stack[0] if stack else "")
 
 

@@ -1,7 +1,7 @@
-"""From a tape to an estimate: replays the events through the simulated allocator of a card and looks at the highest moments.
+"""From a tape to an estimate: replays the events through the simulated allocator of a GPU and reads off the peaks.
 
-The likely peak comes from the likely sizes, on a card of the given capacity: a library that asks for a workspace when no memory is left
-goes on without it, as cuDNN does. The band comes from replays in which what is not known is otherwise (`tightfit.simulate.band`).
+The likely peak comes from the likely sizes, on a GPU of the given capacity: a library that finds no memory for its workspace does without it, as
+cuDNN does. The range comes from replays under other assumptions (`tightfit.simulate.band`).
 """
 
 import numpy as np
@@ -16,19 +16,21 @@ from tightfit.simulate.timeline_bytes import Levels, levels_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
+# What fits a screen; the JSON has as many, so that both say the same.
 NUM_HOLDERS = 12
 
 
 def estimate_peak(
     tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
 ) -> Estimate:
-    """What `tape` costs on `device`, with the context, workspaces and speeds that `calibration` measured there. An empty tape costs its context.
+    """The estimate of `tape` on `device`, with the context, workspaces and speeds that `calibration` measured. An empty tape needs the context only.
 
     Raises:
-        UsageError: the calibration was made on another card.
+        UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
     device = device if calibration is None else calibration.applied_to(device, libraries_of(tape))
+    # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
     levels = levels_on(device, tape, settings)
@@ -45,6 +47,8 @@ def estimate_peak(
     at = int(levels.allocated.argmax()) if len(levels.allocated) else 0
     alive = _alive(tape, at)
     at_peak = {c.name.lower(): int(levels.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
+    # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
     seconds = step_seconds(tape, device, calibration)
     return Estimate(
@@ -55,6 +59,7 @@ def estimate_peak(
             allocated_bytes=peak_allocated,
             reserved_bytes=peak_reserved,
             device_bytes=device_bytes,
+            # The causes are added as if they all occurred at once: a bound rather than a likely range.
             device_low_bytes=device_bytes - sum(b.less_bytes for b in band),
             device_high_bytes=device_bytes + sum(b.more_bytes for b in band),
         ),
@@ -64,6 +69,7 @@ def estimate_peak(
         spans=_span_peaks(tape, levels),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
+        # The last step stands for all: the first one also allocates the optimizer's states.
         seconds_per_step=seconds[-1] if seconds else 0.0,
         versions=tape.versions,
         assumptions=tape.assumptions,
@@ -71,7 +77,7 @@ def estimate_peak(
 
 
 def _alive(tape: Tape, at: int) -> Column:
-    """Which storages live just after event `at`."""
+    """Which storages are allocated just after event `at`."""
     kind, storage = tape.events.kind[: at + 1], tape.events.storage[: at + 1]
     alive = np.zeros(len(tape.storages), dtype=bool)
     alive[storage[kind == EventKind.ALLOCATE]] = True
@@ -85,6 +91,7 @@ def _moment(tape: Tape, at: int) -> PeakMoment:
         for i in range(len(tape.spans))
         if tape.spans.begin[i] <= at < tape.spans.end[i]
     ]
+    # An event counts the operators before it, so the one that is running is the last of them.
     operator = int(tape.events.operator[at]) - 1 if len(tape.events) else -1
     if operator < 0:
         return PeakMoment(span=names[0] if names else "", phase="other", operator="", module="", line="")
@@ -99,7 +106,7 @@ def _moment(tape: Tape, at: int) -> PeakMoment:
 
 
 def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ...]:
-    """The places that hold most. Storages of one category, line and operator are one holder; numbers in module paths become `*`."""
+    """The largest allocation sites. Storages of one category, line and operator are grouped; numbers in module paths become `*`."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     operators, strings = tape.operators, tape.strings
     for storage in np.flatnonzero(alive).tolist():
@@ -122,7 +129,7 @@ def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ..
 
 
 def _span_peaks(tape: Tape, levels: Levels) -> tuple[SpanPeak, ...]:
-    """One entry per name of a span, in order of first appearance; pieces of a span that was interrupted are taken together."""
+    """One entry per name of a span, in order of first appearance; the pieces of an interrupted span are merged."""
     pieces: dict[tuple[str, int], list[slice]] = {}
     for name, kind, begin, end in zip(*(c.tolist() for c in tape.spans.columns().values()), strict=True):
         pieces.setdefault((tape.strings[name], kind), []).append(slice(begin, end))

@@ -1,4 +1,4 @@
-"""Bytes held after each event of a tape, on a card without or with a limit."""
+"""The memory timeline of a tape: allocated and reserved bytes after each event, with or without a limit."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Watch = Callable[[int, CachingAllocator, Mapping[int, Block]], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """Bytes allocated and reserved after each event, and the rounded size of the block that each storage had."""
+    """Allocated and reserved bytes after each event, and the rounded block size of each storage."""
 
     allocated: Column
     reserved: Column
@@ -34,13 +34,13 @@ def replay_levels(
     capacity_bytes: int | None = None,
     watch: Watch | None = None,
 ) -> Levels:
-    """Replays the events of `tape`, by default with its likely sizes and in its own order. A storage of no bytes is left out.
+    """Replays the events of `tape`, by default with its likely sizes and in its own order. Storages of 0 bytes are skipped.
 
-    With `capacity_bytes`, the most that the allocator may reserve, a workspace of cuDNN that finds no room is left out too. `watch` may look
-    at the allocator after each event; its blocks are by storage.
+    With `capacity_bytes`, the limit on reserved bytes, a cuDNN workspace that does not fit is skipped too. `watch` is called with the allocator
+    and its blocks by storage after each event.
 
     Raises:
-        OutOfDeviceMemory: anything else finds no room.
+        OutOfDeviceMemory: anything else does not fit.
     """
     replay = TapeReplay(CachingAllocator(settings, capacity_bytes=capacity_bytes))
     allocator = replay.allocator
@@ -48,6 +48,7 @@ def replay_levels(
     allocated, reserved = [0] * num_events, [0] * num_events
     block_bytes = [0] * len(tape.storages)
     sizes = (tape.storages.num_bytes if num_bytes is None else num_bytes).tolist()
+    # Lists instead of arrays: indexing a numpy array element by element is several times slower, and this is the hot loop.
     streams, sources = tape.storages.stream.tolist(), tape.storages.source
     columns = (tape.events.kind, tape.events.storage, tape.events.value)
     if watch is not None:
@@ -60,6 +61,8 @@ def replay_levels(
             except OutOfDeviceMemory:
                 if sources[storage] != Source.CUDNN:
                     raise
+                # torch tries cuDNN's plans in turn and skips one whose workspace does not fit (try_plans in
+                # aten/src/ATen/native/cudnn/Conv_v8.cpp). With size 0 the storage's free event is skipped as well.
                 sizes[storage] = 0
             else:
                 if kind == EventKind.ALLOCATE:
@@ -76,8 +79,9 @@ def replay_levels(
 
 
 def levels_on(device: Device, tape: Tape, settings: AllocatorSettings, *, watch: Watch | None = None) -> Levels:
-    """Replays `tape` with the memory that `device` has beside the context, or without a limit where that is too little."""
+    """Replays `tape` with the memory that `device` has besides the context, or without a limit where that is too little."""
     try:
         return replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes, watch=watch)
+    # A workload that does not fit still has a peak to report: how much memory it would need.
     except OutOfDeviceMemory:
         return replay_levels(tape, settings, watch=watch)

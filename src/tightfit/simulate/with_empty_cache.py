@@ -1,4 +1,4 @@
-"""A tape of a run that gives back what its allocator has cached, at moments at which the recorded one did not."""
+"""Inserts calls of `torch.cuda.empty_cache` into a tape."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ def with_emptied_cache(tape: Tape, at: Sequence[int]) -> Tape:
         "operator": operator,
         "value": np.insert(events.value, moments, 0),
     }
+    # searchsorted from the left: an event inserted at a span's begin belongs to that span.
     moved = spans.columns() | {
         "begin": spans.begin + np.searchsorted(moments, spans.begin),
         "end": spans.end + np.searchsorted(moments, spans.end),

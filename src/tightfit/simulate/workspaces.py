@@ -1,7 +1,7 @@
-"""A tape that was traced for one card, with the workspaces of another; and the libraries that its operators load.
+"""Replaces the cuBLAS workspaces of a tape by those of another GPU, and finds the libraries that a tape's operators load.
 
-Torch gives cuBLAS a workspace whose size hangs on the card, or on what a calibration measured there. A size that the user set, with
-`CUBLAS_WORKSPACE_CONFIG`, is the same on every card and stays.
+The size of torch's cuBLAS workspace depends on the GPU, or on what a calibration measured there. A size that the user set with
+`CUBLAS_WORKSPACE_CONFIG` is the same on every GPU and stays.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from tightfit.tape import Source, Storages, Tape
 
 
 def with_workspaces_of(device: Device, tape: Tape, calibration: Calibration | None = None) -> Tape:
-    """`tape`, as its kernels would have asked for cuBLAS workspaces on `device`."""
+    """`tape` with the cuBLAS workspaces that torch would allocate on `device`."""
     storages = tape.storages
+    # A workspace of another size was set by the user.
     chosen_by_torch = (storages.source == Source.CUBLAS) & np.isin(storages.num_bytes, DEFAULT_CUBLAS_BYTES)
     version = torch_version(tape.versions["torch"]) if "torch" in tape.versions else LATEST
     cublas_bytes = cublas_workspace_bytes(device, torch=version, calibration=calibration)
@@ -32,7 +33,7 @@ def with_workspaces_of(device: Device, tape: Tape, calibration: Calibration | No
 def libraries_of(tape: Tape) -> frozenset[str]:
     """Which of cuBLAS, cuBLASLt and cuDNN a process that runs `tape` loads, as `tightfit.devices.calibration.LIBRARIES` names them.
 
-    A product with a bias goes to cuBLASLt, any other to cuBLAS (aten/src/ATen/native/cuda/Blas.cpp); a convolution to cuDNN.
+    A matmul with a bias goes to cuBLASLt, any other to cuBLAS (aten/src/ATen/native/cuda/Blas.cpp); a convolution to cuDNN.
     """
     names = {tape.strings[name] for name in np.unique(tape.operators.name)}
     used = {"cublas" for name in names if operator_class(name) == "matmul"}

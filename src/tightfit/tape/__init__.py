@@ -1,4 +1,4 @@
-"""The tape: one recorded run as plain columns, the only thing that passes from tracing to simulation, planning and reports."""
+"""The tape: one traced run as plain columns, the only thing that passes from tracing to simulation, planning and reports."""
 
 from tightfit.tape.columns import (
     SCHEMA,

@@ -1,9 +1,9 @@
-"""The tape: one recorded run as plain columns, the only thing that passes from tracing to simulation, planning and reports.
+"""The columns of a tape: one traced run, the only thing that passes from tracing to simulation, planning and reports.
 
-Four tables. `operators` has a row per kernel call in the order of issue; `storages` a row per block of device memory that was asked for;
-`events` is the order in which storages are born and die (and the few other things that an allocator is told); `spans` names stretches of
-events: the steps, and what a script does besides, such as an evaluation. Columns are numpy arrays, names are indices into `strings`.
-A tape knows no torch and no card: sizes are those that were requested, before any allocator rounds them.
+Four tables. `operators` has a row per kernel call in the order of issue; `storages` a row per allocation of device memory; `events` is the order in
+which storages are allocated and freed (and the few other calls of an allocator); `spans` names ranges of events: the steps, and what a script
+does outside of steps, such as an evaluation. Columns are numpy arrays, names are indices into `strings`. A tape does not depend on torch or on a
+GPU: sizes are those that were requested, before any allocator rounds them.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Phase(enum.IntEnum):
 
 
 class Category(enum.IntEnum):
-    """What a storage is for. `TEMPORARIES` die in the phase they were born in, `ACTIVATIONS` wait for the backward pass."""
+    """What a storage is for. `TEMPORARIES` are freed in the phase that allocated them, `ACTIVATIONS` are saved for backward."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -47,8 +47,9 @@ class Category(enum.IntEnum):
     WORKSPACE = 6
 
 
+# Kept apart because workspaces depend on the GPU and may be left out where memory is short, unlike tensors.
 class Source(enum.IntEnum):
-    """Who asked for a storage: a tensor, a kernel for its own scratch space, or a library for its workspace."""
+    """What a storage was allocated for: a tensor, a kernel's own scratch space, or the workspace of a library."""
 
     TENSOR = 0
     SCRATCH = 1
@@ -58,7 +59,7 @@ class Source(enum.IntEnum):
 
 
 class EventKind(enum.IntEnum):
-    """What an allocator is told. `storage` is -1 where an event concerns none; `value` is the stream of a `USE`."""
+    """The calls of an allocator. `storage` is -1 where an event concerns none; `value` is the stream of a `USE`."""
 
     ALLOCATE = 0
     FREE = 1
@@ -68,7 +69,7 @@ class EventKind(enum.IntEnum):
 
 
 class SpanKind(enum.IntEnum):
-    """`SETUP` is what comes before the first step; `STEP` the user's steps; `ASIDE` evaluation, sampling and the like."""
+    """`SETUP` is everything before the first step; `STEP` one step of the user's loop; `ASIDE` is outside of steps: evaluation, sampling."""
 
     SETUP = 0
     STEP = 1
@@ -77,7 +78,7 @@ class SpanKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Columns of one length."""
+    """Columns of equal length."""
 
     def __len__(self) -> int:
         return len(getattr(self, dataclasses.fields(self)[0].name))
@@ -113,7 +114,7 @@ class Operators(Table):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Storages(Table):
-    """Blocks of device memory, by the operator that asked for them (-1: none, such as a copy from the host at set-up).
+    """Allocations of device memory, with the operator that made them (-1: none, such as a copy from the host at set-up).
 
     `low_bytes` to `high_bytes` is the range of a size that is not known for certain; for all others both equal `num_bytes`.
     """
@@ -129,7 +130,7 @@ class Storages(Table):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Events(Table):
-    """The order of births and deaths. `operator` is the number of operators issued before the event."""
+    """Allocations and frees in order. `operator` is the number of operators issued before the event."""
 
     kind: Column = _column("int8")
     storage: Column = _column("int32")
@@ -139,7 +140,7 @@ class Events(Table):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spans(Table):
-    """Named stretches of events, `begin` included and `end` not; in order and disjoint."""
+    """Named ranges of events `[begin, end)`, in order and disjoint."""
 
     name: Column = _column("int32")
     kind: Column = _column("int8")
@@ -149,18 +150,18 @@ class Spans(Table):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """Something that could not be known, where it came up, and what was taken for it."""
+    """A value that a trace without data cannot know: where it came up and what was assumed."""
 
     where: str
     what: str
 
 
 class EffectKind(enum.StrEnum):
-    """What the code of a module does besides computing its outputs, or what else a program does with its gradients.
+    """Side effects of a module's code, or other uses of the gradients by the program.
 
-    `WRITE` and `DRAW` (of a random state that is not torch's own) can be put back; `IN_PLACE` cannot. `INPUT` and `OUTPUT`: the tensors that
-    go in or come out are written to in place. `REPLACED`: its parameters are others when the backward pass begins. Those from `GRADIENT` on
-    are of the program as a whole.
+    `WRITE` and `DRAW` (from a random state that is not torch's own) can be restored; `IN_PLACE` cannot. `INPUT` and `OUTPUT`: the module's
+    inputs or outputs are modified in place. `REPLACED`: its parameters are other tensors when the backward pass begins. Those from `GRADIENT`
+    on concern the program as a whole.
     """
 
     WRITE = "write"
@@ -181,7 +182,7 @@ class EffectKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One thing that the module at the path `module` does besides computing; `module` is empty for the program as a whole.
+    """One side effect of the module at the path `module`; `module` is empty for the program as a whole.
 
     `what` is a clause that begins with a verb, `line` the user's (`train.py:41`), empty where it could not be found.
     """
@@ -199,7 +200,7 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """One recorded run. `host_peak_bytes` is the most host memory that tensors on the host held.
+    """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them.
@@ -233,7 +234,9 @@ class Tape:
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
+        # JSON as bytes in an array: everything is one file, and np.load needs no pickle to read it.
         np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)
+        # os.replace is atomic, so a reader never finds half a tape.
         partial = Path(f"{os.fspath(path)}.partial")
         partial.write_bytes(buffer.getvalue())
         partial.replace(path)
@@ -246,6 +249,7 @@ class Tape:
             RecordingError: the file is not a tape, or one of another schema.
         """
         try:
+            # allow_pickle=False, as a tape may come from somebody else and a pickle can run code.
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 head = json.loads(arrays["head"].tobytes())
                 tables: dict[str, Any] = {
@@ -258,6 +262,7 @@ class Tape:
             raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
         head["strings"] = tuple(head["strings"])
         head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
+        # Tapes from before effects were recorded lack the key.
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         return cls(**head, **tables)
 

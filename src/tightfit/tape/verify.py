@@ -1,6 +1,6 @@
-"""What must hold of every tape, as code that is run: tests run it on all of them, a capture on the one it made.
+"""The invariants of a tape, as executable checks: tests run them on every tape, a capture on the one it made.
 
-Each rule yields sentences about what breaks it; an empty list is a valid tape.
+Each rule yields a sentence for each violation; an empty list means a valid tape.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from tightfit.tape.columns import Category, EffectKind, EventKind, Phase, Source
 
 def verify_tape(tape: Tape) -> list[str]:
     """Every broken rule of `tape`, as a sentence each."""
+    # The columns below are indexed by storage, which needs valid indices and one allocation for each.
     return [fault for rule in (_shapes, _names, _values, _lives, _order, _spans, _effects) for fault in rule(tape)]
 
 
@@ -41,6 +42,7 @@ def _values(tape: Tape) -> Iterator[str]:
         if not np.isin(column, list(allowed)).all():
             yield f"a value that is no {allowed.__name__}"
     storages = tape.storages
+    # The likely size may be 0, as cuDNN often takes no workspace; then only the high end says that there may be one.
     if (storages.num_bytes < 0).any() or (storages.high_bytes <= 0).any():
         yield "a storage of no bytes"
     if (
@@ -50,6 +52,7 @@ def _values(tape: Tape) -> Iterator[str]:
     ):
         yield "a storage whose likely size lies outside its range"
     for column in ("flops", "bytes_read", "bytes_written"):
+        # Written so that NaN fails too.
         if not (getattr(tape.operators, column) >= 0).all():
             yield f"a negative or undefined {column}"
     if len(tape.storages) and tape.storages.operator.max() >= len(tape.operators):

@@ -9,9 +9,8 @@ from typing import final
 
 import torch
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -26,7 +25,7 @@ class AllocatorSettings(AbstractTechnique):
     exact = True
     exactness = "bit for bit: no operator is changed"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option: expandable segments."""
         yield Option(
             technique=self.name,

@@ -83,7 +83,7 @@ def _is_inside(number: str, option: Option) -> bool:
 
 
 def _updates_in_backward(option: Option) -> bool:
-    return option.settings.get("in_backward") in (True, "True")
+    return bool(option.settings.get("in_backward", False))
 
 
 def modules_of(option: Option) -> frozenset[str]:

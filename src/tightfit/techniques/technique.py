@@ -9,10 +9,9 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
-from tightfit.tape import Tape
 from tightfit.techniques.session import Session
 
 Checked = TypeVar("Checked")
@@ -61,8 +60,8 @@ class AbstractTechnique(abc.ABC):
     needs: ClassVar[Needs] = Needs.NOTHING
 
     @abc.abstractmethod
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
-        """The options on this tape; none if the technique does not apply. Pure: no torch, no side effects."""
+    def options(self, profile: Profile) -> Iterable[Option]:
+        """The options on this profile; none if the technique does not apply. Pure: no torch, no side effects."""
 
     @abc.abstractmethod
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
@@ -72,7 +71,7 @@ class AbstractTechnique(abc.ABC):
             ApplyError: it cannot be applied to this model; nothing has been changed then.
         """
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Related changes that a user could make and a plan does not; none by default."""
         return ()
 

@@ -1,1 +1,1 @@
-"""Searches the settings of torch's caching allocator that a recording would need least memory with."""
+"""Searches the settings of torch's caching allocator with which a recorded program reserves least memory."""

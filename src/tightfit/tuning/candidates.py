@@ -1,7 +1,7 @@
-"""Which settings are worth a trial on a recording, and which must not be recommended whatever a trial says.
+"""The allocator settings that are worth a trial on a recording, and those that must not be recommended whatever a trial says.
 
-Thresholds are drawn from the sizes that the program asks for: `max_split_size` changes something only where it separates two of them.
-A candidate is text, as `PYTORCH_CUDA_ALLOC_CONF` has it, because that is what a user pastes.
+Thresholds come from the sizes that the program allocates: `max_split_size` changes something only where it separates two of them.
+A candidate is text in the form of `PYTORCH_CUDA_ALLOC_CONF`, because that is what a user pastes.
 """
 
 import dataclasses
@@ -14,9 +14,12 @@ from tightfit.units import MIB
 
 EXPANDABLE = "expandable_segments:True"
 _LARGE_SEGMENT_MIB = 20
+# torch 2.10 and later accept 20, earlier versions want more than a large segment.
 _LEAST_SPLIT_MIB = _LARGE_SEGMENT_MIB + 1
 _LEAST_LARGE_SEGMENT_MIB = MIN_LARGE_BYTES // MIB + 1
+# Every threshold is a replay of the whole recording.
 _NUM_THRESHOLDS = 12
+# 1 TiB: any cached block of that size or less may serve an oversize request.
 _UNLIMITED_MIB = 1 << 20
 
 NEEDS: Mapping[str, str] = {
@@ -36,7 +39,7 @@ class Refused:
 
 
 def keys_of(text: str) -> dict[str, str]:
-    """The keys of a well-formed settings string with their values, lists kept whole."""
+    """The keys of a well-formed settings string with their values, lists as one text."""
     found, depth, piece = {}, 0, ""
     for letter in f"{''.join(text.split())},":
         depth += (letter == "[") - (letter == "]")
@@ -50,9 +53,10 @@ def keys_of(text: str) -> dict[str, str]:
 
 
 def joined(*texts: str) -> str | None:
-    """Several settings as one string, the later ones ruling; None where torch or `known_bad` refuses the combination."""
+    """Several settings as one string, later ones overriding earlier ones; None where torch or `known_bad` refuses the combination."""
     keys: dict[str, str] = {}
     for text in texts:
+        # torch would accept a key twice, with the last value; here each is written once.
         keys |= keys_of(text)
     whole = ",".join(f"{key}:{value}" for key, value in keys.items())
     if known_bad(whole) is not None:
@@ -78,6 +82,7 @@ def known_bad(text: str, *, is_windows: bool = False) -> str | None:
         return "max_split_size_mb with expandable_segments:True lets reserved memory grow without bound (pytorch issue #123548)"
     if is_expandable and "garbage_collection_threshold" in keys:
         return "garbage_collection_threshold never frees expandable segments (pytorch pull request #134338)"
+    # Host memory: no trial on the device's allocator could show what these do.
     pinned = [key for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb") if key in keys]
     if pinned:
         return f"{pinned[0]} moves no byte on the device, and can overflow the host heap (pytorch pull request #192722)"
@@ -95,7 +100,7 @@ def without_effect(text: str, *, has_limit: bool) -> str | None:
 
 
 def needs(text: str) -> tuple[str, ...]:
-    """What the settings need."""
+    """The requirements of the settings."""
     return tuple(need for key, need in NEEDS.items() if key in keys_of(text) and keys_of(text)[key] != "False")
 
 
@@ -109,6 +114,7 @@ def spelled(settings: AllocatorSettings) -> str:
         parts.append(f"large_segment_size_mb:{settings.large_segment_size_bytes // MIB}")
     if settings.max_split_size_bytes is not None:
         parts.append(f"max_split_size_mb:{settings.max_split_size_bytes // MIB}")
+    # torch's default follows the size of large segments.
     if settings.max_non_split_rounding_bytes != settings.large_segment_size_bytes:
         parts.append(f"max_non_split_rounding_mb:{settings.max_non_split_rounding_bytes // MIB}")
     if any(count > 1 for count in settings.roundup_power2_divisions):
@@ -125,6 +131,7 @@ def divisions_text(divisions: tuple[int, ...]) -> str:
     counts = [count if count > 1 else 1 for count in divisions]
     if len(set(counts)) == 1:
         return f"roundup_power2_divisions:{counts[0]}"
+    # Only the part that differs from what follows is written out, as users paste the result.
     last = max(at for at in range(NUM_INTERVALS) if counts[at] != counts[-1])
     # The first item also covers all below it, and what is not named between two items is off.
     first = next(at for at in range(NUM_INTERVALS) if counts[at] != counts[at + 1])
@@ -138,15 +145,15 @@ def divisions_text(divisions: tuple[int, ...]) -> str:
 
 
 def split_thresholds_mib(requests: Mapping[int, int]) -> list[int]:
-    """Values of `max_split_size_mb` that separate the sizes asked for, from the smallest up: each just above one size and not above the next.
+    """Values of `max_split_size_mb` that separate the requested sizes, ascending: each just above one size and not above the next.
 
-    The smallest is 21: torch before 2.10 asks for more than the 20 MiB of a large segment.
+    The smallest is 21: torch before 2.10 requires more than the 20 MiB of a large segment.
     """
     return sorted({_LEAST_SPLIT_MIB, *(-(-size // MIB) for size in requests if size > _LEAST_SPLIT_MIB * MIB)})
 
 
 def thinned(values: list[int], count: int = _NUM_THRESHOLDS) -> list[int]:
-    """At most `count` of the values, evenly along their order, the ends included."""
+    """At most `count` of the values, evenly spaced in their order, both ends included."""
     if len(values) <= count:
         return values
     return sorted({values[round(at * (len(values) - 1) / (count - 1))] for at in range(count)})
@@ -154,25 +161,26 @@ def thinned(values: list[int], count: int = _NUM_THRESHOLDS) -> list[int]:
 
 def roundings() -> Iterator[str]:
     """One number of divisions for all sizes."""
+    # Powers of two, which torch insists on; from 64 divisions on nearly nothing is rounded.
     for count in (2, 4, 8, 16, 32, 64):
         yield f"roundup_power2_divisions:{count}"
 
 
 def large_segments(*, is_expandable: bool) -> Iterator[str]:
-    """Sizes of large segments; with expandable segments they are the pages, of which smaller ones waste less."""
+    """Sizes of large segments; with expandable segments these are the pages, and smaller ones waste less."""
     for size_mib in (_LEAST_LARGE_SEGMENT_MIB, 12, 16, 32, 64) if is_expandable else (12, 16, 32, 64, 128, 256):
         yield f"large_segment_size_mb:{size_mib}"
 
 
 def non_split_roundings(threshold_mib: int) -> Iterator[str]:
-    """How much larger than the request a block may be that is not split; the last is any."""
+    """Values of how much larger than the request an oversize block may be; the last is unlimited."""
     for rounding_mib in (2 * _LARGE_SEGMENT_MIB, threshold_mib // 2, threshold_mib, 4 * threshold_mib, _UNLIMITED_MIB):
         if rounding_mib > _LARGE_SEGMENT_MIB:
             yield f"max_non_split_rounding_mb:{rounding_mib}"
 
 
 def busy_intervals(requests: Mapping[int, int], least_share: float = 0.01) -> list[int]:
-    """The intervals between powers of two (as `roundup_power2_divisions` counts them) where sizes vary and that matter, most bytes first."""
+    """The intervals between powers of two (as `roundup_power2_divisions` counts them) with several sizes and a relevant share of bytes, most first."""
     traffic: dict[int, int] = {}
     variety: dict[int, int] = {}
     for size, count in requests.items():
@@ -180,5 +188,6 @@ def busy_intervals(requests: Mapping[int, int], least_share: float = 0.01) -> li
         traffic[interval] = traffic.get(interval, 0) + size * count
         variety[interval] = variety.get(interval, 0) + 1
     least_bytes = least_share * sum(traffic.values())
+    # An interval with one size has nothing to make equal.
     busy = [at for at in traffic if variety[at] > 1 and traffic[at] >= least_bytes]
     return sorted(busy, key=lambda at: -traffic[at])

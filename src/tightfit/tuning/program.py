@@ -1,8 +1,8 @@
-"""What a recorded program asked of the allocator, without the addresses it got: played under any settings, always from the same beginning.
+"""The allocator calls of a recorded program, without the addresses it got: replayed under any settings, always from the same start.
 
-Settings are in force from the first request of a process on, so a cache that other settings filled is no fair start. Every trial
-begins with an empty allocator that is asked for the blocks which were in use when the recording began, in the order of their addresses.
-The moments at which the cache was given back stay as recorded, whichever settings are tried.
+Settings apply from the first allocation of a process on, so a cache that other settings filled would be no fair start. Every trial begins with an
+empty allocator that allocates the blocks which were allocated when the recording began, in the order of their addresses. Calls of `empty_cache`
+stay where they were recorded, whichever settings are tried.
 """
 
 import dataclasses
@@ -17,15 +17,17 @@ from tightfit.recordings.read import Action, DeviceRecording
 from tightfit.recordings.rebuild import rebuild
 from tightfit.units import GIB
 
+# No recording has this stream: real ones are at least 0, and those of private pools count down from -1.
 _SOME_OTHER_STREAM = -1 << 62
 _RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+# A check at every step would cost more than the step.
 _EVENTS_BETWEEN_CHECKS = 2048
 _SIZE_CHANGE = 0.2
 _HIGHEST_ADDRESS = 1 << 62
 
 
 class Step(enum.IntEnum):
-    """What a program does: TRY is a request that failed in the recording, FREE_LATER one that another stream keeps back until COMPLETE."""
+    """A step of a program: TRY is an allocation that failed in the recording, FREE_LATER a free that waits for another stream until COMPLETE."""
 
     MALLOC = 0
     FREE = 1
@@ -37,7 +39,7 @@ class Step(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """A block from its request before step `lower` until just before step `upper`, when it may be used again; `is_whole` lives throughout."""
+    """A block from its allocation at step `lower` until just before step `upper`, when it can be reused; `is_whole`: allocated throughout."""
 
     lower: int
     upper: int
@@ -48,10 +50,10 @@ class Lifetime:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one set of settings came to.
+    """The result of one set of settings.
 
-    `num_driver_calls` counts what was asked of the driver and given back to it after the beginning. `oom_event` is the recorded event that found
-    no memory. `is_cut`: given up because it held too much already, so that the true peak may be higher.
+    `num_driver_calls` counts segments and pages allocated and freed after the start. `oom_event` is the recorded event at which memory ran out.
+    `is_cut`: stopped because it reserved too much already, so that the true peak may be higher.
     """
 
     peak_reserved_bytes: int
@@ -62,7 +64,7 @@ class Trial:
 
     @classmethod
     def sum_of(cls, trials: Sequence["Trial"]) -> "Trial":
-        """Several devices together; the first that ran out of memory speaks for all."""
+        """The sum over several devices, with the `oom_event` of the first that ran out of memory."""
         return cls(
             peak_reserved_bytes=sum(one.peak_reserved_bytes for one in trials),
             num_driver_calls=sum(one.num_driver_calls for one in trials),
@@ -73,12 +75,12 @@ class Trial:
 
     @property
     def is_calm(self) -> bool:
-        """The program ran to its end and never had to wait for memory to be given back."""
+        """Whether the program ran to its end without an allocation retry."""
         return self.oom_event is None and not self.is_cut and not self.alloc_retries
 
     @property
     def badness(self) -> tuple[bool, bool, int, int, int]:
-        """Smaller is better: it runs, it was not given up, with few retries, few bytes and few driver calls."""
+        """A sort key, smaller is better: it fits, it was not cut, few retries, few bytes, few driver calls."""
         return (
             self.oom_event is not None,
             self.is_cut,
@@ -88,7 +90,7 @@ class Trial:
         )
 
     def is_no_worse(self, other: "Trial") -> bool:
-        """It runs if the other does, and then with fewer retries, or as many and no more bytes."""
+        """Whether it fits if the other does, with fewer retries, or as many and no more bytes."""
         if self.oom_event is not None or other.oom_event is not None:
             return self.oom_event is None
         return (self.alloc_retries, self.peak_reserved_bytes) <= (other.alloc_retries, other.peak_reserved_bytes)
@@ -96,9 +98,9 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The steps of one device, as columns of equal length: the `Step`, which block, its bytes as requested, its lane, and the recorded event.
+    """The steps of one device, as columns of equal length: the `Step`, the block, its requested bytes, its lane, and the recorded event.
 
-    The first `num_at_start` steps make the blocks of the beginning.
+    The first `num_at_start` steps allocate the blocks of the start.
     """
 
     device: int
@@ -114,6 +116,7 @@ class Program:
         """The program behind a recording that ran with `recorded_settings`."""
         writer = _Writer()
         start = rebuild(recording, recorded_settings, CachingAllocator(recorded_settings)).blocks
+        # In the order of addresses, so that neighbours are likely to be neighbours again.
         for address in sorted(start):
             block = start[address]
             writer.malloc(address, block.requested_bytes, block.pool.stream, event=0)
@@ -141,9 +144,9 @@ class Program:
         cut_above_bytes: int | None = None,
         places_downwards: bool = False,
     ) -> Trial:
-        """The trial of `settings` with at most `capacity_bytes`, given up once it holds more than `cut_above_bytes`.
+        """The trial of `settings` with a limit of `capacity_bytes`, stopped once it reserves more than `cut_above_bytes`.
 
-        The driver's addresses decide between blocks that are equally good; here each new segment lies above all others, or below them.
+        The driver's addresses break ties between equal free blocks; here each new segment lies above all others, or below them.
         """
         allocator = CachingAllocator(
             settings,
@@ -153,6 +156,7 @@ class Program:
         )
         live: dict[int, Block] = {}
         oom_event, is_cut = self._run(allocator, live, 0, self.num_at_start), False
+        # Only from here on: filling the allocator with the blocks of the start costs calls that no setting can avoid.
         allocator.driver_log = []
         for begin in range(self.num_at_start, len(self.steps), _EVENTS_BETWEEN_CHECKS):
             is_cut = cut_above_bytes is not None and allocator.peak_reserved_bytes > cut_above_bytes
@@ -168,10 +172,11 @@ class Program:
         )
 
     def _run(self, allocator: CachingAllocator, live: dict[int, Block], begin: int, end: int) -> int | None:
-        """Plays the steps from `begin` to `end`; the event that found no memory."""
+        """Replays the steps `[begin, end)`; returns the event at which memory ran out, if it did."""
         columns = (self.steps, self.blocks, self.num_bytes, self.lanes)
         rows = zip(*(column[begin:end] for column in columns), strict=True)
         for at, (step, block, num_bytes, lane) in enumerate(rows, begin):
+            # Ordered by frequency: a trial is some hundred thousand steps, and there are dozens of trials.
             if step == Step.FREE:
                 allocator.free(live.pop(block))
             elif step in (Step.MALLOC, Step.TRY):
@@ -193,19 +198,21 @@ class Program:
         return None
 
     def with_other_sizes(self, seed: int) -> "Program":
-        """The same program on other data: each size above 1 MiB is up to a fifth smaller or larger, the same wherever it is asked for."""
+        """The same program on other data: each size above 1 MiB is scaled by up to a fifth, equal sizes by the same factor."""
         source = random.Random(seed)
+        # Another batch or sequence length scales sizes like this; what was fitted to exact sizes shows itself here.
         factors = {
             size: 1 + source.uniform(-_SIZE_CHANGE, _SIZE_CHANGE)
             for size in sorted(set(self.num_bytes))
+            # Small requests share 2 MiB segments in any case; weights of a layer must stay equal to their gradients.
             if size > SMALL_BYTES
         }
         return dataclasses.replace(self, num_bytes=tuple(int(size * factors.get(size, 1)) for size in self.num_bytes))
 
     def peak_live_bytes(self) -> int:
-        """The most that was in use at once, each request rounded up to 512 bytes: no allocator holds less.
+        """The peak of allocated bytes, each request rounded up to 512 bytes: a lower bound for any allocator.
 
-        A block that waits for another stream is not counted: torch may stop waiting for it when memory runs out.
+        A block that waits for another stream is not counted: torch synchronises with the stream when memory runs out.
         """
         live_bytes = peak_bytes = 0
         sizes: dict[int, int] = {}
@@ -220,13 +227,14 @@ class Program:
         return peak_bytes
 
     def lifetimes(self) -> list[Lifetime]:
-        """Every block with the steps between which its bytes are taken, each size rounded up to 512 bytes."""
+        """Every block with the steps between which its bytes are occupied, each size rounded up to 512 bytes."""
         born: dict[int, tuple[int, int, int]] = {}
         waiting: set[int] = set()
         found: list[Lifetime] = []
 
         def die(block: int, upper: int) -> None:
             lower, num_bytes, lane = born.pop(block)
+            # Parameters and optimizer states, mostly.
             is_whole = lower < self.num_at_start and upper >= len(self.steps)
             size = rounded(num_bytes, (0,))
             found.append(Lifetime(lower=lower, upper=upper, num_bytes=size, lane=lane, is_whole=is_whole))
@@ -243,6 +251,7 @@ class Program:
             elif step == Step.TRY:
                 die(block, at + 1)
             elif step == Step.EMPTY_CACHE:
+                # empty_cache synchronises all streams first, so pending frees complete.
                 for freed in sorted(waiting):
                     die(freed, at)
                 waiting.clear()
@@ -251,7 +260,7 @@ class Program:
         return found
 
     def requests_by_size(self) -> Mapping[int, int]:
-        """How often each size was requested, in bytes as requested."""
+        """How often each size was requested, in bytes before rounding."""
         counts: dict[int, int] = {}
         for step, num_bytes in zip(self.steps, self.num_bytes, strict=True):
             if step == Step.MALLOC:
@@ -260,7 +269,7 @@ class Program:
 
 
 def _downwards() -> Callable[[int, int], int]:
-    """Addresses for segments, each below all that came before."""
+    """Addresses for segments, each below all earlier ones."""
     lowest = _HIGHEST_ADDRESS
 
     def place(num_bytes: int, _lane: int) -> int:
@@ -272,7 +281,7 @@ def _downwards() -> Callable[[int, int], int]:
 
 
 class _Writer:
-    """Writes the rows of a program; a block is known by its address while it is in use, and by a number of its own afterwards."""
+    """Writes the rows of a program, in which a block has a number of its own instead of an address."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int, int, int]] = []
@@ -281,11 +290,11 @@ class _Writer:
         self.num_blocks = 0
 
     def malloc(self, address: int, num_bytes: int, lane: int, *, event: int) -> None:
-        """The block at `address` is in use from now on."""
+        """Adds an allocation at `address`."""
         self.in_use[address] = self._new(Step.MALLOC, num_bytes, lane, event)
 
     def free(self, address: int, *, waits: bool, event: int) -> None:
-        """The program is done with the block at `address`, if it is known."""
+        """Adds the free of the block at `address`, if it is known."""
         block = self.in_use.pop(address, None)
         if block is None:
             return
@@ -294,7 +303,7 @@ class _Writer:
         self.rows.append((Step.FREE_LATER if waits else Step.FREE, block, 0, 0, event))
 
     def follow(self, recording: DeviceRecording) -> None:
-        """Writes what the events of a recording say of the program."""
+        """Adds the program's part of the events of a recording."""
         columns = (recording.action, recording.address, recording.num_bytes, recording.lane)
         actions, addresses, sizes, lanes = (column.tolist() for column in columns)
         was_returning = False
@@ -303,6 +312,7 @@ class _Writer:
                 self.malloc(address, num_bytes, lane, event=at)
             elif action == Action.FREE_REQUESTED:
                 following = (actions[at + 1], addresses[at + 1]) if at + 1 < len(actions) else None
+                # torch completes a free at once unless another stream has used the block.
                 self.free(address, waits=following != (Action.FREE_COMPLETED, address), event=at)
             elif action == Action.FREE_COMPLETED:
                 block = self.waiting.pop(address, None)
@@ -310,6 +320,7 @@ class _Writer:
                     self.rows.append((Step.COMPLETE, block, 0, 0, at))
             elif action == Action.OOM:
                 self._new(Step.TRY, num_bytes, lane, at)
+            # A run of freed segments is one call of empty_cache.
             elif action in _RETURNS and not was_returning:
                 self.rows.append((Step.EMPTY_CACHE, 0, 0, 0, at))
             was_returning = action in _RETURNS

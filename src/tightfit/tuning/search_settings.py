@@ -1,8 +1,8 @@
-"""Searches `PYTORCH_CUDA_ALLOC_CONF` for a recorded program by replaying it: which settings would hold least, and is it worth it?
+"""Searches `PYTORCH_CUDA_ALLOC_CONF` for a recorded program by replaying it: the settings that reserve least, and whether they are worth it.
 
-Every trial begins alike (see `program`). First each setting is tried by itself, with thresholds drawn from the program's own
-sizes, then what helped is refined and combined. A trial that is far above the default is given up early. What is recommended is never
-worse than the default or the recorded settings, on this recording, with the driver's addresses in the opposite order, and with other sizes.
+Every trial has the same start (see `program`). First each setting is tried by itself, with thresholds from the program's own sizes, then those
+that helped are refined and combined. A trial far above the default is stopped early. The recommendation is never worse than the default or the
+recorded settings on this recording, with the driver's addresses in the opposite order, and with other sizes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tightfit.tuning.static_placement import StaticPlacement, place_statically
 from tightfit.tuning.sweeps import LEAST_GAIN, Search
 
 _SEARCHED_BY, _CHECKED_BY = 0.6, 0.75
-"""The parts of the time after which the search and the checks of what it found end; the rest is for the static placement."""
+"""The parts of the time after which the search and the checks of its result end; the rest is for the static placement."""
 _NUM_ROWS = 8
 _MOST_CHECKS = 12
 _FITTED_PRICE = 0.05
@@ -31,9 +31,9 @@ synthetic workloads, 1 % instead chose worse than expandable segments alone in 1
 class Row:
     """One set of settings; the empty text is torch's default.
 
-    `saved_bytes` against the default, and `recovered_share` is that as a share of what the default holds above the peak of live bytes; both are
-    None where the default runs out of memory. `driver_calls` are segments or pages asked for or given back after the beginning.
-    `is_at_least`: given up early, so the peak may be higher.
+    `saved_bytes` is relative to the default, and `recovered_share` is its share of what the default reserves above the peak of allocated bytes;
+    both are None where the default runs out of memory. `driver_calls` are segments or pages allocated or freed after the start.
+    `is_at_least`: stopped early, so the peak may be higher.
     """
 
     settings: str
@@ -54,11 +54,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was found. `recommended` is the settings to use (empty: the default), None where nothing that was tried fits.
+    """The result of a search. `recommended` are the settings to use (empty: the default), None where nothing that was tried fits.
 
     `as_recorded` and `given` are None where they are the default or were not given (or refused). `rows` are the best that were tried, the
-    default among them, by reserved bytes. `live_bytes` is the peak of live blocks, below which no allocator can be. `is_complete`: the
-    search ended by itself, not by the time.
+    default among them, by reserved bytes. `live_bytes` is the peak of allocated blocks, a lower bound for any allocator. `is_complete`: the
+    search ended before its time limit.
     """
 
     default: Row
@@ -103,10 +103,10 @@ def tune(
     seconds: float = 30.0,
     is_windows: bool = False,
 ) -> Tuning:
-    """The settings with which the recorded program would hold least, found within about `seconds`.
+    """The settings with which the recorded program reserves least, found within about `seconds`.
 
-    `alloc_conf` gets a row of its own. `capacity_bytes` bounds what the allocator may hold on each device. Settings are the process's, so the
-    devices are counted together unless one is named. `is_windows` says where the settings are going to be used.
+    `alloc_conf` gets a row of its own. `capacity_bytes` limits reserved bytes on each device. Settings apply to a process, so the devices are
+    counted together unless one is named. `is_windows`: the settings are going to be used on Windows.
 
     Raises:
         UsageError: the recording has no events of `device`, or torch would refuse `alloc_conf` (a pair that is only known to be bad is no error, but refused with its reason).
@@ -122,6 +122,7 @@ def tune(
     recorded = spelled(recording.settings)
     given, refused = _given(alloc_conf, is_windows=is_windows)
     search.try_always("")
+    # With the parsed settings: their text may have keys of another version of torch.
     search.try_always(recorded, settings=recording.settings)
     if given is not None:
         search.try_always(given)
@@ -131,6 +132,7 @@ def tune(
     recommended, reason = _Choice(
         search, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY
     ).make()
+    # What is left of the time; its bound tells how much any setting could still save.
     static = place_statically(programs, seconds=seconds * (1 - _CHECKED_BY))
     shown = [recommended] if recommended is not None else []
     return Tuning(
@@ -162,12 +164,13 @@ def _programs(recording: Recording, device: int | None) -> list[Program]:
 
 
 def _given(text: str | None, *, is_windows: bool) -> tuple[str | None, tuple[Refused, ...]]:
-    """The user's settings where they can be tried, and what is refused of them."""
+    """The user's settings if they can be tried, and those of them that are refused."""
     if text is None:
         return None, ()
     refused = _refusal(text, is_windows=is_windows)
     try:
         AllocatorSettings.parse(text)
+    # A pair that is known to be bad is refused with its reason; what torch itself refuses is the user's error.
     except UsageError:
         if refused:
             return None, refused
@@ -210,14 +213,16 @@ class _Rows:
         )
 
     def best(self, always: Iterable[str]) -> tuple[Row, ...]:
-        """Those that are always shown, and the best of each combination of keys that does better than each shown one with fewer keys."""
+        """The rows of `always`, and the best of each combination of keys that beats every shown one with fewer keys."""
         trials = self._search.trials
         always = set(always)
         shown: list[str] = []
         for text in sorted(trials, key=lambda text: (len(keys_of(text)), trials[text].badness)):
             keys = keys_of(text).keys()
+            # A combination must beat its own parts, or the simpler one is all that a reader needs.
             rivals = [other for other in shown if keys_of(other).keys() <= keys]
             is_sound = trials[text].oom_event is None and not trials[text].is_cut
+            # Without the number of driver calls: fewer of those alone make no row worth showing.
             is_better = is_sound and all(trials[text].badness[:-1] < trials[rival].badness[:-1] for rival in rivals)
             if text in always or is_better:
                 shown.append(text)
@@ -227,12 +232,12 @@ class _Rows:
 
 
 class _Choice:
-    """Chooses what to recommend."""
+    """Chooses the recommendation."""
 
     def __init__(self, search: Search, rows: _Rows, recorded: str, *, is_windows: bool, until: float) -> None:
         self._search = search
         self._rows = rows
-        # What was recorded is no measure where nobody should run it.
+        # Recorded settings that are known to be bad are no baseline.
         is_sound = recorded and known_bad(recorded, is_windows=is_windows) is None
         self._baselines = ["", recorded] if is_sound else [""]
         self._is_windows = is_windows
@@ -249,6 +254,7 @@ class _Choice:
             and known_bad(text, is_windows=self._is_windows) is None
             and all(trial.is_no_worse(trials[baseline]) for baseline in self._baselines)
         ]
+        # Each check on an altered copy costs as much as a trial, so only the preferred candidate is checked, until one passes.
         for _ in range(_MOST_CHECKS):
             chosen = self._preferred(sound)
             if (
@@ -265,12 +271,13 @@ class _Choice:
         return self._rows.of(chosen), self._reason(chosen)
 
     def _preferred(self, sound: Sequence[str]) -> str | None:
-        """With the fewest retries, the least bytes, where each key must save something to be worth it; of equals the fewest driver calls."""
+        """Of those with the fewest retries the one with the least bytes, with a price on each key; of equals the fewest driver calls."""
         trials = self._search.trials
         fewest = min((trials[text].alloc_retries for text in sound), default=0)
 
         def cost(text: str) -> tuple[float, int, int]:
             trial = trials[text]
+            # Each key is one more thing to explain and to keep up, so it must pay for itself.
             price = sum(LEAST_GAIN if key == "expandable_segments" else _FITTED_PRICE for key in keys_of(text))
             price_bytes = price * trials[""].peak_reserved_bytes
             return trial.peak_reserved_bytes + price_bytes, trial.num_driver_calls, trial.peak_reserved_bytes

@@ -1,7 +1,7 @@
-"""What a plan that knows every lifetime in advance would need: static addresses for the blocks of a recording, one arena per stream.
+"""A static placement of the blocks of a recording, one arena per stream: the memory needed if every lifetime were known in advance.
 
-Blocks that live throughout are set apart first: taking one away lowers any placement by exactly its size, so nothing is lost. The rest
-is placed greedily in several orders, and small arenas go to the search of `tightfit.placement`.
+Blocks that are allocated throughout are placed first: removing one lowers any placement by exactly its size, so nothing is lost. The rest is
+placed greedily in several orders, and small arenas go to the search of `tightfit.placement`.
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ Numbers = npt.NDArray[np.int64]
 _MOST_BLOCKS = 20_000
 """Of one arena; beyond that only the time around its peak is placed."""
 _MOST_SEARCHED = 600
-"""What the exact search is given, which takes memory and time with the square of the number of blocks."""
+"""The largest problem for the exact search, whose memory and time grow with the square of the number of blocks."""
 
 _NUM_VAIN_REPAIRS = 20
-"""After so many repairs of an order that brought nothing no more are tried."""
+"""The number of repairs without improvement after which the search for better orders stops."""
 _EARLIER = 0.15
-"""How far forward in the order a block goes that reaches too high, as a part of the number of blocks."""
+"""How far a block that ends above the bound moves forward in the order, as a part of the number of blocks."""
 _CLOSE = 1.001
-"""This near to the bound a placement is not worth more time."""
+"""A placement within this factor of the bound is not improved any further."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StaticPlacement:
-    """How high the arenas reach together, in bytes, and the bytes of their most crowded moments, below which they cannot be.
+    """The sum of the heights of the arenas, in bytes, and its lower bound, the sum of their peaks of live bytes.
 
-    `num_placed` of `num_blocks` blocks were placed: those that live near the peak, where there are too many. `is_optimal`: no lower height exists.
+    `num_placed` of `num_blocks` blocks were placed: only those near the peak where there are too many. `is_optimal`: no lower height exists.
     """
 
     height_bytes: int
@@ -68,11 +68,13 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
     moving = [block for block in arena if not block.is_whole]
     near = _near_peak(moving)
     lower, upper, size = _columns(near)
+    # The peak of live bytes bounds the height of any placement from below.
     bound_bytes = _crowd(lower, upper, size)[1]
     height_bytes = _greedy_height(lower, upper, size, bound_bytes, deadline)
     is_optimal = height_bytes == bound_bytes
     if not is_optimal and len(near) <= _MOST_SEARCHED:
         buffers = tuple(
+            # Sizes are multiples of 512, so placing in these units keeps every address aligned.
             Buffer(name=str(at), lower=block.lower, upper=block.upper, size=block.num_bytes // MIN_BLOCK_BYTES)
             for at, block in enumerate(near)
         )
@@ -89,7 +91,7 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
 
 
 def _near_peak(blocks: list[Lifetime]) -> list[Lifetime]:
-    """The blocks that live within some time of the fullest moment, the longest time that leaves few enough."""
+    """The blocks whose lifetimes are nearest to the peak, as many as can be placed."""
     if len(blocks) <= _MOST_BLOCKS:
         return blocks
     lower, upper, size = _columns(blocks)
@@ -101,17 +103,17 @@ def _near_peak(blocks: list[Lifetime]) -> list[Lifetime]:
 
 
 def _columns(blocks: list[Lifetime]) -> tuple[Numbers, Numbers, Numbers]:
-    """Births, deaths and bytes."""
+    """Begins, ends and bytes."""
     rows = [(block.lower, block.upper, block.num_bytes) for block in blocks]
     lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return lower, upper, size
 
 
 def _crowd(lower: Numbers, upper: Numbers, size: Numbers) -> tuple[int, int]:
-    """The fullest moment and the bytes that live then."""
+    """The time of the peak of live bytes, and those bytes."""
     moments = np.concatenate((lower, upper))
     changes = np.concatenate((size, -size))
-    # At one moment deaths come before births: a lifetime is half-open.
+    # At the same time ends come before begins: lifetimes are half-open, and an end has a negative change.
     order = np.lexsort((changes, moments))
     live = np.cumsum(changes[order])
     at = int(np.argmax(live)) if len(live) else 0
@@ -132,6 +134,7 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
         np.lexsort((-size, lower - upper)),
         np.lexsort((-size, lower)),
     )
+    # The first order, largest first, is placed in any case; the others while there is time.
     order, ends = orders[0], _first_fit(lower[orders[0]], upper[orders[0]], size[orders[0]])
     for other in orders[1:]:
         if ends.max() <= _CLOSE * bound_bytes or time.monotonic() > deadline:
@@ -143,6 +146,7 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
     ranks = np.empty(len(order))
     while num_vain < _NUM_VAIN_REPAIRS and best_bytes > _CLOSE * bound_bytes and time.monotonic() < deadline:
         ranks[order] = np.arange(len(order))
+        # Blocks above the bound are in the way of nothing but the result, so they get a better place next time.
         ranks[order[ends > bound_bytes]] -= _EARLIER * len(order)
         order = np.argsort(ranks, kind="stable")
         ends = _first_fit(lower[order], upper[order], size[order])
@@ -152,12 +156,13 @@ def _greedy_height(lower: Numbers, upper: Numbers, size: Numbers, bound_bytes: i
 
 
 def _first_fit(lower: Numbers, upper: Numbers, size: Numbers) -> Numbers:
-    """Where each block ends when each in turn is put into the lowest gap that holds it."""
+    """The end of each block when they are put one by one into the lowest gap that holds them (first fit)."""
     begins = np.zeros_like(size)
     ends = np.zeros_like(size)
     for at in range(len(size)):
         meets = np.flatnonzero((lower[:at] < upper[at]) & (lower[at] < upper[:at]))
         meets = meets[np.argsort(begins[meets])]
+        # The gap before a block reaches from the highest end of all below it to its begin.
         tops = np.concatenate(([0], np.maximum.accumulate(ends[meets])))
         holding = np.flatnonzero(begins[meets] - tops[:-1] >= size[at])
         begins[at] = tops[holding[0]] if len(holding) else tops[-1]

@@ -1,4 +1,4 @@
-"""The order in which settings are tried: cheap sweeps of one setting first, then what helped refined and combined, until the time is over."""
+"""The search strategy: sweeps of single settings first, then refinements and combinations of those that helped, until the time is over."""
 
 import itertools
 import time
@@ -21,13 +21,13 @@ from tightfit.tuning.candidates import (
 from tightfit.tuning.program import Program, Trial
 
 LEAST_GAIN = 0.01
-"""What saves less than this share of the default's reserved bytes is not worth doing."""
+"""Settings that save less than this share of the default's reserved bytes are not worth recommending."""
 _NUM_COPIES = 6
 _DOWNWARDS = -1
 _CUT_ABOVE = 1.1
-"""A trial that holds this many times the default's bytes helps nobody, not even in a combination."""
+"""A trial that reserves this many times the default's bytes is stopped: it will not help in a combination either."""
 _NEAR_ENOUGH = 0.002
-"""Above the bound by this share of the default's bytes there is nothing left to look for."""
+"""The search ends when a trial is above the lower bound by no more than this share of the default's bytes."""
 _NUM_REFINEMENTS = 3
 _NUM_BETWEEN = 6
 _ABOVE_ALL = 1 << 60
@@ -39,7 +39,7 @@ _LARGE, _ROUNDUP, _PAGED = "large_segment_size_mb", "roundup_power2_divisions", 
 
 
 class Search:
-    """The trials of some programs together, by the text of the settings."""
+    """The trials of one or several programs, by the text of the settings."""
 
     def __init__(
         self, programs: Sequence[Program], *, capacity_bytes: int | None, deadline: float, allows_expandable: bool
@@ -60,16 +60,16 @@ class Search:
                 self._requests[num_bytes] = self._requests.get(num_bytes, 0) + count
 
     def try_always(self, text: str, settings: AllocatorSettings | None = None) -> Trial:
-        """The trial of `text`, made in full whatever time is left; `settings` says what it means where the text cannot be parsed."""
+        """The trial of `text`, run to its end whatever time is left; `settings` is its meaning where the text cannot be parsed."""
         if text not in self.trials:
             self._settings[text] = AllocatorSettings.parse(text) if settings is None else settings
             self.trials[text] = self._play(self._settings[text])
         return self.trials[text]
 
     def lasts(self, text: str, baselines: Sequence[str], *, until: float) -> bool:
-        """Whether settings that were tried are no worse than the baselines with the driver's addresses in the opposite order, and with other sizes.
+        """Whether settings are no worse than the baselines with the driver's addresses in the opposite order, and with other sizes.
 
-        Copies with other sizes are made while there is time, and those left out on which a baseline finds no memory.
+        Copies with other sizes are tried while there is time; a baseline that runs out of memory on a copy does not count there.
         """
         rivals = [self._trial_of_copy(_DOWNWARDS, baseline) for baseline in baselines]
         if not all(self._trial_of_copy(_DOWNWARDS, text).is_no_worse(rival) for rival in rivals):
@@ -84,7 +84,7 @@ class Search:
         return True
 
     def run(self) -> bool:
-        """Tries what is worth trying, after the default; False where the time was over first."""
+        """Runs the search after the default was tried; False if the time was over first."""
         try:
             self._sweep()
             self._refine()
@@ -102,6 +102,7 @@ class Search:
             if copy not in self._copies:
                 is_same = copy == _DOWNWARDS
                 self._copies[copy] = [p if is_same else p.with_other_sizes(copy) for p in self._programs]
+            # Copies are cached by seed, so that every candidate is compared on the same altered programs.
             self._copied[copy, text] = self._play(
                 self._settings[text], programs=self._copies[copy], places_downwards=copy == _DOWNWARDS
             )
@@ -129,33 +130,37 @@ class Search:
         )
 
     def _try(self, *parts: str) -> None:
-        """The trial of the parts together, unless they do not go together or were tried."""
+        """Tries the combination of the parts, unless it is invalid or was tried before."""
         text = joined(*parts)
         if text is None or text in self.trials or (EXPANDABLE in text and not self._allows_expandable):
             return
         if time.monotonic() > self._deadline:
             raise _TimeOver
         self._settings[text] = AllocatorSettings.parse(text)
+        # Trials of the search may be cut; those that are shown in any case (try_always) may not.
         trial = self.trials[text] = self._play(self._settings[text], cut_above_bytes=self._cut_above_bytes())
         near_bytes = self.live_bytes + _NEAR_ENOUGH * self.trials[""].peak_reserved_bytes
         if trial.is_calm and trial.peak_reserved_bytes <= near_bytes:
             raise _Enough
 
     def _cut_above_bytes(self) -> int | None:
-        """None where what all devices hold together says nothing of one of them, or the default holds less only because it failed."""
+        """The bound above which a trial is stopped; None for several devices, whose sum says nothing of one, or if the default itself failed."""
         default = self.trials[""]
         if len(self._programs) > 1 or default.oom_event is not None:
             return None
         return int(_CUT_ABOVE * default.peak_reserved_bytes)
 
     def _sweep(self) -> None:
-        """One setting at a time, and each that goes with expandable segments on top of those."""
+        """Tries one setting at a time, and those that are valid with expandable segments on top of them."""
+        # First, because it recovers nearly all of the waste in most programs (docs/tuning.md), and may end the search at once.
         self._try(EXPANDABLE)
         default = self.trials[""]
+        # The default is within 1 % of the lower bound already.
         if default.is_calm and default.peak_reserved_bytes * (1 - LEAST_GAIN) <= self.live_bytes:
             raise _Enough
         for text in large_segments(is_expandable=True):
             self._try(EXPANDABLE, text)
+        # Not on top of expandable segments: with a split limit those grow without bound (pytorch issue #123548).
         for threshold_mib in thinned(split_thresholds_mib(self._requests)):
             self._try(f"{_SPLIT}:{threshold_mib}")
         for text in large_segments(is_expandable=False):
@@ -165,12 +170,13 @@ class Search:
             self._try(EXPANDABLE, text)
 
     def _refine(self) -> None:
-        """Thresholds around the best one, then how much larger than a request its block may be."""
+        """Tries split thresholds around the best one, then values of `max_non_split_rounding_mb` for it."""
         values = split_thresholds_mib(self._requests)
         for _ in range(_NUM_REFINEMENTS):
             best = self._best(_SPLIT)
             if best is None:
                 return
+            # A grid refinement between the neighbours of the best threshold: the peak is not monotonic in it.
             at = int(keys_of(best)[_SPLIT])
             tried = [int(keys_of(text)[_SPLIT]) for text in self.trials if _SPLIT in keys_of(text)]
             below = max((value for value in tried if value < at), default=0)
@@ -183,17 +189,19 @@ class Search:
                 self._try(best, text)
 
     def _combine(self) -> None:
-        """The best of each setting, two and three together."""
+        """Tries the best of each setting in pairs and triples."""
         splits = [self._best(_SPLIT), self._best(_SPLIT, _NON_SPLIT)]
         others = [self._best(_ROUNDUP), self._best(_LARGE)]
         paged = [self._best(_PAGED, _ROUNDUP), self._best(_PAGED, _LARGE)]
         for parts in (paged, *itertools.product(splits, others), others, *((split, *others) for split in splits)):
             texts = [text for text in parts if text is not None]
+            # A setting without a sound trial takes part in no combination.
             if len(texts) == len(parts):
                 self._try(*texts)
 
     def _round_by_size(self) -> None:
-        """Divisions for each interval of sizes, on top of the best settings that round nothing: one interval after another, kept where better."""
+        """Coordinate descent over the divisions of each size interval, on top of the best settings without rounding."""
+        # Both, as expandable segments may not be available where the settings are used.
         for is_paged in (True, False):
             base = self._best_of(
                 text
@@ -213,7 +221,7 @@ class Search:
                         best, divisions = text, changed
 
     def _collect_garbage(self) -> None:
-        """Where memory is limited, giving back what lies idle, before the driver refuses."""
+        """Tries garbage collection where memory is limited; without a limit torch never collects."""
         if self._capacity_bytes is None:
             return
         base = self._best_of(text for text in self.trials if EXPANDABLE not in text)
@@ -222,18 +230,18 @@ class Search:
             self._try(base or "", f"garbage_collection_threshold:{threshold}")
 
     def _best(self, *keys: str) -> str | None:
-        """The best trial that sets these keys and no others."""
+        """The best trial with exactly these keys."""
         return self._best_of(text for text in self.trials if keys_of(text).keys() == set(keys))
 
     def _best_of(self, texts: Iterable[str]) -> str | None:
-        """The best of some trials, the first of equals; None where each was given up or ran out of memory."""
+        """The best of some trials, the first of equals; None where each was cut or ran out of memory."""
         sound = [text for text in texts if not self.trials[text].is_cut and self.trials[text].oom_event is None]
         return min(sound, key=lambda text: self.trials[text].badness, default=None)
 
 
 class _Enough(Exception):
-    """There is nothing left to gain."""
+    """Raised when there is nothing left to gain."""
 
 
 class _TimeOver(Exception):
-    """The time is over."""
+    """Raised when the time limit is reached."""

@@ -1,1 +1,1 @@
-"""Text for a terminal; one file per answer."""
+"""Text for a terminal; one module per command."""

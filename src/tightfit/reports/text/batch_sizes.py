@@ -1,4 +1,4 @@
-"""The largest batches that fit, as text: the answer in two lines, and every size that was traced."""
+"""The largest batch sizes that fit, as text: the result in two lines, and every size that was traced."""
 
 from rich.table import Table
 from rich.text import Text
@@ -10,7 +10,7 @@ from tightfit.units import format_bytes, format_seconds
 
 
 def write_batch_sizes(found: BatchSizes, *, elapsed_seconds: float) -> None:
-    """Prints the answer on stdout."""
+    """Prints the result on stdout."""
     out = console()
     for line in answer(found):
         out.print(Text(line))
@@ -34,6 +34,7 @@ def answer(found: BatchSizes) -> list[str]:
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+    # The smallest size that fails is the one that explains why the search did not go further.
     if found.failed:
         size, why = min(found.failed.items())
         lines.append(f"{name} {size} does not run: {why}")

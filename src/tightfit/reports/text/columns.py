@@ -1,6 +1,6 @@
-"""Columns of text that fit a terminal: which give way when it is narrow, and how names are shortened without losing what tells them apart.
+"""Columns of text that fit a terminal: which ones shrink when it is narrow, and how names are shortened without becoming ambiguous.
 
-A module path keeps its end (`….h.*.mlp.act`), a place in a file keeps its name and line (`…/train.py:41`), other words lose their middle.
+A module path keeps its end (`….h.*.mlp.act`), a place in a file keeps its name and line (`…/train.py:41`), other texts lose their middle.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ Shorten = Callable[[str, int], str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column. Without `shorten` it never gives way; with it, down to `least_width` cells, those of higher `yields` first."""
+    """One column. Without `shorten` it never shrinks; with it, down to `least_width` cells, columns of higher `yields` first."""
 
     heading: str
     is_number: bool = False
@@ -45,6 +45,7 @@ def _keep_the_end(text: str, separator: str, width: int) -> str:
     if len(text) <= width:
         return text
     parts = text.split(separator)
+    # The longest tail that fits comes first.
     tails = (f"…{separator}{separator.join(parts[i:])}" for i in range(1, len(parts)))
     return next((tail for tail in tails if len(tail) <= width), shorten_middle(parts[-1], width))
 
@@ -53,10 +54,11 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
     """The width of each column in cells, so that all of them with gaps fit `total_width` as far as they may be shortened."""
     widths = [max([len(column.heading), *(len(row[i]) for row in rows)]) for i, column in enumerate(columns)]
     excess = sum(widths) + GAP * (len(columns) - 1) - total_width
+    # One column after the other, the least important first: the others keep their full width as long as possible.
     for i in sorted(range(len(columns)), key=lambda i: -columns[i].yields):
         shorten, least = columns[i].shorten, max(columns[i].least_width, len(columns[i].heading))
         if excess > 0 and shorten is not None and widths[i] > least:
-            # What is cut at a dot or slash may come out shorter than it had to; the next columns keep what that frees.
+            # Text cut at a dot or slash can come out shorter than necessary; the next columns keep what that frees.
             width = max(least, widths[i] - excess)
             kept = max([len(columns[i].heading), *(len(shorten(row[i], width)) for row in rows)])
             excess -= widths[i] - kept

@@ -1,4 +1,4 @@
-"""The difference of two runs as text: the peaks and what holds them side by side, what changed where, and where the runs part first."""
+"""The difference of two runs as text: peaks and categories side by side, what changed where, and where the runs first diverge."""
 
 from collections.abc import Iterator
 
@@ -54,7 +54,7 @@ def _label(category: str) -> str:
 
 
 def _lines_of(difference: Difference) -> list[Column]:
-    """Runs of one program have their lines in common."""
+    """The columns for lines: one for runs of the same program, else one per run."""
     headings = ("line",) if difference.matched_by == "lines" else ("line in A", "line in B")
     return [
         Column(heading=heading, shorten=shorten_place, least_width=27, yields=at) for at, heading in enumerate(headings)
@@ -65,7 +65,9 @@ def _places(difference: Difference, ours: str, theirs: str) -> tuple[str, ...]:
     asked = [(parting.a, parting.b) for parting in difference.partings]
     ours_all = [*(change.a_where for change in difference.changes), *(a.where for a, _ in asked if a)]
     theirs_all = [*(change.b_where for change in difference.changes), *(b.where for _, b in asked if b)]
+    # Each run by its own folder: the two were often recorded on different machines.
     shown = without_common_folder(ours_all)(ours), without_common_folder(theirs_all)(theirs)
+    # A change that only one run has has a place in that one only.
     return (shown[0] or shown[1],) if difference.matched_by == "lines" else shown
 
 
@@ -168,7 +170,7 @@ def _partings(difference: Difference, width: int) -> Iterator[RenderableType]:
 
 
 def _told(letter: str, asked: Asked | None) -> Iterator[Text]:
-    """What one side asks for there, and from where."""
+    """The allocation of one side where the runs diverge, and its callers."""
     if asked is None:
         yield Text(f"{letter}  asks for nothing there")
         return

@@ -1,4 +1,4 @@
-"""A diagnosis as text: one page that says who holds what at the peak, what grows, what the allocator wastes, and what to do next."""
+"""A diagnosis as text: memory at the peak, allocation sites, growth, fragmentation, and suggestions, on one page."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -36,6 +36,7 @@ class DiagnosisText:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         diagnosis, width = self._diagnosis, min(options.max_width, MAX_WIDTH)
+        # From the facts to the advice: what is at the peak, what is wrong with it, what to do.
         sections = (
             Group(_subject(diagnosis), _figures(diagnosis)),
             _categories(diagnosis, width, is_ascii=options.ascii_only),
@@ -80,6 +81,7 @@ def _figures(diagnosis: Diagnosis) -> Table:
         table.add_row(Text("out of memory", style="bold red"), said)
     allocated, reserved = diagnosis.peak_allocated_bytes, diagnosis.peak_reserved_bytes
     table.add_row("allocated", f"{format_bytes(allocated)} at most, {_when(diagnosis.moment)}")
+    # A cache from before the recording can be larger than anything that the recording needs.
     more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before it began: {_start(diagnosis)})"
     table.add_row("reserved", f"{format_bytes(reserved)} at most, {format_bytes(reserved - allocated)} more{more}")
     if diagnosis.context_bytes is not None:
@@ -96,7 +98,7 @@ def _start(diagnosis: Diagnosis) -> str:
 
 
 def _when(moment: Moment) -> str:
-    """In which step, how long after the start, and who asked for memory then."""
+    """The step, the time since the start, and the allocation made then."""
     where = " ".join(part for part in (_file_and_line(moment.where), moment.operator.removeprefix("aten.")) if part)
     parts = [
         f"in {moment.step}" if moment.step else "",
@@ -114,6 +116,7 @@ def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     total, most = max(1, diagnosis.peak_allocated_bytes), max(diagnosis.at_peak.values(), default=1)
+    # 42 cells are about what the other three columns take.
     cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
     for name, num_bytes in diagnosis.at_peak.items():
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
@@ -136,12 +139,13 @@ def _shorten_end(text: str, width: int) -> str:
 
 
 def _from(callers: Sequence[str]) -> str:
-    """The lines that called, nearest first, without their folders."""
+    """The calling lines, nearest first, without their folders."""
     return " < ".join(_file_and_line(caller) for caller in callers[:NUM_CALLERS])
 
 
 def _shown(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str) -> Table:
-    """A table without the columns that say nothing."""
+    """A table without empty columns."""
+    # Recordings without C++ frames have no operators, and those of other programs no modules.
     used = [at for at in range(len(columns)) if any(row[at] for row in rows)]
     return fitted([columns[at] for at in used], [[row[at] for at in used] for row in rows], width, title=title)
 
@@ -151,7 +155,7 @@ def _place_column(heading: str = "your line") -> Column:
 
 
 def _stripped(diagnosis: Diagnosis) -> Callable[[str], str]:
-    """Places as they are shown: without the folder that all have in common."""
+    """A function that removes the folder that all places have in common."""
     named = (*diagnosis.holders, *diagnosis.growth, *diagnosis.pinned_by, *diagnosis.remedies)
     return without_common_folder(one.where for one in named)
 
@@ -172,6 +176,7 @@ def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
             format_bytes(holder.num_bytes),
             str(holder.num_blocks),
             _label(holder.category),
+            # Blocks from before the recording have no stack unless they outlive it.
             shown(holder.where) or "(before the recording)",
             holder.operator.removeprefix("aten."),
             holder.module,
@@ -309,6 +314,7 @@ def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         lossy = "" if remedy.is_exact else "; not exact"
         table.add_row(
             format_bytes(remedy.saves_bytes),
+            # format_seconds would write 0 as 0.0 us, which looks measured.
             cost if remedy.adds_seconds != 0 else "+0 s",
             Text.assemble(f"{remedy.what}{where}", (f" ({remedy.note}{lossy})" if remedy.note else lossy, "dim")),
         )

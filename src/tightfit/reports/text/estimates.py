@@ -1,7 +1,7 @@
-"""Estimates as text for a terminal: one card in full, or several cards in one table.
+"""Estimates as text for a terminal: one GPU in full, or several GPUs in one table.
 
-The verdict comes first, then the figures, what holds the card at the peak, who asked for it, each step, and what was assumed. The same
-renderables serve the command line, `rich` in a library user's own program, and notebooks.
+The verdict comes first, then the figures, memory at the peak by category, allocation sites, steps, and assumptions. The same renderables serve the
+command line, `rich` in a library user's own program, and notebooks.
 """
 
 import dataclasses
@@ -28,10 +28,12 @@ from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Assumption
 from tightfit.units import format_bytes, format_seconds
 
+# Wider than rich's 80, so that module paths stay readable in a log.
 PIPED_WIDTH = 120
 MAX_WIDTH = 160
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
+# Below these widths the least important column is left out rather than all of them shortened beyond recognition.
 _WIDTH_FOR_OPERATORS = 110
 _WIDTH_FOR_RANGES = 100
 _MOST_FILE_CELLS = 28
@@ -84,7 +86,7 @@ class EstimateText:
 
 
 class ComparisonText:
-    """Estimates of one workload for several cards, a row each, in the order given."""
+    """Estimates of one workload for several GPUs, a row each, in the order given."""
 
     def __init__(self, estimates: Sequence[Estimate], *, elapsed_seconds: float | None = None) -> None:
         self._estimates = estimates
@@ -104,14 +106,15 @@ def write_estimate(estimate: Estimate, *, elapsed_seconds: float) -> None:
 
 
 def write_comparison(estimates: Sequence[Estimate], *, elapsed_seconds: float) -> None:
-    """Prints one table of several cards on stdout."""
+    """Prints one table of several GPUs on stdout."""
     console().print(ComparisonText(estimates, elapsed_seconds=elapsed_seconds))
 
 
 def verdict_words(estimate: Estimate) -> tuple[str, str]:
-    """The answer in a word or two, and by how much."""
+    """The verdict in a word or two, and the bytes left or missing."""
     if not estimate.fits:
         return "does not fit", f"{format_bytes(-estimate.headroom_bytes)} too much"
+    # The likely peak fits and the upper end of its range does not: it depends on workspaces and the allocation order.
     if estimate.peak.device_high_bytes > estimate.capacity_bytes:
         return "fits, barely", f"{format_bytes(estimate.headroom_bytes)} left, less than the doubt about it"
     return "fits", f"{format_bytes(estimate.headroom_bytes)} left"
@@ -120,7 +123,9 @@ def verdict_words(estimate: Estimate) -> tuple[str, str]:
 def console() -> Console:
     """The console for stdout: as wide as the terminal, or `PIPED_WIDTH` where there is none."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        # Bars and arrows are no reason to fail under LANG=C or an old Windows code page.
         sys.stdout.reconfigure(errors="replace")
+    # rich takes 80 columns without a terminal, and would cut the tables in a file or a pipe.
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
@@ -140,7 +145,7 @@ def _subject(estimate: Estimate) -> Text:
 
 
 def _figures(estimate: Estimate) -> Group:
-    """The three peaks, the host, the time and the moment, one a line."""
+    """The three peaks, host memory, time per step and the time step of the peak, one per line."""
     peak, moment = estimate.peak, estimate.moment
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
     table.add_column(no_wrap=True, min_width=_LABEL_CELLS)
@@ -171,11 +176,12 @@ def _range(estimate: Estimate) -> str:
 def share_words(part: int, whole: int) -> str:
     """`part` of `whole` in percent."""
     percent = 100 * part / whole
+    # 0 % would say that there is none.
     return "<1%" if percent < 1 else f"{percent:.0f}%"
 
 
 def bar(share: float, cells: int, *, is_ascii: bool = False) -> str:
-    """`share` of `cells` as a bar, to an eighth of a cell; something that is not nothing shows."""
+    """`share` of `cells` as a bar, to an eighth of a cell; at least an eighth, so that every category shows."""
     if is_ascii:
         return "#" * max(1, round(share * cells))
     whole, eighths = divmod(max(1, round(share * cells * 8)), 8)
@@ -183,7 +189,7 @@ def bar(share: float, cells: int, *, is_ascii: bool = False) -> str:
 
 
 def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
-    """What holds the card at the peak: a bar per category; the bars together are as long as the card's likely peak."""
+    """Memory at the peak by category, with a bar each, scaled to the largest."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
     table.title, table.title_justify, table.title_style = "what holds it at the peak", "left", "bold"
     table.add_column(no_wrap=True)
@@ -191,6 +197,7 @@ def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
+    # Bars are scaled to the largest category: scaled to the whole, most would be a cell wide.
     total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
     cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
     for name, num_bytes in shown.items():
@@ -232,6 +239,7 @@ def _holders(estimate: Estimate, width: int) -> Table:
         )
         for holder in estimate.holders
     ]
+    # The file and the line must stay whole: they are what a reader looks for.
     file_cells = max(len(holder.line.rpartition("/")[2]) for holder in estimate.holders)
     last = len(_HOLDER_COLUMNS) if width >= _WIDTH_FOR_OPERATORS else len(_HOLDER_COLUMNS) - 1
     shown = [i for i in range(last) if any(row[i] for row in rows)]
@@ -260,7 +268,7 @@ def _spans(estimate: Estimate, width: int) -> Table:
 
 
 def _cards(estimates: Sequence[Estimate], width: int) -> Table:
-    """A row per card; the range has no place in a narrow terminal."""
+    """A row per GPU; the range is left out in a narrow terminal."""
     has_range = width >= _WIDTH_FOR_RANGES
     columns = [Column(heading="card", shorten=shorten_middle, least_width=12), Column(heading="")]
     headings = ("has", "peak on it", *(("at least", "at most") if has_range else ()), "left", "a step")
@@ -285,7 +293,7 @@ def _cards(estimates: Sequence[Estimate], width: int) -> Table:
 def _small_print(
     assumptions: Sequence[Assumption], estimate: Estimate, elapsed_seconds: float | None
 ) -> Iterator[Text | str]:
-    """What was assumed, once each with its places, and what it was traced with."""
+    """The assumptions, each once with its places, and the versions of the libraries."""
     places: dict[str, list[str]] = {}
     for assumption in assumptions:
         places.setdefault(assumption.what, []).append(assumption.where)

@@ -1,4 +1,4 @@
-"""A tuning as text: one table of settings to paste, then the bound, what a static placement would reach, and what to do."""
+"""The result of a search of allocator settings as text: a table of settings to paste, the bounds, and the recommendation."""
 
 import shlex
 
@@ -14,7 +14,7 @@ _DEFAULT = "(torch's default)"
 
 
 class TuningText:
-    """One tuning in full."""
+    """One result in full."""
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
@@ -25,11 +25,12 @@ class TuningText:
 
 
 def lines(tuning: Tuning) -> list[str]:
-    """All but the table, a sentence each; the recommendation comes last."""
+    """Everything but the table, a sentence each; the recommendation comes last."""
     static, default = tuning.static, tuning.default
     share = (
         "" if static.num_placed == static.num_blocks else f" ({static.num_placed:,} of {static.num_blocks:,} blocks)"
     )
+    # A static placement is what no allocator can do without knowing the future; it shows how much of the waste is avoidable at all.
     proof = "no placement is lower" if static.is_optimal else f"none is below {format_bytes(static.bound_bytes)}"
     found = [
         "Each was replayed from an empty cache, with the blocks that were live at the start placed anew;"
@@ -45,15 +46,17 @@ def lines(tuning: Tuning) -> list[str]:
 
 
 def recommendation(tuning: Tuning) -> str:
-    """What to do, in one line that can be pasted where something is to be set."""
+    """The recommendation in one line, from which the setting can be pasted."""
     row = tuning.recommended
     if row is None:
         return f"Recommended: nothing. {tuning.reason[0].upper()}{tuning.reason[1:]}."
     if not row.settings:
         return f"Recommended: {tuning.reason}."
     cost = ""
+    # Expandable segments are the one setting without a value that was chosen for these sizes.
     if any(key != "expandable_segments" for key in keys_of(row.settings)):
         cost = " Values fitted to one recording: check them on another."
+    # Collected segments are allocated again in the next step; cudaMalloc and cudaFree synchronise the device.
     if row.driver_calls > tuning.default.driver_calls and "garbage_collection_threshold" in row.settings:
         more = row.driver_calls - tuning.default.driver_calls
         cost += f" It costs {more:,} more driver calls, again in each step."
@@ -64,7 +67,7 @@ def recommendation(tuning: Tuning) -> str:
 
 
 def _table(tuning: Tuning) -> list[Text]:
-    """One line per row; the settings stand last and are never broken, so that they can be copied."""
+    """One line per row; the settings come last and are never wrapped, so that they can be copied."""
     heading = _cells("reserved", "saved", "recovered", "driver calls")
     found = [Text(f"{heading}{VARIABLE}", style="bold")]
     for row in tuning.rows:
@@ -75,6 +78,7 @@ def _table(tuning: Tuning) -> list[Text]:
         cells = _cells(reserved if row.fits else "out of memory", saved, share, f"{row.driver_calls:,}")
         remarks = "; ".join(_remarks(row, tuning))
         is_recommended = tuning.recommended is not None and row.settings == tuning.recommended.settings
+        # Quoted: the brackets of roundup_power2_divisions are patterns to a shell, and > would redirect.
         settings = _DEFAULT if is_default else shlex.quote(row.settings)
         found.append(
             Text(f"{cells}{settings}{f'  ({remarks})' if remarks else ''}", style="green" if is_recommended else "")

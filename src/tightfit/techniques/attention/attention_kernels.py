@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightfit.analysis.attention import attention_options, math_attention_bytes
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
-from tightfit.tape import Tape
 from tightfit.techniques.attention.deferred_scores import started
+from tightfit.techniques.attention.score_options import attention_options, math_attention_bytes
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -32,9 +31,9 @@ class Attention(AbstractTechnique):
     exact = True
     exactness = "the same up to the order of sums; in half precision with fewer roundings, as scores are never rounded"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option for all modules whose attention materialises its scores."""
-        yield from attention_options(self.name, tape, device)
+        yield from attention_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the `forward` of the modules that the choices name."""
@@ -42,9 +41,9 @@ class Attention(AbstractTechnique):
         for place, module in [(place, session.module(place)) for place in places]:
             session.wrap_forward(module, _Deferring(place, session.verdict))
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice on calls of `scaled_dot_product_attention` that only the plain kernel can run."""
-        num_bytes = math_attention_bytes(tape)
+        num_bytes = math_attention_bytes(profile)
         if num_bytes:
             yield Advice(
                 technique=self.name,

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.analysis.optimizer import OptimizerTape, runs_of
-from tightfit.devices.device import Device
+from tightfit.analysis.intervals import runs_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
-from tightfit.tape import Phase, Tape
+from tightfit.tape import Phase
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -38,9 +39,9 @@ class EmptyCache(AbstractTechnique):
     exact = True
     exactness = "bit for bit: the same blocks at other addresses"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One for each phase border at which it lowers the reserved peak."""
-        with_workspaces = with_workspaces_of(device, tape)
+        with_workspaces = with_workspaces_of(profile.device, profile.tape)
         plain = replay_levels(with_workspaces, AllocatorSettings())
         if not len(plain.reserved):
             return
@@ -49,7 +50,7 @@ class EmptyCache(AbstractTechnique):
         # The gap between reserved and allocated is all that an emptied cache could save.
         if highest - int(plain.allocated.max()) < smallest:
             return
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         for border, events in _borders(run).items():
             counts: list[int] = []
             emptied = replay_levels(
@@ -104,12 +105,12 @@ def _after(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _borders(run: OptimizerTape) -> Mapping[str, list[int]]:
+def _borders(run: OptimizerProfile) -> Mapping[str, list[int]]:
     """The events of each border, one for each time that it is crossed."""
     num_events = len(run.tape.events)
-    backward = run.events_of(runs_of(run.tape.operators.phase == Phase.BACKWARD))
+    backward = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     begins = {
-        "before the forward": [begin for begin, _ in run.passes()],
+        "before the forward": [begin for begin, _ in passes_of(run)],
         "after the forward": [begin for begin, _ in backward],
         "before the optimizer": [stretch.begin_event for stretch in run.stretches],
         "after the optimizer": [stretch.end_event for stretch in run.stretches],

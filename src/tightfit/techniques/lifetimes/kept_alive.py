@@ -10,11 +10,11 @@ from typing import Never, final
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape
-from tightfit.devices.device import Device
+from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
-from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
+from tightfit.tape import Category, Column, Phase, Source, SpanKind
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
@@ -38,16 +38,16 @@ class KeptAlive(AbstractTechnique):
     exact = True
     exactness = "bit for bit: nothing is computed otherwise"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """No options: the loop is the user's."""
         return ()
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice for each line, the largest first."""
-        run = OptimizerTape(tape, device)
-        steps = tape.spans.kind == SpanKind.STEP
-        begins, ends = tape.spans.begin[steps], tape.spans.end[steps]
-        if len(begins) < LEAST_STEPS or not len(tape.events):
+        run = profile.optimizer
+        steps = profile.tape.spans.kind == SpanKind.STEP
+        begins, ends = profile.tape.spans.begin[steps], profile.tape.spans.end[steps]
+        if len(begins) < LEAST_STEPS or not len(profile.tape.events):
             return []
         smallest = SMALLEST_SHARE * _peak_bytes(run)
         growing = _growing(run, ends)
@@ -99,7 +99,7 @@ def _of_lingering(line: _Line) -> str:
     )
 
 
-def _own(run: OptimizerTape) -> Column:
+def _own(run: OptimizerProfile) -> Column:
     """Storages made in the passes that are no parameters, gradients, states, inputs or workspaces."""
     storages = run.tape.storages
     kinds = np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES)) & (
@@ -110,10 +110,10 @@ def _own(run: OptimizerTape) -> Column:
     return np.flatnonzero(kinds & by_operator & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)))
 
 
-def _lingering(run: OptimizerTape, begins: Column, ends: Column) -> Column:
+def _lingering(run: OptimizerProfile, begins: Column, ends: Column) -> Column:
     """Storages of the last step but one that are alive deep inside the forward of the last one."""
     own = _own(run)
-    passes = [p for p in run.passes() if p[0] >= begins[-1]]
+    passes = [p for p in passes_of(run) if p[0] >= begins[-1]]
     if not passes:
         return own[:0]
     phases = run.tape.operators.phase
@@ -126,12 +126,12 @@ def _lingering(run: OptimizerTape, begins: Column, ends: Column) -> Column:
     forward = forward[in_modules] if in_modules.any() else forward
     if not len(forward):
         return own[:0]
-    ((deep, _),) = run.events_of([(int(forward[int(_DEEP * (len(forward) - 1))]), len(phases))])
+    ((deep, _),) = events_of(run, [(int(forward[int(_DEEP * (len(forward) - 1))]), len(phases))])
     born, died = run.born[own], run.died[own]
     return own[(born >= begins[-2]) & (born < ends[-2]) & (died > deep)]
 
 
-def _growing(run: OptimizerTape, ends: Column) -> Column:
+def _growing(run: OptimizerProfile, ends: Column) -> Column:
     """Storages of the last step but one that outlive the last, if the step before it left as many of the same kind."""
     own = _own(run)
     last = int(ends[-1]) - 1
@@ -143,13 +143,13 @@ def _growing(run: OptimizerTape, ends: Column) -> Column:
     return np.array([s for s in made[1].tolist() if _kind(run, s) in earlier], dtype=np.int64)
 
 
-def _kind(run: OptimizerTape, storage: int) -> tuple[int, int, int, int]:
+def _kind(run: OptimizerProfile, storage: int) -> tuple[int, int, int, int]:
     operators, operator = run.tape.operators, int(run.tape.storages.operator[storage])
     place = (int(operators.line[operator]), int(operators.module[operator]), int(operators.name[operator]))
     return (*place, int(run.block_bytes[storage]))
 
 
-def _by_line(run: OptimizerTape, storages: Column) -> list[_Line]:
+def _by_line(run: OptimizerProfile, storages: Column) -> list[_Line]:
     """The storages by the line that made them, the largest first."""
     tape, groups = run.tape, {}
     for storage in storages.tolist():
@@ -169,7 +169,7 @@ def _by_line(run: OptimizerTape, storages: Column) -> list[_Line]:
     return sorted(lines, key=lambda line: -line.num_bytes)
 
 
-def _peak_bytes(run: OptimizerTape) -> int:
+def _peak_bytes(run: OptimizerProfile) -> int:
     difference = np.zeros(len(run.tape.events) + 1, dtype=np.int64)
     np.add.at(difference, run.born, run.block_bytes)
     np.subtract.at(difference, run.died, run.block_bytes)

@@ -14,8 +14,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels, runs_of
-from tightfit.devices.device import Device
+from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.optimizer import OptimizerProfile, events_of, seconds_of_update
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient, settle
@@ -43,18 +44,18 @@ class ZeroGrad(AbstractTechnique):
     exactness = "bit for bit"
     tolerance = 0.15
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option if gradients are filled with zeros and kept."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         kept = _kept(run)
-        zeroing = _zeroing(tape)
+        zeroing = _zeroing(profile.tape)
         if not len(kept) or not len(zeroing):
             return []
         num_zeroed = len(zeroing) / run.num_steps
         zeroed_bytes = int(run.block_bytes[kept].sum())
         # Zeros are written, and read, added to and written again together with each new gradient.
-        seconds = run.seconds_of_update(zeroed_bytes, round(num_zeroed)) + run.seconds_of_update(
-            3 * zeroed_bytes, len(kept)
+        seconds = seconds_of_update(run, zeroed_bytes, round(num_zeroed)) + seconds_of_update(
+            run, 3 * zeroed_bytes, len(kept)
         )
         stretches = [s for begin, end in _gaps(run, zeroing) for s in _until_made_again(run, kept, begin, end)]
         return [
@@ -187,7 +188,7 @@ def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_no
         freed.zero(module.parameters())
 
 
-def _kept(run: OptimizerTape) -> Column:
+def _kept(run: OptimizerProfile) -> Column:
     """The gradients that stay allocated from one step to the next."""
     spans = run.tape.spans
     ends = spans.end[spans.kind == SpanKind.STEP]
@@ -203,7 +204,7 @@ def _zeroing(tape: Tape) -> Column:
     return np.flatnonzero(np.isin(tape.operators.name, names) & (tape.operators.phase == Phase.OTHER))
 
 
-def _gaps(run: OptimizerTape, zeroing: Column) -> list[tuple[int, int]]:
+def _gaps(run: OptimizerProfile, zeroing: Column) -> list[tuple[int, int]]:
     """From each round of zeroing to the backward pass that comes next, as (operator, operator); the end of the tape where none comes."""
     passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     found, previous_end = [], 0
@@ -215,15 +216,15 @@ def _gaps(run: OptimizerTape, zeroing: Column) -> list[tuple[int, int]]:
     return found
 
 
-def _until_made_again(run: OptimizerTape, kept: Column, begin: int, back: int) -> list[tuple[int, int, int]]:
+def _until_made_again(run: OptimizerProfile, kept: Column, begin: int, back: int) -> list[tuple[int, int, int]]:
     """Ranges of events from the zeroing to where each gradient is made again: as far into the backward pass as in the first one."""
     passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     starts = dict(passes)
     first, first_end = passes[0]
-    ((begin_event, back_event),) = run.events_of([(begin, back)])
+    ((begin_event, back_event),) = events_of(run, [(begin, back)])
     if back not in starts:
         return levels(np.full(len(kept), begin_event), np.full(len(kept), back_event), run.block_bytes[kept])
-    ((first_event, first_end_event), (_, end_event)) = run.events_of([(first, first_end), (back, starts[back])])
+    ((first_event, first_end_event), (_, end_event)) = events_of(run, [(first, first_end), (back, starts[back])])
     share = (run.born[kept] - first_event) / max(1, first_end_event - first_event)
     again = back_event + np.clip(share, 0.0, 1.0) * (end_event - back_event)
     return levels(np.full(len(kept), begin_event), again.astype(np.int64), run.block_bytes[kept])

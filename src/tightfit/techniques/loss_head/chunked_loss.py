@@ -12,11 +12,10 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.loss_head.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head.options import loss_head_options
 from tightfit.techniques.session import Session
@@ -34,9 +33,9 @@ class ChunkedLoss(AbstractTechnique):
     needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """For each head several numbers of chunks, with the gradients in either pass."""
-        yield from loss_head_options(self.name, tape, device)
+        yield from loss_head_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tightfit.analysis.loss_head import LossHead, loss_heads
+from tightfit.analysis.loss_head import LossHead
 from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
-from tightfit.cost.roofline import operator_seconds
-from tightfit.cost.steps import step_operators
-from tightfit.devices.device import Device
 from tightfit.planner.option import Change, Option
-from tightfit.tape import Column, EventKind, Phase, Tape
+from tightfit.tape import Column, Phase, Tape
 from tightfit.techniques.loss_head.chunked_cross_entropy import NUM_WEIGHT_BLOCKS, GradientsIn
 
 SMALLEST_SHARE = 0.01
@@ -30,29 +28,25 @@ _KERNELS_PER_CHUNK = 16
 _PRODUCTS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 3, "backward": 4}
 
 
-def loss_head_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
+def loss_head_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all heads of a run."""
-    anatomy = Anatomy(tape)
+    anatomy = profile.modules
     runs: dict[str, list[LossHead]] = {}
-    for head in loss_heads(anatomy):
+    for head in profile.loss_heads:
         runs.setdefault(head.path, []).append(head)
-    seconds = operator_seconds(tape, device)
-    births = _births(tape)
-    peak = _peak_bytes(anatomy, births)
+    peak = _peak_bytes(anatomy, profile.allocated_at)
     for path, heads in runs.items():
         if max(anatomy.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
             continue
         for num_chunks in _numbers_of_chunks(heads):
             for gradients_in in _PRODUCTS_PER_CHUNK:
-                way = _Way(
-                    num_chunks=num_chunks, gradients_in=gradients_in, anatomy=anatomy, births=births, device=device
-                )
+                way = _Way(num_chunks=num_chunks, gradients_in=gradients_in, profile=profile)
                 yield Option(
                     technique=technique,
                     where=path,
                     settings={"num_chunks": num_chunks, "gradients_in": gradients_in},
                     changes=tuple(change for head in heads for change in way.changes(head)),
-                    seconds=sum(way.seconds(head, seconds) for head in heads) / max(1, len(step_operators(tape))),
+                    seconds=sum(way.seconds(head) for head in heads) / profile.num_steps,
                     exact=True,
                     slots=frozenset({f"loss head@{path}"}),
                 )
@@ -64,22 +58,20 @@ class _Way:
 
     num_chunks: int
     gradients_in: GradientsIn
-    anatomy: Anatomy
-    births: Column
-    device: Device
+    profile: Profile
 
     def changes(self, head: LossHead) -> Iterator[Change]:
         """The storages that are gone, and the ones that replace them."""
-        anatomy = self.anatomy
+        anatomy = self.profile.modules
         for storage in head.gone:
             size = int(anatomy.block_bytes[storage])
-            yield Change(begin=int(self.births[storage]), end=int(anatomy.died[storage]), num_bytes=-size)
+            yield Change(begin=int(self.profile.allocated_at[storage]), end=int(anatomy.died[storage]), num_bytes=-size)
         for begin, end, num_bytes in (*self._while_computing(head), *self._waiting(head), *self._afterwards(head)):
             if begin < end and num_bytes:
                 yield Change(begin=begin, end=end, num_bytes=num_bytes)
 
     def _while_computing(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        event = self.anatomy.event_of
+        event = self.profile.modules.event_of
         numbers = -(-head.num_tokens // self.num_chunks) * head.num_classes * _bytes_at_once(head)
         weight = head.num_classes * head.width * head.head_item_bytes
         loop = int(event(head.product)), int(event(head.loss_end))
@@ -96,12 +88,12 @@ class _Way:
 
     def _waiting(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """Gradients that are allocated earlier than in the plain run."""
-        event, births = self.anatomy.event_of, self.births
+        event, births = self.profile.modules.event_of, self.profile.allocated_at
         is_forward = self.gradients_in == "forward"
         begin = int(event(head.product if is_forward else head.back_begin))
         back_end = int(event(head.back_end))
         if head.weight_gradient >= 0:
-            final = int(self.anatomy.block_bytes[head.weight_gradient])
+            final = int(self.profile.modules.block_bytes[head.weight_gradient])
             numbers = head.num_classes * head.width
             summed = numbers * max(_SUM_BYTES, head.head_item_bytes) if is_forward else final
             yield begin, int(births[head.weight_gradient]) if summed == final else back_end, summed
@@ -114,7 +106,7 @@ class _Way:
 
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
-        anatomy = self.anatomy
+        anatomy = self.profile.modules
         died, back_end = int(anatomy.died[head.logits]), int(anatomy.event_of(head.back_end))
         if died <= back_end:
             return
@@ -129,12 +121,13 @@ class _Way:
             logits = int(anatomy.block_bytes[head.logits])
             yield step, end, min(logits, int(anatomy.block_bytes[head.weight_gradient]))
 
-    def seconds(self, head: LossHead, seconds: Column) -> float:
+    def seconds(self, head: LossHead) -> float:
         """The extra time of one run of the head."""
-        efficiency = efficiency_of(self.device)
-        second_per_byte = 1 / (self.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
+        seconds = self.profile.seconds
+        efficiency = efficiency_of(self.profile.device)
+        second_per_byte = 1 / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         product = float(seconds[head.product])
-        plain = _elementwise_seconds(self.anatomy.tape, head, seconds)
+        plain = _elementwise_seconds(self.profile.modules.tape, head, seconds)
         numbers = head.num_tokens * head.num_classes
         traffic = numbers * _traffic(head, self.gradients_in)
         if self.gradients_in == "forward" and head.weight_gradient >= 0:
@@ -172,14 +165,6 @@ def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
     num_tokens = max(head.num_tokens for head in heads)
     many = [2**k for k in range(1, 12) if num_tokens >= _LEAST_TOKENS * 2**k]
     return many or [count for count in _FEW_CHUNKS if num_tokens >= 4 * count]
-
-
-def _births(tape: Tape) -> Column:
-    """The event at which each storage is allocated."""
-    births = np.zeros(len(tape.storages), dtype=np.int64)
-    allocations = tape.events.kind == EventKind.ALLOCATE
-    births[tape.events.storage[allocations]] = np.flatnonzero(allocations)
-    return births
 
 
 def _peak_bytes(anatomy: Anatomy, births: Column) -> int:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
+from tightfit.techniques.random_operators import draws
 
 # Means over classes that have an index to ignore, and means over all elements.
 _OF_CLASSES = {functional.cross_entropy, functional.nll_loss}
@@ -26,14 +27,6 @@ _OF_ELEMENTS = {
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
 }
-# By name, as a TorchFunctionMode sees functions of torch, and not the operators that carry the tag
-# `nondeterministic_seeded`.
-_DRAWS = frozenset(
-    {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_"),
-        *("multinomial", "normal", "normal_", "uniform_", "exponential_", "native_dropout", "gumbel_softmax"),
-    }
-)
 _DECIDES = frozenset({"__bool__", "item", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"})
 _DROPOUTS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_"}
@@ -157,7 +150,7 @@ def draws_random_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     if name in _DROPOUTS:
         rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         return bool(rate) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
-    return name in _DRAWS
+    return name == "gumbel_softmax" or draws(name)
 
 
 def _bound(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

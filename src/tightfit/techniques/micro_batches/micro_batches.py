@@ -6,23 +6,27 @@ The means of the parts are weighted by the number of their terms, so that the su
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import numpy as np
 import torch
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.gradient_readers import scales_loss
+from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
+from tightfit.techniques.random_operators import draws
 from tightfit.techniques.session import Session
+from tightfit.techniques.settings import parse_bool
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # Powers of two divide most batches evenly; a last part that is shorter is allowed, and another length means
@@ -34,12 +38,6 @@ _LOSSES = (
     *("aten.huber_loss", "aten.binary_cross_entropy", "aten.l1_loss"),
 )
 _BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm")
-# Operators that draw, by how their names begin: those that torch tags `nondeterministic_seeded`, and factories.
-_DRAWS = (
-    *("aten.native_dropout", "aten._fused_dropout", "aten.bernoulli", "aten.rand", "aten.normal", "aten.uniform"),
-    *("aten.multinomial", "aten.exponential", "aten.geometric", "aten.cauchy", "aten.log_normal", "aten.poisson"),
-    *("aten.binomial", "aten.rrelu", "aten.gumbel"),
-)
 
 
 @final
@@ -52,21 +50,21 @@ class MicroBatches(AbstractTechnique):
     exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) they are others, and it is lossy"
     tolerance = 0.25
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """Halves, quarters and eighths of the batch, if the model itself computes the loss, or a framework's loop has a method that does."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         if not run.stretches or _obstacle(run):
             return
-        draws = bool(len(_operators(tape, _DRAWS)))
-        loop = {"loop": tape.loop} if _is_of_loop(run) else {}
+        is_random = any(map(draws, _names_of_forward(profile.tape)))
+        loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
             yield Option(
                 technique=self.name,
                 where="batch",
-                settings={"num_parts": num_parts, "draws_anew": draws, **loop},
+                settings={"num_parts": num_parts, "draws_anew": is_random, **loop},
                 changes=_changes(run, num_parts),
                 seconds=_seconds(run, num_parts),
-                exact=not draws,
+                exact=not is_random,
                 # A part's backward pass runs inside the forward: no other technique may change what happens in
                 # backward passes.
                 slots=frozenset({"batch", BACKWARD_SLOT}),
@@ -74,14 +72,14 @@ class MicroBatches(AbstractTechnique):
                 leaves_share=1 / num_parts,
             )
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice for the user's own loop if this technique cannot be applied."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         reason = _obstacle(run)
         if not (run.stretches and reason):
             return []
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
-        if len(_operators(tape, _BATCH_NORMS)):
+        if len(_operators(profile.tape, _BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
             return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
         what = (
@@ -115,15 +113,15 @@ class MicroBatches(AbstractTechnique):
         def counted() -> None:
             statistics["micro-batches"] += 1
 
-        num_parts, draws = int(choice.settings["num_parts"]), choice.settings["draws_anew"] in (True, "True")
+        num_parts, may_draw = int(choice.settings["num_parts"]), parse_bool("draws_anew", choice.settings["draws_anew"])
         refuse = functools.partial(session.verdict.refuse, technique=self.name)
         if loop:
-            split_step(session, loop, num_parts, allows_randomness=draws, counted=counted, refuse=refuse)
+            split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
             return
         split = SplitForward(
             model,
             num_parts,
-            allows_randomness=draws,
+            allows_randomness=may_draw,
             counted=counted,
             refuse=refuse,
             check_steps=session.check_steps,
@@ -136,7 +134,12 @@ def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
     return np.flatnonzero(np.isin(tape.operators.name, known) & (tape.operators.phase == Phase.FORWARD))
 
 
-def _obstacle(run: OptimizerTape) -> str:
+def _names_of_forward(tape: Tape) -> Iterator[str]:
+    is_forward = tape.operators.phase == Phase.FORWARD
+    return (tape.strings[name] for name in np.unique(tape.operators.name[is_forward]).tolist())
+
+
+def _obstacle(run: OptimizerProfile) -> str:
     """The reason against splitting the batch, as far as a tape shows; empty if there is none."""
     if len(_operators(run.tape, _BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
@@ -144,14 +147,14 @@ def _obstacle(run: OptimizerTape) -> str:
         return ""
     if not _returns_loss(run.tape):
         return "its loss is computed outside of the model"
-    return "a GradScaler scales it outside" if run.scales_loss else ""
+    return "a GradScaler scales it outside" if scales_loss(run) else ""
 
 
-def _is_of_loop(run: OptimizerTape) -> bool:
+def _is_of_loop(run: OptimizerProfile) -> bool:
     """Whether the step of a framework can be split, and not the model. The Trainer's label smoother is no loss function of torch."""
     tape = run.tape
     has_step = tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
-    return has_step and (run.scales_loss or not _returns_loss(tape))
+    return has_step and (scales_loss(run) or not _returns_loss(tape))
 
 
 def _returns_loss(tape: Tape) -> bool:
@@ -168,7 +171,7 @@ def _roots(tape: Tape, operators: Column) -> list[str]:
     return [tape.strings[m].partition(".")[0] for m in tape.operators.module[operators].tolist()]
 
 
-def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
+def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
     """All but one part of the storages made in the passes are gone; the gradients are allocated from the first part on.
 
     Gradients of the previous step that are dropped between forward and backward pass stay allocated to the end of the pass, except in
@@ -185,7 +188,7 @@ def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
     gone = changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -(1 - 1 / num_parts))
     gradients = np.flatnonzero(storages.category == Category.GRADIENTS)
     early: list[Change] = []
-    for begin, end in run.passes():
+    for begin, end in passes_of(run):
         new = gradients[(run.born[gradients] >= begin) & (run.born[gradients] < end)]
         early += changes(levels(np.full(len(new), begin), run.born[new], run.block_bytes[new]))
         old = gradients[(run.born[gradients] < begin) & (run.died[gradients] > begin) & (run.died[gradients] < end)]
@@ -194,7 +197,7 @@ def _changes(run: OptimizerTape, num_parts: int) -> tuple[Change, ...]:
     return merged((*gone, *early))
 
 
-def _seconds(run: OptimizerTape, num_parts: int) -> float:
+def _seconds(run: OptimizerProfile, num_parts: int) -> float:
     """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients.
 
     A step takes the GPU's time or the host's time to launch the kernels, whichever is longer.
@@ -207,6 +210,6 @@ def _seconds(run: OptimizerTape, num_parts: int) -> float:
     total = int(run.block_bytes[gradients].sum())
     efficiency = efficiency_of(run.device)
     more = (num_parts - 1) * (in_passes + len(gradients))
-    sums = run.seconds_of_update((3 * (num_parts - 1) + 2) * total, 0)
+    sums = seconds_of_update(run, (3 * (num_parts - 1) + 2) * total, 0)
     longer = on_card + sums + more * efficiency.launch_seconds
     return max(longer, (issued + more) * efficiency.issue_seconds) - max(on_card, issued * efficiency.issue_seconds)

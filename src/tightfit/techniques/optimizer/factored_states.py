@@ -6,10 +6,10 @@ Only the form of the second moment is Adafactor's; the update is the script's ow
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tightfit.analysis.optimizer import OptimizerTape
-from tightfit.devices.device import Device
+from tightfit.analysis.gradient_readers import updates_in_backward
+from tightfit.analysis.optimizer_algorithm import family_of
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
 from tightfit.techniques.optimizer.quantized_states import encode_states
 from tightfit.techniques.optimizer.state_codecs import FactoredCodec
@@ -31,10 +31,10 @@ class FactoredStates(AbstractTechnique):
     exactness = "lossy: of the averages of squared gradients only the means of rows and columns are kept; vectors keep theirs whole"
     tolerance = 0.15
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """For Adam and AdamW, with and without updates in the backward pass."""
-        run = OptimizerTape(tape, device)
-        if not run.stretches or run.updates_in_backward or run.family != "adam":
+        run = profile.optimizer
+        if not run.stretches or updates_in_backward(run) or family_of(run) != "adam":
             return []
         return coded_options(run, _CODING, technique=self.name)
 

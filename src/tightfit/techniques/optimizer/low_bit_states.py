@@ -6,10 +6,10 @@ Nothing has to be installed: quantisation uses torch operators. If bitsandbytes 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-from tightfit.analysis.optimizer import OptimizerTape
-from tightfit.devices.device import Device
+from tightfit.analysis.gradient_readers import updates_in_backward
+from tightfit.analysis.optimizer_algorithm import family_of
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.optimizer.bitsandbytes_codec import LIBRARY, BitsandbytesCodec, is_installed
 from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
 from tightfit.techniques.optimizer.quantized_states import encode_states
@@ -58,10 +58,10 @@ class LowBitStates(AbstractTechnique):
     exactness = "lossy: averages of gradients and of their squares are rounded to 8 or 4 bits after each step; the update itself is that of the parameter's type"
     tolerance = 0.15
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with running averages."""
-        run = OptimizerTape(tape, device)
-        if not run.stretches or run.updates_in_backward or run.family == "adagrad":
+        run = profile.optimizer
+        if not run.stretches or updates_in_backward(run) or family_of(run) == "adagrad":
             return []
         if not len(run.state(run.stretches[-1])):
             return []

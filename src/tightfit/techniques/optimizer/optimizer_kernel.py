@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
-from tightfit.analysis.optimizer import OptimizerTape, Stretch, changes
-from tightfit.devices.device import Device
+from tightfit.analysis.intervals import changes
+from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
+from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
-from tightfit.tape import Tape
 from tightfit.techniques.optimizer.optimizer_kernels import Kernel, check_kernel, set_kernel
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -21,7 +22,7 @@ from tightfit.techniques.technique import AbstractTechnique, Choice
 TENSORS_PER_FUSED_KERNEL = 30
 
 
-SecondsOf = Callable[[OptimizerTape, Stretch], float]
+SecondsOf = Callable[[OptimizerProfile, Stretch], float]
 
 
 @final
@@ -36,12 +37,12 @@ class OptimizerKernel(AbstractTechnique):
     )
     tolerance = 0.1
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each other implementation that this optimizer is known to have."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         if not run.stretches:
             return []
-        runs, family = run.implementation, run.family
+        runs, family = implementation_of(run), family_of(run)
         options = []
         if runs != "fused" and family != "other":
             options.append(self._option(run, "fused", _without_temporaries(run), seconds_of_fused))
@@ -51,7 +52,9 @@ class OptimizerKernel(AbstractTechnique):
             options.append(self._option(run, "foreach", _all_at_once(run), _seconds_of_foreach))
         return options
 
-    def _option(self, run: OptimizerTape, kernel: Kernel, changed: tuple[Change, ...], seconds_of: SecondsOf) -> Option:
+    def _option(
+        self, run: OptimizerProfile, kernel: Kernel, changed: tuple[Change, ...], seconds_of: SecondsOf
+    ) -> Option:
         added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.steady)
         return Option(
             technique=self.name,
@@ -73,18 +76,18 @@ class OptimizerKernel(AbstractTechnique):
             set_kernel(session, optimizer, kernel)
 
 
-def seconds_of_fused(run: OptimizerTape, stretch: Stretch, num_kernels: int = 0) -> float:
+def seconds_of_fused(run: OptimizerProfile, stretch: Stretch, num_kernels: int = 0) -> float:
     """The time of `num_kernels` fused kernels, or of the fewest possible: gradients are read, parameters and states read and written, once."""
     updated = run.gradients(stretch)
     parameter_bytes = int(run.block_bytes[updated].sum())
     state_bytes = int(run.block_bytes[run.state(stretch)].sum())
     num_kernels = num_kernels or 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
-    return run.seconds_of_update(3 * parameter_bytes + 2 * state_bytes, num_kernels)
+    return seconds_of_update(run, 3 * parameter_bytes + 2 * state_bytes, num_kernels)
 
 
-def _without_temporaries(run: OptimizerTape) -> tuple[Change, ...]:
+def _without_temporaries(run: OptimizerProfile) -> tuple[Change, ...]:
     removed = tuple(change for stretch in run.stretches for change in changes(run.held(stretch), -1.0))
-    if run.family == "sgd":
+    if family_of(run) == "sgd":
         return removed
     first = run.stretches[
         0
@@ -93,7 +96,7 @@ def _without_temporaries(run: OptimizerTape) -> tuple[Change, ...]:
     return (*removed, Change(begin=first.begin_event, end=len(run.tape.events), num_bytes=count_bytes))
 
 
-def _one_at_a_time(run: OptimizerTape) -> tuple[Change, ...]:
+def _one_at_a_time(run: OptimizerProfile) -> tuple[Change, ...]:
     """The for-loop instead of foreach: the intermediate results of the largest tensor instead of those of all."""
     found: list[Change] = []
     for stretch in run.stretches:
@@ -103,13 +106,13 @@ def _one_at_a_time(run: OptimizerTape) -> tuple[Change, ...]:
         largest = int(run.block_bytes[run.gradients(stretch)].max(initial=0))
         most = max(num_bytes for _, _, num_bytes in held)
         # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
-        instead = min(most, (2 if run.family == "adam" else 1) * largest)
+        instead = min(most, (2 if family_of(run) == "adam" else 1) * largest)
         found.extend(changes(held, -1.0))
         found.append(Change(begin=held[0][0], end=held[-1][1], num_bytes=instead))
     return tuple(found)
 
 
-def _all_at_once(run: OptimizerTape) -> tuple[Change, ...]:
+def _all_at_once(run: OptimizerProfile) -> tuple[Change, ...]:
     """Foreach instead of the for-loop: one intermediate result of all tensors where the loop has any of one tensor."""
     found: list[Change] = []
     for stretch in run.stretches:
@@ -121,12 +124,12 @@ def _all_at_once(run: OptimizerTape) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def _seconds_of_loop(run: OptimizerTape, stretch: Stretch) -> float:
+def _seconds_of_loop(run: OptimizerProfile, stretch: Stretch) -> float:
     num_tensors = max(1, len(run.gradients(stretch)))
     num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-    return run.seconds_of_kernels(stretch, num_kernels)
+    return seconds_of_kernels(run, stretch, num_kernels)
 
 
-def _seconds_of_foreach(run: OptimizerTape, stretch: Stretch) -> float:
+def _seconds_of_foreach(run: OptimizerProfile, stretch: Stretch) -> float:
     num_kernels = len(run.names(stretch)) / max(1, len(run.gradients(stretch)))
-    return run.seconds_of_kernels(stretch, round(num_kernels) + 1)
+    return seconds_of_kernels(run, stretch, round(num_kernels) + 1)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tightfit.errors import ApplyError
-
-_TRUTHS = {True: True, False: False, "True": True, "False": False}
+from tightfit.techniques.settings import parse_bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +28,5 @@ class UpdateSettings:
         kernel = settings.get("kernel", "same")
         if kernel not in ("same", "fused"):
             raise ApplyError(f"kernel={kernel!r} is neither 'same' nor 'fused'")
-        truths = {name: _truth(name, settings[name]) for name in ("in_backward", "clips") if name in settings}
-        return cls(kernel=kernel, **{**defaults, **truths})
-
-
-def _truth(name: str, value: Any) -> bool:
-    if value not in _TRUTHS:
-        raise ApplyError(f"{name}={value!r} is neither True nor False")
-    return _TRUTHS[value]
+        given = {name: parse_bool(name, settings[name]) for name in ("in_backward", "clips") if name in settings}
+        return cls(kernel=kernel, **{**defaults, **given})

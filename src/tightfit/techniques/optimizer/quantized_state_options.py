@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape, Stretch, changes
+from tightfit.analysis.gradient_readers import readers_of_gradients
+from tightfit.analysis.intervals import changes
+from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of, implementation_of
 from tightfit.analysis.updates import (
     BACKWARD_SLOT,
     either,
@@ -46,15 +49,15 @@ class Coding:
 
 
 def coded_options(
-    run: OptimizerTape, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
+    run: OptimizerProfile, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
 ) -> list[Option]:
     """Options with states in this format: with a plain optimizer step, and with updates in the backward pass if there is no obstacle.
 
     Each is offered with the optimizer's present implementation, tensor by tensor, and with the fused one.
     """
-    clips, again = bool(run.looks_at_gradients), seconds_of_second_pass(run)
+    clips, again = bool(readers_of_gradients(run)), seconds_of_second_pass(run)
     found = []
-    for is_fused in (False, True) if run.family != "other" and run.implementation != "fused" else (False,):
+    for is_fused in (False, True) if family_of(run) != "other" and implementation_of(run) != "fused" else (False,):
         given = {**(settings or {}), **({"kernel": "fused"} if is_fused else {})}
         seconds = _seconds(run, coding, is_fused=is_fused)
         found.append(_option(technique, given, _changes_of_step(run, coding, is_fused=is_fused), seconds))
@@ -77,7 +80,7 @@ def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, 
     )
 
 
-def _changes_of_step(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
+def _changes_of_step(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     found = list(_smaller_states(run, coding))
     for stretch in run.stretches:
         found += changes(run.held(stretch), -1.0)
@@ -86,7 +89,7 @@ def _changes_of_step(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> t
     return tuple(found)
 
 
-def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
+def _changes_in_backward(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     while_updated = list(states_come_early(run, _fraction_left(run, coding)))
     for stretch in run.stretches:
         moments = moments_of_updates(run, run.gradients(stretch)).tolist()
@@ -96,7 +99,7 @@ def _changes_in_backward(run: OptimizerTape, coding: Coding, *, is_fused: bool) 
     return (*_smaller_states(run, coding), *gradients_used_up(run), *held)
 
 
-def _smaller_states(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
+def _smaller_states(run: OptimizerProfile, coding: Coding) -> tuple[Change, ...]:
     """States shrink to the bytes kept, except small ones."""
     large = _large(run, run.state(run.stretches[-1]))
     begins = np.maximum(run.born[large], run.stretches[0].begin_event)
@@ -105,20 +108,20 @@ def _smaller_states(run: OptimizerTape, coding: Coding) -> tuple[Change, ...]:
     return changes(stretches, -coding.part * (1.0 - _fraction_kept(run, coding)))
 
 
-def _fraction_left(run: OptimizerTape, coding: Coding) -> float:
+def _fraction_left(run: OptimizerProfile, coding: Coding) -> float:
     """The remaining fraction of the bytes of all states, small ones included."""
     states = run.state(run.stretches[-1])
     total, large = int(run.block_bytes[states].sum()), int(run.block_bytes[_large(run, states)].sum())
     return 1.0 - coding.part * (1.0 - _fraction_kept(run, coding)) * large / max(1, total)
 
 
-def _fraction_kept(run: OptimizerTape, coding: Coding) -> float:
-    return min(1.0, coding.bytes_kept / run.bytes_per_number)
+def _fraction_kept(run: OptimizerProfile, coding: Coding) -> float:
+    return min(1.0, coding.bytes_kept / element_bytes_of(run))
 
 
-def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
+def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
     """The temporaries besides gradients and quantised states while each parameter with a gradient is updated, in bytes."""
-    size = run.bytes_per_number
+    size = element_bytes_of(run)
     gradients = run.gradients(stretch)
     numbers = run.block_bytes[gradients] / size
     state_bytes, gradient_bytes = (
@@ -126,7 +129,7 @@ def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is
     )
     num_coded = round(state_bytes / max(1, gradient_bytes)) * coding.part * (numbers >= MIN_NUMBERS)
     # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
-    num_results = (2 if run.family == "adam" else 1) if run.held(stretch) and not is_fused else 0
+    num_results = (2 if family_of(run) == "adam" else 1) if run.held(stretch) and not is_fused else 0
     results = num_results * size * numbers
     between = coding.bytes_between + (coding.bytes_more_in_16_bits if size < np.dtype(np.float32).itemsize else 0)
     coded = coding.bytes_kept * numbers + between * np.minimum(numbers, coding.numbers_per_piece)
@@ -134,23 +137,23 @@ def _temporary_bytes(run: OptimizerTape, coding: Coding, stretch: Stretch, *, is
     return (restored + np.where(num_coded > 0, np.maximum(results, coded), results)).astype(np.int64)
 
 
-def _seconds(run: OptimizerTape, coding: Coding, *, is_fused: bool) -> float:
+def _seconds(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> float:
     """The extra time per step in seconds: updates one by one, and the traffic and kernels of quantisation."""
     total = 0.0
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
-        if is_fused or run.implementation == "fused":
+        if is_fused or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
             total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-            total += run.seconds_of_kernels(stretch, kernels)
-        numbers = run.block_bytes[_large(run, run.state(stretch))] / run.bytes_per_number
+            total += seconds_of_kernels(run, stretch, kernels)
+        numbers = run.block_bytes[_large(run, run.state(stretch))] / element_bytes_of(run)
         num_pieces = int(np.ceil(numbers / coding.numbers_per_piece).sum())
-        moved = coding.part * (coding.bytes_moved + coding.num_passes * run.bytes_per_number) * float(numbers.sum())
-        total += run.seconds_of_update(moved, round(coding.part * coding.kernels_per_piece * num_pieces))
+        moved = coding.part * (coding.bytes_moved + coding.num_passes * element_bytes_of(run)) * float(numbers.sum())
+        total += seconds_of_update(run, moved, round(coding.part * coding.kernels_per_piece * num_pieces))
     return total - run.seconds
 
 
-def _large(run: OptimizerTape, states: Column) -> Column:
-    return states[run.block_bytes[states] >= MIN_NUMBERS * run.bytes_per_number]
+def _large(run: OptimizerProfile, states: Column) -> Column:
+    return states[run.block_bytes[states] >= MIN_NUMBERS * element_bytes_of(run)]

@@ -9,7 +9,10 @@ optimizer's step.
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.gradient_readers import readers_of_gradients, updates_in_backward
+from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels
+from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import (
     BACKWARD_SLOT,
     gradients_used_up,
@@ -18,9 +21,7 @@ from tightfit.analysis.updates import (
     states_come_early,
     waiting_for_second_pass,
 )
-from tightfit.devices.device import Device
 from tightfit.planner.option import Advice, Change, Option
-from tightfit.tape import Tape
 from tightfit.techniques.optimizer.backward_updates import Updates
 from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.optimizer.optimizer_kernels import check_kernel, set_kernel
@@ -43,13 +44,13 @@ class UpdateInBackward(AbstractTechnique):
     )
     tolerance = 0.15
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """With the optimizer's present implementation, and with the fused one."""
-        run = OptimizerTape(tape, device)
-        if not run.stretches or run.updates_in_backward or obstacle(run):
+        run = profile.optimizer
+        if not run.stretches or updates_in_backward(run) or obstacle(run):
             return []
-        clips, longer = bool(run.looks_at_gradients), waiting_for_second_pass(run)
-        kernels = ["same", *(["fused"] if run.family != "other" and run.implementation != "fused" else [])]
+        clips, longer = bool(readers_of_gradients(run)), waiting_for_second_pass(run)
+        kernels = ["same", *(["fused"] if family_of(run) != "other" and implementation_of(run) != "fused" else [])]
         again = seconds_of_second_pass(run)
         return [
             Option(
@@ -64,11 +65,11 @@ class UpdateInBackward(AbstractTechnique):
             for kernel in kernels
         ]
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice on what keeps gradients from being freed early."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         reason = obstacle(run)
-        if not run.stretches or run.updates_in_backward or not reason:
+        if not run.stretches or updates_in_backward(run) or not reason:
             return []
         held = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
         what = f"gradients cannot be used up within the backward pass, because {reason}"
@@ -89,21 +90,21 @@ class UpdateInBackward(AbstractTechnique):
         Updates(session, updates).install()
 
 
-def _update_seconds(run: OptimizerTape, kernel: str) -> float:
+def _update_seconds(run: OptimizerProfile, kernel: str) -> float:
     """The time of the updates per step when every tensor has its own kernels."""
     total = 0.0
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
-        if kernel == "fused" or run.implementation == "fused":
+        if kernel == "fused" or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
             total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-            total += run.seconds_of_kernels(stretch, kernels)
+            total += seconds_of_kernels(run, stretch, kernels)
     return total
 
 
-def _changes(run: OptimizerTape, kernel: str) -> tuple[Change, ...]:
+def _changes(run: OptimizerProfile, kernel: str) -> tuple[Change, ...]:
     """Gradients and the temporaries of the optimizer's step are gone, except those of one tensor's update."""
     found = [*gradients_used_up(run), *states_come_early(run)]
     for stretch in run.stretches:

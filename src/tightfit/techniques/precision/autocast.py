@@ -10,12 +10,14 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
+from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
+from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
-from tightfit.tape import Category, Tape
+from tightfit.tape import Category
 from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -33,40 +35,42 @@ class Autocast(AbstractTechnique):
     exactness = "lossy: products are computed from operands rounded to 8 significant bits, and summed in float32; parameters stay float32"
     tolerance = 0.6
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option, in bfloat16, for a run in float32."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         if not can_be_lowered(run):
             return []
         parameter_bytes = _parameter_bytes(run)
         # Each weight is read in float32 and written in bfloat16 once per forward pass.
-        casting = run.seconds_of_update(1.5 * parameter_bytes, 0)
+        casting = seconds_of_update(run, 1.5 * parameter_bytes, 0)
         return [
             Option(
                 technique=self.name,
                 where="precision",
                 settings={"dtype": "bfloat16"},
                 changes=(*_smaller_activations(run), *_copies_of_weights(run, parameter_bytes)),
-                seconds=casting - seconds_saved_in_bfloat16(run, device, everything=False),
+                seconds=casting - seconds_saved_in_bfloat16(profile, everything=False),
                 exact=self.exact,
                 slots=frozenset({"precision"}),
                 is_coarse=True,
             )
         ]
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice to use float16 if the card has no bfloat16."""
-        run = OptimizerTape(tape, device)
-        low = run.fraction_in_low_precision
+        run = profile.optimizer
+        low = fraction_in_low_precision(run)
         if (
             low > 0
-            or run.scales_loss
+            or scales_loss(run)
             or can_be_lowered(run)
-            or device.vendor != "nvidia"
-            or not tape.operators.flops.any()
+            or profile.device.vendor != "nvidia"
+            or not profile.tape.operators.flops.any()
         ):
             return []
-        saved = int(run.block_bytes[tape.storages.category == Category.ACTIVATIONS].sum()) // (2 * run.num_steps)
+        saved = int(run.block_bytes[profile.tape.storages.category == Category.ACTIVATIONS].sum()) // (
+            2 * run.num_steps
+        )
         what = (
             "this card has no bfloat16: torch.autocast in float16 with a torch.amp.GradScaler around backward and step"
         )
@@ -92,11 +96,11 @@ class Autocast(AbstractTechnique):
         session.wrap_forward(session.model, around)
 
 
-def _parameter_bytes(run: OptimizerTape) -> int:
+def _parameter_bytes(run: OptimizerProfile) -> int:
     return int(run.block_bytes[run.tape.storages.category == Category.PARAMETERS].sum())
 
 
-def _smaller_activations(run: OptimizerTape) -> tuple[Change, ...]:
+def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:
     tape = run.tape
     names, name_of = np.unique(tape.operators.name, return_inverse=True)
     stays = np.array([operator_class(tape.strings[n]) in _STAYS_LARGE for n in names], dtype=bool)[name_of]
@@ -106,7 +110,7 @@ def _smaller_activations(run: OptimizerTape) -> tuple[Change, ...]:
     return changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -0.5)
 
 
-def _copies_of_weights(run: OptimizerTape, parameter_bytes: int) -> tuple[Change, ...]:
+def _copies_of_weights(run: OptimizerProfile, parameter_bytes: int) -> tuple[Change, ...]:
     """bfloat16 copies of the weights are made during the forward pass and saved for the backward pass."""
-    passes = run.passes()
+    passes = passes_of(run)
     return tuple(Change(begin=begin, end=end, num_bytes=parameter_bytes // 2) for begin, end in passes)

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
+from tightfit.analysis.optimizer import OptimizerProfile
+from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.cost.roofline import operator_seconds
-from tightfit.devices.device import Device
 from tightfit.tape import Column, Phase, Tape
 
 # Cards from this compute capability on multiply in bfloat16 (CUDA C++ programming guide, table of arithmetic instructions).
@@ -19,21 +20,21 @@ _FIRST_WITH_BFLOAT16 = (8, 0)
 _IS_FULL_PRECISION = 0.05
 
 
-def can_be_lowered(run: OptimizerTape) -> bool:
+def can_be_lowered(run: OptimizerProfile) -> bool:
     """Whether a run is in float32 and the card supports bfloat16."""
     operators = run.tape.operators
     has_bfloat16 = run.device.vendor != "nvidia" or run.device.compute_capability >= _FIRST_WITH_BFLOAT16
     return (
         has_bfloat16
         and float(operators.flops.sum()) > 0
-        and run.fraction_in_low_precision < _IS_FULL_PRECISION
-        and not run.scales_loss
+        and fraction_in_low_precision(run) < _IS_FULL_PRECISION
+        and not scales_loss(run)
     )
 
 
-def seconds_saved_in_bfloat16(run: OptimizerTape, device: Device, *, everything: bool) -> float:
+def seconds_saved_in_bfloat16(profile: Profile, *, everything: bool) -> float:
     """The time saved per step with matrix products, convolutions and attention in bfloat16, or with everything in bfloat16, in seconds."""
-    tape = run.tape
+    tape = profile.tape
     lowered = _is_pass(tape) & (np.isin(tape.operators.dtype, indices_of(tape, "float32")))
     if not everything:
         cores = [i for i in np.unique(tape.operators.name) if operator_class(tape.strings[i]) in TENSOR_CORE_CLASSES]
@@ -45,7 +46,7 @@ def seconds_saved_in_bfloat16(run: OptimizerTape, device: Device, *, everything:
         bytes_written=np.where(lowered, tape.operators.bytes_written // 2, tape.operators.bytes_written),
     )
     lower = dataclasses.replace(tape, operators=operators, strings=(*tape.strings, "bfloat16"))
-    return float((operator_seconds(tape, device) - operator_seconds(lower, device)).sum()) / run.num_steps
+    return float((profile.seconds - operator_seconds(lower, profile.device)).sum()) / profile.num_steps
 
 
 def indices_of(tape: Tape, text: str) -> list[int]:

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels
-from tightfit.devices.device import Device
+from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
-from tightfit.tape import Category, Tape
+from tightfit.tape import Category
 from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, Rounding, WideStates
@@ -43,12 +44,12 @@ class PureBf16(AbstractTechnique):
     exactness = "lossy: forward and backward pass in 8 significant bits; updates in float32, rounded at random (right on average) or kept to 16 bits"
     tolerance = 0.4
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """Two options for a run in float32: stochastic rounding, and compensated summation, which needs two bytes more per parameter."""
-        run = OptimizerTape(tape, device)
+        run = profile.optimizer
         if not can_be_lowered(run) or not run.stretches:
             return []
-        saved_seconds = seconds_saved_in_bfloat16(run, device, everything=True)
+        saved_seconds = seconds_saved_in_bfloat16(profile, everything=True)
         roundings: tuple[Rounding, ...] = ("stochastic", "compensated")
         return [
             Option(
@@ -195,7 +196,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = gradient.to(value.dtype)
 
 
-def _changes(run: OptimizerTape, rounding: Rounding) -> tuple[Change, ...]:
+def _changes(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
     storages, num_events = run.tape.storages, len(run.tape.events)
     parameters = storages.category == Category.PARAMETERS
     halved = np.flatnonzero(parameters | (storages.category == Category.GRADIENTS) | born_in_float32(run.tape))
@@ -213,14 +214,14 @@ def _changes(run: OptimizerTape, rounding: Rounding) -> tuple[Change, ...]:
     return tuple(change for change in found if change.end > change.begin)
 
 
-def _update_seconds(run: OptimizerTape) -> float:
+def _update_seconds(run: OptimizerProfile) -> float:
     """The time to cast each tensor to float32, update it by itself, and round it."""
     total = 0.0
     for stretch in run.steady:
         gradients = run.gradients(stretch)
         kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(stretch))
-        casts = run.seconds_of_update(
-            _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
+        casts = seconds_of_update(
+            run, _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
         )
-        total += run.seconds_of_kernels(stretch, kernels) + casts
+        total += seconds_of_kernels(run, stretch, kernels) + casts
     return total

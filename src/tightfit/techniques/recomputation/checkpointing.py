@@ -6,12 +6,9 @@ Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174),
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from tightfit.analysis.modules import Anatomy
-from tightfit.analysis.recomputable import blocks, recompute_option
-from tightfit.cost.roofline import operator_seconds
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
+from tightfit.analysis.recomputable import recompute_option
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -26,10 +23,9 @@ class Checkpointing(AbstractTechnique):
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each block; it shares slots with the modules inside and around it."""
-        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
-        return [recompute_option(self.name, anatomy, block, seconds) for block in blocks(anatomy)]
+        return [recompute_option(self.name, profile.modules, block, profile.seconds) for block in profile.blocks]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""

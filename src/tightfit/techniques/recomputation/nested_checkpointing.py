@@ -11,14 +11,12 @@ from typing import final
 import torch
 
 from tightfit.analysis.modules import Anatomy
-from tightfit.analysis.recomputable import Block, blocks
+from tightfit.analysis.profile import Profile
+from tightfit.analysis.recomputable import Block, num_steps
 from tightfit.analysis.sequences import waiting_bytes
-from tightfit.cost.roofline import operator_seconds
-from tightfit.cost.steps import step_operators
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
-from tightfit.tape import Column, Tape
+from tightfit.tape import Column
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
@@ -39,11 +37,11 @@ class NestedCheckpointing(AbstractTechnique):
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """Segments of several lengths, of each stack of equal consecutive blocks."""
-        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        anatomy, seconds = profile.modules, profile.seconds
         least = _SMALLEST_SHARE * waiting_bytes(anatomy)
-        for stack in _stacks(anatomy):
+        for stack in _stacks(profile):
             inputs = sum(_outputs_bytes(anatomy, block) for block in stack)
             if len(stack) < _FEWEST_BLOCKS or inputs < least:
                 continue
@@ -86,15 +84,15 @@ def _modules(session: Session, choice: Choice) -> list[torch.nn.Module]:
     return found
 
 
-def _stacks(anatomy: Anatomy) -> Iterator[list[Block]]:
+def _stacks(profile: Profile) -> Iterator[list[Block]]:
     """Blocks with consecutive numbers in one list, with the same operators and the same number of calls."""
     # Blocks with batch norm are left out: each run moves the running statistics, and a third run would move
     # them a third time.
     by_list: dict[tuple[str, str, int], dict[int, Block]] = {}
-    for block in blocks(anatomy):
+    for block in profile.blocks:
         parent, _, last = block.path.rpartition(".")
         visit = block.visits[-1]
-        names = anatomy.operator_names(visit.begin, visit.end)
+        names = profile.modules.operator_names(visit.begin, visit.end)
         if last.isdigit() and "." in parent and not any("batch_norm" in name for name in names):
             by_list.setdefault((parent, block.alike, len(block.visits)), {})[int(last)] = block
     for found in by_list.values():
@@ -133,7 +131,7 @@ def _option(technique: str, anatomy: Anatomy, segment: Sequence[Block], seconds:
         alike=f"{technique}:{segment[0].alike}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
-        seconds=added / max(1, len(step_operators(anatomy.tape))),
+        seconds=added / num_steps(anatomy),
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from tightfit.analysis.modules import Anatomy, Visit
-from tightfit.analysis.recomputable import blocks, recompute_option
+from tightfit.analysis.modules import Visit
+from tightfit.analysis.profile import Profile
+from tightfit.analysis.recomputable import recompute_option
 from tightfit.cost.classes import operator_class
-from tightfit.cost.roofline import operator_seconds
-from tightfit.devices.device import Device
 from tightfit.planner.option import Option
-from tightfit.tape import Column, Tape
+from tightfit.tape import Column
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -40,23 +39,25 @@ class SelectiveCheckpointing(AbstractTechnique):
     needs = Needs.REPEATABLE
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One for each block, if saving some differs from saving all or none.
 
         Of the products, those are saved whose results the plain run saves; they are identified by their number in the block's forward.
         """
-        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
-        is_product = np.array([operator_class(name) in _PRODUCTS for name in tape.strings], dtype=bool)
+        anatomy, seconds = profile.modules, profile.seconds
+        is_product = np.array([operator_class(name) in _PRODUCTS for name in profile.tape.strings], dtype=bool)
 
         def kept(visit: Visit) -> Column:
-            return is_product[tape.operators.name[tape.storages.operator[visit.waiting]]]
+            return is_product[profile.tape.operators.name[profile.tape.storages.operator[visit.waiting]]]
 
-        for block in blocks(anatomy):
+        for block in profile.blocks:
             visit = block.visits[-1]
             stays = kept(visit)
             if stays.any() and not stays.all():
-                products = visit.begin + np.flatnonzero(is_product[tape.operators.name[visit.begin : visit.end]])
-                keeping = np.flatnonzero(np.isin(products, tape.storages.operator[visit.waiting[stays]]))
+                products = visit.begin + np.flatnonzero(
+                    is_product[profile.tape.operators.name[visit.begin : visit.end]]
+                )
+                keeping = np.flatnonzero(np.isin(products, profile.tape.storages.operator[visit.waiting[stays]]))
                 option = recompute_option(self.name, anatomy, block, seconds, kept)
                 yield dataclasses.replace(option, settings={"keep": keeping.tolist()})
 

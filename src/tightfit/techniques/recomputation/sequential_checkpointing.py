@@ -10,12 +10,10 @@ from typing import Any, final
 import torch
 
 from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block, recompute_option
-from tightfit.analysis.sequences import Stretch, rows, segments, waiting_bytes, with_settings
-from tightfit.cost.roofline import operator_seconds
-from tightfit.devices.device import Device
+from tightfit.analysis.sequences import Stretch, segments, waiting_bytes, with_settings
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
@@ -34,11 +32,11 @@ class SequentialCheckpointing(AbstractTechnique):
     needs = Needs.REPEATABLE
     exactness = "bit for bit: the same operators on the same values, random state and autocast included"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """One for each segment of each sequence of children; segments are nested or disjoint."""
-        anatomy, seconds = Anatomy(tape), operator_seconds(tape, device)
+        anatomy, seconds = profile.modules, profile.seconds
         least = _SMALLEST_SHARE * waiting_bytes(anatomy)
-        for row in rows(anatomy):
+        for row in profile.sequences:
             for stretch in segments(row, 0, len(row)):
                 if anatomy.bytes_of(stretch.visits[-1].waiting) >= least:
                     yield _option(self.name, anatomy, stretch, seconds)

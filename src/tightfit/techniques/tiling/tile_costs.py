@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
-from tightfit.devices.device import Device
 from tightfit.planner.option import Change
-from tightfit.tape import Category, Column, EventKind, Tape
+from tightfit.tape import Category, Column
 
 # Of the largest storage inside: smaller ones are left where they are.
 _SMALLEST_STORAGE = 0.01
@@ -45,17 +45,9 @@ class Inside:
     cast_bytes: int
 
 
-def births_of(tape: Tape) -> Column:
-    """The event at which each storage is allocated."""
-    births = np.zeros(len(tape.storages), dtype=np.int64)
-    allocations = tape.events.kind == EventKind.ALLOCATE
-    births[tape.events.storage[allocations]] = np.flatnonzero(allocations)
-    return births
-
-
-def inside_of(anatomy: Anatomy, births: Column, visit: Visit, around: Visit | None = None) -> Inside:
+def inside_of(profile: Profile, visit: Visit, around: Visit | None = None) -> Inside:
     """The intermediate results of `visit`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
-    tape = anatomy.tape
+    tape, anatomy, births = profile.tape, profile.modules, profile.allocated_at
     born, died = tape.storages.operator, anatomy.died
     output = visit.output
     made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
@@ -104,11 +96,7 @@ class TileAccount:
     """Memory and time of `num_tiles` tiles. If they overlap, each is `share` of the whole, and together they compute `work` times as much."""
 
     num_tiles: int
-    anatomy: Anatomy
-    births: Column
-    device: Device
-    seconds: Column
-    kernels: Column
+    profile: Profile
     share: float = 0.0
     work: float = 1.0
 
@@ -118,12 +106,12 @@ class TileAccount:
 
     def changes(self, one: Inside, *, is_alone: bool) -> Iterator[Change]:
         """The storages that are gone, and the ones that replace them. If not `is_alone`, a recomputed enclosing module accounts for all between the passes."""
-        visit, around, anatomy = one.visit, one.around, self.anatomy
+        visit, around, anatomy = one.visit, one.around, self.profile.modules
         passes = [(visit.begin_event, visit.end_event), (visit.back_event, visit.back_end_event)]
         windows = [(visit.begin_event, around.end_event), (around.back_event, visit.back_end_event)]
         for storage in one.storages.tolist():
             size = int(anatomy.block_bytes[storage])
-            born, died = int(self.births[storage]), int(anatomy.died[storage])
+            born, died = int(self.profile.allocated_at[storage]), int(anatomy.died[storage])
             for begin, end in [(born, died)] if is_alone else windows:
                 if max(born, begin) < min(died, end):
                     yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
@@ -141,8 +129,10 @@ class TileAccount:
         for storage in one.held.tolist():
             yield Change(begin=int(anatomy.died[storage]), end=back_end, num_bytes=int(anatomy.block_bytes[storage]))
         for storage in (*one.weight_gradients.tolist(), *one.handed_on.tolist()):
-            if back < self.births[storage]:
-                yield Change(begin=back, end=int(self.births[storage]), num_bytes=int(anatomy.block_bytes[storage]))
+            if back < self.profile.allocated_at[storage]:
+                yield Change(
+                    begin=back, end=int(self.profile.allocated_at[storage]), num_bytes=int(anatomy.block_bytes[storage])
+                )
 
     def _tile(self, one: Inside, most_bytes: int) -> int:
         """The bytes of one tile if the whole module needs `most_bytes`: weights are not split."""
@@ -151,11 +141,11 @@ class TileAccount:
 
     def added_seconds(self, one: Inside) -> float:
         """The extra time of one module call."""
-        visit, efficiency = one.visit, efficiency_of(self.device)
-        once = float(self.seconds[visit.begin : visit.end].sum())
+        visit, efficiency = one.visit, efficiency_of(self.profile.device)
+        once = float(self.profile.seconds[visit.begin : visit.end].sum())
         again = once * self.work
-        more = (once + float(self.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
-        kernels = self.kernels
+        more = (once + float(self.profile.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
+        kernels = self.profile.is_kernel
         num_kernels = int(2 * kernels[visit.begin : visit.end].sum() + kernels[visit.back_begin : visit.back_end].sum())
         # An output and a gradient of the input are copied into place for each tile.
         launches = (self.num_tiles - 1) * (num_kernels + 2) * efficiency.launch_seconds
@@ -164,5 +154,5 @@ class TileAccount:
             again
             + more
             + launches
-            + traffic / (self.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
+            + traffic / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
         )

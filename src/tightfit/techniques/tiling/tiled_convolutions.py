@@ -10,13 +10,12 @@ from typing import Any, final
 
 import torch
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.state import RegionState, Snapshot
 from tightfit.effects.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.recomputation.sequential_ranges import check_sequential, put_range
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
@@ -41,9 +40,9 @@ class TiledConvolutions(AbstractTechnique):
     # A tape has no kernel sizes: halos are reckoned as those of kernels of three.
     tolerance = 0.15
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """For each chain, and parts of it, several numbers of tiles."""
-        yield from tiled_convolutions_options(self.name, tape, device)
+        yield from tiled_convolutions_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps each Sequential once, with code that runs its chains."""

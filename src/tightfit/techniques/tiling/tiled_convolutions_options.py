@@ -10,14 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy
-from tightfit.analysis.sequences import Row, Stretch, rows, segments, waiting_bytes
+from tightfit.analysis.profile import Profile
+from tightfit.analysis.sequences import Row, Stretch, segments, waiting_bytes
 from tightfit.cost.classes import operator_class
-from tightfit.cost.roofline import is_kernel, operator_seconds
-from tightfit.cost.steps import step_operators
-from tightfit.devices.device import Device
 from tightfit.planner.option import Option
-from tightfit.tape import Category, Column, Tape
-from tightfit.techniques.tiling.tile_costs import TileAccount, births_of, inside_of
+from tightfit.tape import Category, Column
+from tightfit.techniques.tiling.tile_costs import TileAccount, inside_of
 
 SMALLEST_SHARE = 0.02
 """Of all that waits for a backward pass: what a chain must hold on the way to be offered."""
@@ -30,29 +28,25 @@ _LOCAL = ("max_pool", "avg_pool", "upsample_nearest", "pixel_shuffle")
 _FLAT = ("pool2d", "nearest2d", "pixel_shuffle")
 
 
-def tiled_convolutions_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
+def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all chains of a run."""
-    anatomy, seconds, births, kernels = Anatomy(tape), operator_seconds(tape, device), births_of(tape), is_kernel(tape)
+    anatomy = profile.modules
     least = SMALLEST_SHARE * waiting_bytes(anatomy)
-    for row in rows(anatomy):
+    for row in profile.sequences:
         for begin, end in _chains(row):
             for stretch in segments(row, begin, end):
-                found = [inside_of(anatomy, births, visit) for visit in stretch.visits]
+                found = [inside_of(profile, visit) for visit in stretch.visits]
                 largest = max(found, key=lambda one: one.backward_bytes)
                 if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
                     continue
-                halo, mean_halo = _halo_shares(anatomy, stretch, seconds)
+                halo, mean_halo = _halo_shares(anatomy, stretch, profile.seconds)
                 for num_tiles in NUMBERS_OF_TILES:
                     share = 1 / num_tiles + halo
                     if share > _MOST_SHARE:
                         continue
                     account = TileAccount(
                         num_tiles=num_tiles,
-                        anatomy=anatomy,
-                        births=births,
-                        device=device,
-                        seconds=seconds,
-                        kernels=kernels,
+                        profile=profile,
                         share=share,
                         # The first and the last tile have one neighbour.
                         work=1 + mean_halo * (num_tiles - 1),
@@ -63,7 +57,7 @@ def tiled_convolutions_options(technique: str, tape: Tape, device: Device) -> It
                         alike=f"{technique}:{stretch.alike(anatomy)}:{num_tiles}",
                         settings={**stretch.settings, "num_tiles": num_tiles},
                         changes=(*(c for one in found for c in account.changes(one, is_alone=True)), *stretch.inputs),
-                        seconds=sum(account.added_seconds(one) for one in found) / max(1, len(step_operators(tape))),
+                        seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
                         exact=True,
                         slots=stretch.slots,
                     )

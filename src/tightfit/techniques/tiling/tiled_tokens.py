@@ -13,13 +13,12 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.devices.device import Device
+from tightfit.analysis.profile import Profile
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.holders import PLAIN
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.errors.faults import is_ours
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.tiling.tile_checks import TileProofs
@@ -51,9 +50,9 @@ class TiledTokens(AbstractTechnique):
     needs = Needs.DIVISIBLE
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """For each module several numbers of tiles, with and without a recomputed module around it."""
-        yield from tiled_tokens_options(self.name, tape, device)
+        yield from tiled_tokens_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import input_kept
 from tightfit.analysis.sequences import waiting_bytes
 from tightfit.cost.classes import operator_class
-from tightfit.cost.roofline import is_kernel, operator_seconds
-from tightfit.cost.steps import step_operators
-from tightfit.devices.device import Device
 from tightfit.planner.option import Option
-from tightfit.tape import Tape
-from tightfit.techniques.tiling.tile_costs import Inside, TileAccount, births_of, inside_of
+from tightfit.techniques.random_operators import draws
+from tightfit.techniques.tiling.tile_costs import Inside, TileAccount, inside_of
 
 SMALLEST_SHARE = 0.01
 """Of all that waits for a backward pass: what a module must hold on the way to be offered."""
@@ -31,37 +29,19 @@ _WAITING = 0.5  # what of it waits for the backward pass, next to its output: a 
 _DEEP = 3.0  # the same, to be worth tiles inside a module that is recomputed anyway
 _PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation"})
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
-_RANDOM = frozenset(
-    {
-        "native_dropout",
-        "dropout",
-        "bernoulli",
-        "bernoulli_",
-        "normal",
-        "normal_",
-        "uniform",
-        "uniform_",
-        "rand",
-        "randn",
-        "randint",
-    }
-)
 _CLASSES = frozenset({"elementwise", "copy", "reduction"})
 
 
-def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator[Option]:
+def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all modules of a run."""
-    anatomy, seconds, births = Anatomy(tape), operator_seconds(tape, device), births_of(tape)
-    kernels, num_steps = is_kernel(tape), max(1, len(step_operators(tape)))
+    tape, anatomy = profile.tape, profile.modules
     is_token_wise = np.array([keeps_tokens_apart(name) for name in tape.strings], dtype=bool)
     least = SMALLEST_SHARE * waiting_bytes(anatomy)
     for path in anatomy.paths:
         visits = anatomy.visits(path) if "." in path else ()
         if not visits or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in visits):
             continue
-        found = [
-            inside_of(anatomy, births, v, around) for v, around in zip(visits, _around(anatomy, visits), strict=True)
-        ]
+        found = [inside_of(profile, v, around) for v, around in zip(visits, _around(anatomy, visits), strict=True)]
         largest = max(found, key=lambda one: one.backward_bytes)
         if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
             continue
@@ -71,9 +51,7 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
         for num_tiles in NUMBERS_OF_TILES:
             if num_tiles > NUMBERS_OF_TILES[0] and largest.backward_bytes < num_tiles * _LEAST_TILE_BYTES:
                 continue
-            account = TileAccount(
-                num_tiles=num_tiles, anatomy=anatomy, births=births, device=device, seconds=seconds, kernels=kernels
-            )
+            account = TileAccount(num_tiles=num_tiles, profile=profile)
             is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
             for recomputed in (False, True) if is_deep else (False,):
                 slots = {f"tiles@{m}" for m in modules} | (
@@ -89,7 +67,7 @@ def tiled_tokens_options(technique: str, tape: Tape, device: Device) -> Iterator
                         *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
                         *(change for one in found if not recomputed for change in input_kept(anatomy, one.visit)),
                     ),
-                    seconds=sum(account.added_seconds(one) for one in found) / num_steps,
+                    seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
                     exact=True,
                     slots=frozenset(slots),
                 )
@@ -100,7 +78,7 @@ def keeps_tokens_apart(name: str) -> bool:
     base = name.split(".")[1] if name.startswith("aten.") else name
     if base in _PRODUCTS or base in _NORMS:
         return True
-    return operator_class(name) in _CLASSES and base not in _RANDOM
+    return operator_class(name) in _CLASSES and not draws(name)
 
 
 def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]:

@@ -10,12 +10,11 @@ from typing import Never, final
 
 import numpy as np
 
-from tightfit.analysis.optimizer import OptimizerTape
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import TrainedParts
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
-from tightfit.tape import Phase, Tape
+from tightfit.tape import Phase
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
@@ -36,13 +35,13 @@ class Adapters(AbstractTechnique):
     exact = False
     exactness = "lossy: another model is trained"
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """No options: the adapters' parameters would be new to the program."""
         return ()
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """The peak with adapters of each rank, and the code to write."""
-        parts = TrainedParts(OptimizerTape(tape, device))
+        parts = profile.trained_parts
         linears = _linears(parts)
         if not parts.run.stretches or not linears:
             return []

@@ -11,14 +11,13 @@ from typing import final
 import numpy as np
 import torch
 
+from tightfit.analysis.intervals import changes, levels
 from tightfit.analysis.modules import Visit
-from tightfit.analysis.optimizer import OptimizerTape, changes, levels
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import Blocks, TrainedParts
-from tightfit.cost.roofline import operator_seconds
-from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
-from tightfit.tape import Category, Phase, Tape
+from tightfit.tape import Category, Phase
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes, format_seconds
@@ -36,12 +35,12 @@ class Freezing(AbstractTechnique):
     exactness = "lossy: the first blocks keep the weights that they have"
     tolerance = 0.2
 
-    def options(self, tape: Tape, device: Device) -> Iterable[Option]:
+    def options(self, profile: Profile) -> Iterable[Option]:
         """A quarter, a half and three quarters of the blocks.
 
         The time saved is not counted, or a plan would freeze as much as it may. Options with fewer frozen blocks are tried first.
         """
-        parts = TrainedParts(OptimizerTape(tape, device))
+        parts = profile.trained_parts
         blocks = parts.blocks
         if not parts.run.stretches or blocks is None or not len(parts.gradients):
             return
@@ -57,13 +56,13 @@ class Freezing(AbstractTechnique):
                 is_coarse=True,
             )
 
-    def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Advice]:
         """The peak and the time saved for each number of frozen blocks."""
-        parts = TrainedParts(OptimizerTape(tape, device))
+        parts = profile.trained_parts
         blocks = parts.blocks
         if not parts.run.stretches or blocks is None or not len(parts.gradients):
             return []
-        seconds = operator_seconds(tape, device)
+        seconds = profile.seconds
         held = [
             f"{number} of {blocks.number}: {format_bytes(parts.peak_with(_changes(parts, blocks, number)))}, "
             f"{format_seconds(_saved_seconds(parts, blocks, number, seconds))} less a step"

@@ -1,4 +1,4 @@
-"""What a bench of trials is made of where a test cares for the workload alone."""
+"""What traced runs are made of where a test cares for the workload alone."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from tightfit.devices.catalogue import find
 CARD = "RTX 4090"
 
 
-def arguments_of_bench(target: Target, label: str) -> dict[str, Any]:
-    """The arguments of `Bench` for two steps of `target` on `CARD`, with torch's own settings of the allocator."""
+def run_arguments(target: Target, label: str) -> dict[str, Any]:
+    """The arguments of `TracedRuns` for two steps of `target` on `CARD`, with torch's own settings of the allocator."""
     return {
         "target": target,
         "label": label,

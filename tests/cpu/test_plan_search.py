@@ -3,19 +3,21 @@
 import pytest
 import torch
 from tests.conformance.models import workload
-from tests.cpu.benches import arguments_of_bench
+from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.errors import ApplyError
-from tightfit.fit.planning import Allowed, Limits, Search
-from tightfit.fit.trials import Bench, Trial
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.bisection import Bisection
+from tightfit.fit.search import Search
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 
 torch.set_num_threads(1)
 
 
 def test_a_limit_is_lowered_by_what_was_too_much_and_raised_by_what_was_left() -> None:
-    limits = Limits(budget_bytes=1000, limit=900)
+    limits = Bisection(budget_bytes=1000, limit=900)
     assert limits.narrow(promised=900, traced=1100)
     assert limits.limit == 800
     assert limits.narrow(promised=790, traced=900)
@@ -24,11 +26,11 @@ def test_a_limit_is_lowered_by_what_was_too_much_and_raised_by_what_was_left() -
 
 
 def test_a_trace_that_just_fits_ends_the_search() -> None:
-    assert not Limits(budget_bytes=1000, limit=900).narrow(promised=900, traced=990)
+    assert not Bisection(budget_bytes=1000, limit=900).narrow(promised=900, traced=990)
 
 
 def test_an_excess_that_does_not_shrink_is_met_with_larger_steps() -> None:
-    limits = Limits(budget_bytes=1000, limit=900)
+    limits = Bisection(budget_bytes=1000, limit=900)
     found = []
     for _ in range(4):
         assert limits.narrow(promised=limits.limit, traced=1004)
@@ -37,67 +39,67 @@ def test_an_excess_that_does_not_shrink_is_met_with_larger_steps() -> None:
 
 
 def test_limits_that_stand_close_end_the_search() -> None:
-    limits = Limits(budget_bytes=1000, limit=900)
+    limits = Bisection(budget_bytes=1000, limit=900)
     limits.narrow(promised=900, traced=1003)
     assert not limits.narrow(promised=897, traced=900)
 
 
-class FailingBench(Bench):
-    """A bench on which some techniques cannot be put."""
+class FailingRuns(TracedRuns):
+    """Runs on which some techniques cannot be put."""
 
     def __init__(self, *failing: str) -> None:
         where = workload.__globals__["__file__"]
         target = GeneratorFunction(location=where, function="workload", parameters={"model": "llama"})
-        super().__init__(**arguments_of_bench(target, "llama"))
+        super().__init__(**run_arguments(target, "llama"))
         self.failing = failing
 
-    def trial(self, options: tuple[Option, ...] | list[Option]) -> Trial:
+    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
         for option in options:
             if option.technique in self.failing:
                 raise ApplyError(f"{option.technique}: it cannot be done here", technique=option.technique)
             if option.where in self.failing:
                 said = f"{option.technique}: not at {option.where}"
                 raise ApplyError(said, technique=option.technique, places=[option.where])
-        return super().trial(options)
+        return super().run_with(options)
 
 
 @pytest.fixture(scope="module")
-def bench() -> FailingBench:
-    return FailingBench("attention", "selective_checkpointing")
+def runs() -> FailingRuns:
+    return FailingRuns("attention", "selective_checkpointing")
 
 
 def test_a_technique_that_cannot_be_put_on_is_refused_with_its_reason_and_the_rest_is_planned(
-    bench: FailingBench,
+    runs: FailingRuns,
 ) -> None:
-    plain = bench.trial(())
+    plain = runs.run_with(())
     held = plain.estimate.peak
     # Attention is written out in this model, and is exact and free: the search begins with it.
-    found = Search(bench, held.device_high_bytes - held.allocated_bytes // 3, Allowed()).run()
+    found = Search(runs, held.device_high_bytes - held.allocated_bytes // 3, Allowed()).run()
     assert ("attention", "it cannot be done here") in found.refused
     used = {option.technique for option in found.best.options}
-    assert used and not used & set(bench.failing)
+    assert used and not used & set(runs.failing)
     assert found.fits
     assert found.best.high_bytes <= held.device_high_bytes - held.allocated_bytes // 3
 
 
-def test_a_run_that_fits_is_left_alone(bench: FailingBench) -> None:
-    found = Search(bench, bench.trial(()).high_bytes, Allowed()).run()
+def test_a_run_that_fits_is_left_alone(runs: FailingRuns) -> None:
+    found = Search(runs, runs.run_with(()).high_bytes, Allowed()).run()
     assert found.fits and found.best is found.base and found.solution is None
 
 
-def test_a_place_that_is_refused_leaves_the_technique_its_other_places(bench: FailingBench) -> None:
-    plain = bench.trial(())
+def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: FailingRuns) -> None:
+    plain = runs.run_with(())
     held = plain.estimate.peak
     budget = held.device_high_bytes - held.allocated_bytes // 2
     block = "LlamaForCausalLM.model.layers.0"
     others = ("attention", "selective_checkpointing", "nested_checkpointing", "tiled_tokens", "micro_batches")
-    found = Search(FailingBench(*others, block), budget, Allowed()).run()
+    found = Search(FailingRuns(*others, block), budget, Allowed()).run()
     assert ("checkpointing", f"{block}: not at {block}") in found.refused
     assert any(o.technique == "checkpointing" for o in found.best.options)
     assert all(o.where != block for o in found.best.options)
 
 
-def test_a_refusal_in_the_process_that_traces_says_what_and_where(bench: FailingBench) -> None:
+def test_a_refusal_in_the_process_that_traces_says_what_and_where(runs: FailingRuns) -> None:
     where = "LlamaForCausalLM.model.layers"
     option = Option(
         technique="sequential_checkpointing",
@@ -108,6 +110,6 @@ def test_a_refusal_in_the_process_that_traces_says_what_and_where(bench: Failing
         exact=True,
     )
     with pytest.raises(ApplyError, match=r"is a ModuleList, and a torch\.nn\.Sequential is needed") as caught:
-        bench.trial([option])
+        runs.run_with([option])
     assert caught.value.technique == "sequential_checkpointing"
     assert caught.value.places == (where,)

@@ -1,7 +1,7 @@
-"""Trials: the workload, traced with some options on it, and what that holds and takes. What is predicted is what the same code does.
+"""Traced runs: the workload, traced with some options on it, and what that holds and takes. What is predicted is what the same code does.
 
-Each trial is a capture of its own, in a child process, through `tightfit.runtime.attach`, which a real run goes through as well. A trial
-that was made is not made again.
+Each is a capture of its own, in a child process, through `tightfit.runtime.attach`, which a real run goes through as well. A run that was
+traced is not traced again.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -20,20 +21,25 @@ from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import Effect, Tape
 
-# A trial is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
+# A run is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
 _ROOMY = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TracedRun:
     """The workload with `options` on it. `settings_option` are the allocator's settings that it was replayed with, None for the user's own."""
 
     options: tuple[Option, ...]
     settings_option: Option | None
-    tape: Tape
+    profile: Profile
     estimate: Estimate
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
+
+    @property
+    def tape(self) -> Tape:
+        """The recorded run."""
+        return self.profile.tape
 
     @property
     def high_bytes(self) -> int:
@@ -55,8 +61,8 @@ class Trial:
         return self.options if self.settings_option is None else (*self.options, self.settings_option)
 
 
-class Bench:
-    """Makes trials of one workload for one card. `say` is told what is being done."""
+class TracedRuns:
+    """Traces one workload for one card. `say` is told what is being done."""
 
     def __init__(
         self,
@@ -82,11 +88,11 @@ class Bench:
         self._num_steps = num_steps
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
-        self._made: dict[frozenset[str], Trial] = {}
+        self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
-        self._replayed: dict[tuple[frozenset[str], str], Trial] = {}
+        self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
 
-    def trial(self, options: Iterable[Option]) -> Trial:
+    def run_with(self, options: Iterable[Option]) -> TracedRun:
         """The workload with `options` on it, with the user's own settings of the allocator.
 
         Raises:
@@ -112,28 +118,33 @@ class Bench:
             # What the program does besides computing is looked at in the plain run, and holds for all.
             self._effects = self._effects if options else traced.tape.effects
             tape = dataclasses.replace(traced.tape, effects=self._effects)
-            self._made[key] = Trial(
-                options=options,
-                settings_option=None,
-                tape=tape,
-                estimate=self._estimate(tape, self._settings),
-                roots=tuple(traced.report["roots"]),
-                notes=tuple(traced.report["notes"]),
-            )
+            self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
         return self._made[key]
 
-    def trials(self) -> list[Trial]:
-        """All trials that were made, in order."""
+    def _costed(
+        self, options: tuple[Option, ...], tape: Tape, *, roots: Iterable[Mapping[str, Any]], notes: Iterable[str]
+    ) -> TracedRun:
+        return TracedRun(
+            options=options,
+            settings_option=None,
+            profile=Profile(tape, self.card),
+            estimate=self._estimate(tape, self._settings),
+            roots=tuple(roots),
+            notes=tuple(notes),
+        )
+
+    def all(self) -> list[TracedRun]:
+        """All runs that were traced, in order."""
         return list(self._made.values())
 
-    def with_settings(self, trial: Trial, option: Option) -> Trial:
-        """The same trial, replayed with what `option` does to the allocator, and as much slower as the option says."""
-        key = frozenset(o.key for o in trial.options), option.key
+    def with_settings(self, run: TracedRun, option: Option) -> TracedRun:
+        """The same run, replayed with what `option` does to the allocator, and as much slower as the option says."""
+        key = frozenset(o.key for o in run.options), option.key
         if key not in self._replayed:
             settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self._settings
-            found = self._estimate(with_emptied_cache(trial.tape, option.empties_at), settings)
+            found = self._estimate(with_emptied_cache(run.tape, option.empties_at), settings)
             found = dataclasses.replace(found, seconds_per_step=found.seconds_per_step + option.seconds)
-            self._replayed[key] = dataclasses.replace(trial, settings_option=option, estimate=found)
+            self._replayed[key] = dataclasses.replace(run, settings_option=option, estimate=found)
         return self._replayed[key]
 
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:

@@ -1,0 +1,87 @@
+"""The profile of a run: its tape on one device, with everything derived from it once: seconds, module calls, blocks, optimizer, loss head, attention.
+
+Techniques derive their options from a profile, so that a tape is analysed in one place and not anew by each of them.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from tightfit.analysis.attention import ScoreRun, score_runs
+from tightfit.analysis.loss_head import LossHead, loss_heads
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.optimizer import OptimizerProfile
+from tightfit.analysis.recomputable import Block, blocks
+from tightfit.analysis.sequences import Row, rows
+from tightfit.analysis.trained_parts import TrainedParts
+from tightfit.cost.roofline import is_kernel, operator_seconds
+from tightfit.cost.steps import step_operators
+from tightfit.devices.device import Device
+from tightfit.tape import Column, EventKind, Tape
+
+
+# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head.
+class Profile:
+    """The analyses of a run; each is computed on first use and cached."""
+
+    def __init__(self, tape: Tape, device: Device) -> None:
+        self.tape = tape
+        self.device = device
+
+    @cached_property
+    def seconds(self) -> Column:
+        """Seconds of each operator on the device."""
+        return operator_seconds(self.tape, self.device)
+
+    @cached_property
+    def is_kernel(self) -> Column:
+        """Which operators launch kernels; views and allocations do not."""
+        return is_kernel(self.tape)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of the program's loop; 1 where the tape has none, as it is a divisor."""
+        return max(1, len(step_operators(self.tape)))
+
+    @cached_property
+    def allocated_at(self) -> Column:
+        """The event that allocates each storage."""
+        allocations = np.flatnonzero(self.tape.events.kind == EventKind.ALLOCATE)
+        at = np.zeros(len(self.tape.storages), dtype=np.int64)
+        at[self.tape.events.storage[allocations]] = allocations
+        return at
+
+    @cached_property
+    def modules(self) -> Anatomy:
+        """The module calls of the run."""
+        return Anatomy(self.tape)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The modules that are worth recomputing, outermost first."""
+        return tuple(blocks(self.modules))
+
+    @cached_property
+    def sequences(self) -> tuple[Row, ...]:
+        """The sequences of numbered children that ran one after another."""
+        return tuple(rows(self.modules))
+
+    @cached_property
+    def optimizer(self) -> OptimizerProfile:
+        """The optimizer steps of the run."""
+        return OptimizerProfile(self)
+
+    @cached_property
+    def trained_parts(self) -> TrainedParts:
+        """The trained parameters, by module."""
+        return TrainedParts(self)
+
+    @cached_property
+    def loss_heads(self) -> tuple[LossHead, ...]:
+        """The calls of linear heads that feed a cross-entropy."""
+        return tuple(loss_heads(self.modules))
+
+    @cached_property
+    def score_runs(self) -> tuple[ScoreRun, ...]:
+        """The attentions that materialise their scores."""
+        return tuple(score_runs(self.modules))

@@ -1,0 +1,184 @@
+"""Candidates for a plan: from a traced run with its problem to the choice whose own traced run just fits, or else holds least.
+
+The solver is asked for the fastest choice within a limit, the workload is traced with it, and the limit is moved until the trace just fits.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.errors import ApplyError, CaptureError
+from tightfit.fit.bisection import Bisection
+from tightfit.fit.offers import Offers
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.planner import problem as problems
+from tightfit.planner.option import Option
+from tightfit.planner.problem import Problem
+from tightfit.planner.solution import Solution, validate
+from tightfit.planner.solve import least, solve
+from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.workspaces import with_workspaces_of
+
+MAX_LIMITS = 16
+SOLVER_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A traced run, with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated."""
+
+    run: TracedRun
+    problem: Problem
+    gap_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A traced run, with the variant and the solution that it was made from."""
+
+    run: TracedRun
+    variant: Variant
+    solution: Solution
+
+
+class Candidates:
+    """Makes candidates within `budget_bytes`."""
+
+    def __init__(
+        self, runs: TracedRuns, offers: Offers, budget_bytes: int, *, host_bytes: int = 0, disk_bytes: int = 0
+    ) -> None:
+        self._runs = runs
+        self._offers = offers
+        self._budget_bytes = budget_bytes
+        self._host_bytes = host_bytes
+        self._disk_bytes = disk_bytes
+        self._variants: dict[tuple[str, ...], Variant] = {}
+
+    def fits(self, run: TracedRun) -> bool:
+        """Whether `run` is within the budget, at the upper end of its range."""
+        return run.high_bytes <= self._budget_bytes
+
+    def variant(self, run: TracedRun) -> Variant:
+        """The problem of what else to do to `run`, worked out once."""
+        key = (*sorted(option.key for option in run.options), "refused:", *self._offers.refusals)
+        if key not in self._variants:
+            self._variants[key] = self._made_variant(run)
+        return self._variants[key]
+
+    def _made_variant(self, run: TracedRun) -> Variant:
+        taken = {option.technique for option in run.options}
+        options = self._offers.options(run.profile)
+        fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
+        tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
+        levels = replay_levels(tape, AllocatorSettings()).allocated
+        # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
+        gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
+        problem = problems.build(levels, fine, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
+        return Variant(run=run, problem=problem, gap_bytes=min(gaps))
+
+    def best_of(
+        self, coarse: Sequence[Option], base: TracedRun, max_traces: int, *, is_last: bool = False
+    ) -> Candidate | None:
+        """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
+        least."""
+        run = self._try(coarse) if coarse else base
+        if run is None:
+            return None
+        best = self._bisected(run, coarse, max_traces, only_free=True, is_last=is_last)
+        # Emptying the allocator's cache takes time at each step, so the limits are narrowed with it only where nothing fits without.
+        if best is not None and not self.fits(best.run):
+            best = self.better(best, self._bisected(run, coarse, max_traces, only_free=False, is_last=is_last))
+        return best
+
+    def _bisected(
+        self, run: TracedRun, coarse: Sequence[Option], max_traces: int, *, only_free: bool, is_last: bool
+    ) -> Candidate | None:
+        """The best of the runs on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any.
+
+        Not `is_last`: the first that fits ends it.
+        """
+        variant = self.variant(run)
+        settings = {option.technique for option in self._offers.options(run.profile) if option.is_of_the_allocator}
+        limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
+        best: Candidate | None = None
+        if coarse:
+            best = Candidate(
+                run=self._with_best_settings(run, settings), variant=variant, solution=_nothing_more(variant)
+            )
+        traced_for: dict[tuple[int, ...], TracedRun] = {}
+        for _ in range(MAX_LIMITS):
+            if len(traced_for) == max_traces:
+                break
+            is_last_trace = len(traced_for) == max_traces - 1
+            nothing_fits = best is None or not self.fits(best.run)
+            # The last trace of a search in vain is of what holds least.
+            solution = _solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
+            found = traced_for.get(solution.chosen)
+            if found is None:
+                traced = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+                if traced is None:
+                    # What was refused changes the problem, and the numbers of its options.
+                    variant, traced_for = self.variant(run), {}
+                    continue
+                free = self._with_best_settings(traced, settings, only_free=True)
+                fastest = free if self.fits(free) else self._with_best_settings(traced, settings)
+                found = traced_for[solution.chosen] = free if only_free else fastest
+                best = self.better(best, Candidate(run=fastest, variant=variant, solution=solution))
+            fits = self.fits(found)
+            if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
+                break
+            if not limits.narrow(promised=solution.peak_bytes, traced=found.high_bytes):
+                break
+        return best
+
+    def _try(self, options: Sequence[Option]) -> TracedRun | None:
+        """The traced run with `options`; None, with what is to blame refused from now on, if the workload does not run with them."""
+        try:
+            return self._runs.run_with(options)
+        except (ApplyError, CaptureError) as error:
+            self._offers.refuse(options, error)
+            return None
+
+    def _with_best_settings(self, run: TracedRun, settings: Iterable[str], *, only_free: bool = False) -> TracedRun:
+        """The run with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest
+        that fits, or what holds least. `only_free`: with those that take no time."""
+        if self.fits(run):
+            return run
+        options = [option for name in sorted(settings) for option in self._offers.of(name, run.profile)]
+        others = self._with_all_settings(run, [o for o in options if not (only_free and o.seconds > 0)])
+        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.high_bytes))
+
+    def _with_all_settings(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
+        """The run as it is, and with each of those `options` that are the allocator's."""
+        return [run, *(self._runs.with_settings(run, option) for option in options if option.is_of_the_allocator)]
+
+    def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
+        """The faster of those that fit, else the smaller one; the first where they are alike."""
+        if one is None or other is None:
+            return one or other
+        ranks = [
+            (0, each.run.seconds, each.run.high_bytes)
+            if self.fits(each.run)
+            else (1, each.run.high_bytes, each.run.seconds)
+            for each in (one, other)
+        ]
+        return one if ranks[0] <= ranks[1] else other
+
+
+def _solve(problem: Problem, limit: int) -> Solution:
+    """The fastest choice within `limit`, or, said not to fit, the fastest of those that hold least."""
+    solution = solve(problem, limit, time_limit_seconds=SOLVER_SECONDS)
+    if solution.fits:
+        faults = validate(problem, solution, limit)
+        assert not faults, faults
+        return solution
+    smallest = least(problem, time_limit_seconds=SOLVER_SECONDS)
+    faults = validate(problem, smallest, smallest.peak_bytes)
+    assert not faults, faults
+    return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
+
+
+def _nothing_more(variant: Variant) -> Solution:
+    """The choice of none of a variant's options."""
+    peak = variant.problem.peak_bytes(())
+    return Solution(chosen=(), fits=True, seconds=0.0, peak_bytes=peak, bound_seconds=0.0, is_proven=False)

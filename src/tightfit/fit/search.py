@@ -1,0 +1,175 @@
+"""Plans: from a workload to the fastest combination of techniques that fits, checked by tracing the workload with it.
+
+The plain run is traced. If it fits, there is nothing to do. If not, the techniques say what they could do, as numbers; a solver takes the
+fastest combination that promises to fit; the workload is traced again with that combination on it. If the trace holds more than was promised,
+the limit is lowered by the difference and the solver asked again. So a plan's figures are a trace's, never a promise's.
+
+Techniques that change a run so much that the others' numbers no longer hold (another attention kernel, another precision) are traced first, one
+variant of the workload each, and the rest is solved on top.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.candidates import Candidate, Candidates, Variant
+from tightfit.fit.offers import Offers
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.planner import problem as problems
+from tightfit.planner.option import Option
+from tightfit.planner.solution import Solution
+from tightfit.planner.solve import solve
+
+# Traces of one search: a limit whose answer was traced before costs no trace.
+MAX_CORRECTIONS = 5
+MAX_CORRECTIONS_OF_A_VARIANT = 3
+MAX_CORRECTIONS_OF_THE_BEST = 7
+# What a variant is promised to take before it is traced is taken to be too high by this share, so that it is tried rather than not.
+_DOUBT_OF_A_VARIANT = 0.01
+# Where nothing fits, a variant that could hold less by less than this share of it is not worth its traces.
+_WORTH_A_VARIANT = 0.002
+_SECONDS_TO_RELAX = 3.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run."""
+
+    base: TracedRun
+    best: TracedRun
+    fits: bool
+    variant: Variant | None
+    solution: Solution | None
+    forbidden: tuple[Option, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+class Search:
+    """One search for a plan within `budget_bytes`. `offers` knows what was refused; it may be told of more, and the search be run again."""
+
+    def __init__(
+        self, runs: TracedRuns, budget_bytes: int, allowed: Allowed, *, host_bytes: int = 0, disk_bytes: int = 0
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.offers = Offers(runs, allowed)
+        self.candidates = Candidates(runs, self.offers, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        self._runs = runs
+        self._fits = self.candidates.fits
+
+    def run(self) -> Found:
+        """Searches."""
+        base = self._runs.run_with(())
+        if self._fits(base):
+            return self._found(base, None)
+        best_of = self.candidates.best_of
+        coarse = self._bundles(base)
+        free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
+        rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
+        results = [best_of(tuple(free), base, MAX_CORRECTIONS)]
+        if results[0] is None and free:
+            free = []
+            results = [best_of((), base, MAX_CORRECTIONS)]
+        start = self._runs.run_with(free)
+        settled: set[str] = set()
+        for bundle in sorted(rest, key=_seconds):
+            # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
+            if bundle[0].technique not in settled and self._could_help(bundle, start, results):
+                results.append(best_of((*free, *bundle), base, MAX_CORRECTIONS_OF_A_VARIANT))
+                if results[-1] is not None and self._fits(results[-1].run):
+                    settled.add(bundle[0].technique)
+        if not any(r is not None and self._fits(r.run) for r in results):
+            everything = [o for bundle in _compatible(sorted(rest, key=_saved, reverse=True)) for o in bundle]
+            held = min((r.run.high_bytes for r in results if r is not None), default=base.high_bytes)
+            if _saved(everything) > _WORTH_A_VARIANT * held:
+                results.append(best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
+        best = self._refined([result for result in results if result is not None], base)
+        if best is None or (not self._fits(best.run) and base.high_bytes <= best.run.high_bytes):
+            return self._found(base, None)
+        return self._found(base, best)
+
+    def _refined(self, results: Sequence[Candidate], base: TracedRun) -> Candidate | None:
+        """The best of the results, after a closer look at those that fit and are nearly as fast as the fastest."""
+        better, best = self.candidates.better, None
+        for result in results:
+            best = better(best, result)
+        if best is None or not self._fits(best.run):
+            return best
+        fastest = best.run.seconds
+        for result in results:
+            if self._fits(result.run) and result.run.seconds <= (1 + _DOUBT_OF_A_VARIANT) * fastest:
+                options = result.variant.run.options
+                best = better(best, self.candidates.best_of(options, base, MAX_CORRECTIONS_OF_THE_BEST, is_last=True))
+        return best
+
+    def _could_help(self, bundle: Sequence[Option], start: TracedRun, made: Sequence[Candidate | None]) -> bool:
+        """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
+        runs = [candidate.run for candidate in made if candidate is not None]
+        fitting = [run.seconds for run in runs if self._fits(run)]
+        if fitting:
+            return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
+        least_bytes = min((run.high_bytes for run in runs), default=start.high_bytes)
+        return least_bytes - _saved(bundle) <= self.budget_bytes
+
+    def _seconds_at_best(self, bundle: Sequence[Option], start: TracedRun) -> float:
+        """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
+        kind = _kind(bundle[0])
+        own = [o for o in self.offers.options(start.profile) if o.is_coarse and _kind(o) == kind]
+        variant = self.candidates.variant(start)
+        left = problems.with_taken(variant.problem, own)
+        # Of what a card needs beyond the bytes that are allocated, all but the context comes and goes with them.
+        context = start.estimate.peak.device_bytes - start.estimate.peak.reserved_bytes
+        share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
+        gap = context + round(share * max(0, variant.gap_bytes - context))
+        found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX)
+        return start.seconds + _seconds(own) + found.seconds if found.fits else math.inf
+
+    def _bundles(self, base: TracedRun) -> list[list[Option]]:
+        """The coarse options, each technique's with the same settings together."""
+        bundles: dict[tuple[str, str], list[Option]] = {}
+        for option in self.offers.options(base.profile):
+            if option.is_coarse:
+                bundles.setdefault(_kind(option), []).append(option)
+        return list(bundles.values())
+
+    def _found(self, base: TracedRun, best: Candidate | None) -> Found:
+        run = base if best is None else best.run
+        return Found(
+            base=base,
+            best=run,
+            fits=self._fits(run),
+            variant=None if best is None else best.variant,
+            solution=None if best is None else best.solution,
+            forbidden=self.offers.forbidden,
+            refused=self.offers.refused_rows(),
+        )
+
+
+def _seconds(bundle: Iterable[Option]) -> float:
+    return sum(option.seconds for option in bundle)
+
+
+def _kind(option: Option) -> tuple[str, str]:
+    """What the options of a bundle share: the technique and the settings."""
+    return option.technique, repr(sorted(option.settings.items()))
+
+
+def _saved(bundle: Iterable[Option]) -> int:
+    """At most what a bundle takes from any moment."""
+    return sum(max((-change.num_bytes for change in option.changes), default=0) for option in bundle)
+
+
+def _compatible(bundles: Iterable[Sequence[Option]]) -> list[Sequence[Option]]:
+    """The bundles in order, without those that share a slot with an earlier one."""
+    taken: set[str] = set()
+    chosen = []
+    for bundle in bundles:
+        slots = {slot for option in bundle for slot in option.slots}
+        if not taken & slots:
+            chosen.append(bundle)
+            taken |= slots
+    return chosen
+
+
+def _keys(options: Iterable[Option]) -> list[str]:
+    return [option.key for option in options]

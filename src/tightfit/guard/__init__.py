@@ -1,1 +1,0 @@
-"""Watches a real run: limits, rescue from out-of-memory errors, leaks."""

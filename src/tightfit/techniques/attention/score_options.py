@@ -1,0 +1,74 @@
+"""What it would save and cost not to hold the scores of a run's attentions."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tightfit.analysis.attention import ScoreRun
+from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.profile import Profile
+from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.roofline import arithmetic_type
+from tightfit.planner.option import Change, Option
+
+SMALLEST_SHARE = 0.01
+"""Of all that waits for the backward pass: what the scores of all modules must come to for the option to be offered."""
+
+_FLOPS_OF_KERNEL = 3.5
+"""Forward and backward passes of the kernel in forward passes: two products, and five (Dao 2023, arXiv:2307.08691, section 4.1)."""
+
+
+def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
+    """One option for all modules together; none where the scores are nothing beside the rest."""
+    anatomy = profile.modules
+    runs = [run for run in profile.score_runs if not run.is_kernel]
+    if not runs:
+        return
+    waiting = np.flatnonzero(anatomy.waits)
+    scores = np.unique([storage for run in runs for storage in run.scores])
+    if anatomy.bytes_of(scores) < SMALLEST_SHARE * anatomy.bytes_of(waiting):
+        return
+    births = profile.allocated_at
+    gone = [
+        Change(begin=int(births[s]), end=int(anatomy.died[s]), num_bytes=-int(anatomy.block_bytes[s]))
+        for s in scores.tolist()
+    ]
+    kept = [change for run in runs if (change := _output(anatomy, run)) is not None]
+    modules = list(dict.fromkeys(run.path for run in runs))
+    yield Option(
+        technique=technique,
+        where=modules[0].partition(".")[0],
+        settings={"modules": modules},
+        changes=(*gone, *kept),
+        seconds=sum(_added_seconds(profile, run) for run in runs) / profile.num_steps,
+        exact=True,
+        slots=frozenset(f"attention@{module}" for module in modules),
+        is_coarse=True,
+    )
+
+
+def _output(anatomy: Anatomy, run: ScoreRun) -> Change | None:
+    """The result of an attention, which its kernel keeps for the backward pass."""
+    if not run.back:
+        return None
+    begin, end = int(anatomy.event_of(run.end)), int(anatomy.event_of(run.back[0]))
+    return Change(begin=begin, end=end, num_bytes=int(anatomy.tape.operators.bytes_written[run.end]))
+
+
+def _added_seconds(profile: Profile, run: ScoreRun) -> float:
+    tape, device, seconds = profile.tape, profile.device, profile.seconds
+    efficiency = efficiency_of(device)
+    dtype = tape.strings[tape.operators.dtype[run.begin]]
+    arithmetic = arithmetic_type("attention", dtype, tf32_matmul=False, tf32_convolution=True)
+    rate = device.flops_per_second(arithmetic) * efficiency.of_flops["attention", arithmetic]
+    flops = float(tape.operators.flops[run.begin] + tape.operators.flops[run.end])
+    kernel = flops * (_FLOPS_OF_KERNEL if run.back else 1) / rate
+    plain = float(seconds[run.begin : run.end + 1].sum()) + float(seconds[list(run.back)].sum())
+    return kernel - plain
+
+
+def math_attention_bytes(profile: Profile) -> int:
+    """Bytes of scores that the plain kernel of `scaled_dot_product_attention` holds in one step."""
+    anatomy = profile.modules
+    scores = {s for run in profile.score_runs if run.is_kernel for s in run.scores if anatomy.waits[s]}
+    return anatomy.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps

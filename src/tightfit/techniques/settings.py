@@ -1,0 +1,18 @@
+"""Settings of a choice as values of their types: in a plan that was typed by hand, or given as arguments, they are text."""
+
+from typing import Any
+
+from tightfit.errors import ApplyError
+
+_VALUES = {True: True, False: False, "True": True, "False": False}
+
+
+def parse_bool(name: str, value: Any) -> bool:
+    """The setting `name` as true or false.
+
+    Raises:
+        ApplyError: `value` is neither.
+    """
+    if value not in _VALUES:
+        raise ApplyError(f"{name}={value!r} is neither True nor False")
+    return _VALUES[value]
