@@ -1,8 +1,8 @@
-"""The process that a workload is traced in. Told what to do by a request file; leaves a tape, or one line that says why not.
+"""The process that a workload is traced in. It reads a request file, and writes a tape or an error of one line.
 
     python -m tightfit.capture.child REQUEST.json PARENT
 
-It imitates a card in torch's name throughout, so it is used for one capture and then ends.
+It patches torch throughout to simulate a card, so it is used for one capture and then ends.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
+    """The request to the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
     `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
@@ -47,10 +47,12 @@ class Request:
 
 
 def main(path: str, parent: str) -> None:
-    """Traces what the request at `path` says, and ends the process; at once where the process `parent` ends."""
+    """Runs the request at `path` and ends the process; the process also ends as soon as `parent` does."""
     die_with_parent(int(parent))
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
+    # Before `quiet` redirects descriptor 2: progress is shown on the terminal, whatever becomes of the
+    # program's own output.
     terminal = os.dup(2)
     sys.unraisablehook = _note_unraisable
     try:
@@ -59,11 +61,13 @@ def main(path: str, parent: str) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
+    # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
+    # may change the answer, or keep the process alive.
     os._exit(0)
 
 
 def _failure(label: str, error: BaseException) -> dict[str, Any]:
-    """What is answered where `error` ended the trace: our own error, also where the program made another one of it, or the program's."""
+    """The answer after `error` ended the trace: our own error, even if the program converted it into another one, or else the program's."""
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
@@ -76,7 +80,7 @@ def _failure(label: str, error: BaseException) -> dict[str, Any]:
 
 
 def _note_unraisable(unraisable: Any) -> None:
-    """Python drops what a callback of a weak reference raises; a fault of ours there would leave a wrong tape."""
+    """Python drops exceptions in callbacks of weak references; an error of ours there would leave a wrong tape."""
     if unraisable.exc_value is not None:
         faults.note(unraisable.exc_value, "the capture")
     sys.__unraisablehook__(unraisable)
@@ -107,7 +111,7 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
 
 @contextmanager
 def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Iterator[None]:
-    """Where no step ends for `timeout_seconds`, the process ends, and the stacks of all threads are in the file at `path`."""
+    """Ends the process if no step ends within `timeout_seconds`, and writes the stacks of all threads to the file at `path`."""
     with open(path, "w") as file:
 
         def expect_a_step() -> None:
@@ -123,14 +127,14 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Ite
 
 
 def _raise_what_was_swallowed() -> None:
-    """A program that goes on after an error of ours has run without what was asked for: its tape is not the answer."""
+    """Raises an error of ours that the program has caught: it has run without what was asked for, so its tape is not the answer."""
     swallowed = faults.noted() or apply_error()
     if swallowed is not None:
         raise swallowed
 
 
 def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
-    """Does what a `tightfit.capture.trace.Preparation` says; what it returns is to be called when the run is over."""
+    """Runs a `tightfit.capture.trace.Preparation`; the function that is returned gives its report when the run is over."""
     if preparation is None:
         return lambda: None
     module, _, name = preparation["function"].partition(":")
@@ -138,7 +142,7 @@ def prepare(preparation: dict[str, Any] | None) -> Callable[[], Any]:
 
 
 def target_of(fields: dict[str, Any]) -> targets.Target:
-    """The target whose fields, with its `kind`, a request has."""
+    """The target from its fields, with its `kind`, in a request."""
     kinds: dict[str, Any] = {
         c.__name__: c for c in (targets.Script, targets.GeneratorFunction, targets.HuggingFaceConfig)
     }
@@ -177,7 +181,7 @@ class Progress:
             os.write(self._terminal, f"\r\x1b[Ktracing {self._label}: {span}, {num_operators:,} operators".encode())
 
     def end(self) -> None:
-        """Takes the line away."""
+        """Clears the line."""
         if self._terminal is not None:
             os.write(self._terminal, b"\r\x1b[K")
 
@@ -185,6 +189,8 @@ class Progress:
 @contextmanager
 def quiet(show_output: bool) -> Iterator[None]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
+    # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
+    # which the parent names the line (`trace._user_place`).
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)

@@ -1,8 +1,8 @@
-"""Runs the first steps of a target on the host with real numbers, and writes down what they left: losses, weights, buffers, random states.
+"""Runs the first steps of a target on the host with real numbers, and saves the results: losses, weights, buffers, random states.
 
     python -m tightfit.capture.host_run REQUEST.json PARENT
 
-Used for one run and then ended; the answer beside the request says whether it came to its end.
+The process is used for one run; the answer file beside the request says whether the run finished.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _MOST_OBJECTS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """What is asked of the child; `is_double`: what has no type of its own is made in float64. Values go to the file `values`."""
+    """The request to the child; `is_double`: tensors without an explicit dtype are made in float64. Values go to the file `values`."""
 
     target: dict[str, Any]
     num_steps: int
@@ -43,7 +43,7 @@ class HostRequest:
 
 
 def main(path: str, parent: str) -> None:
-    """Runs what the request at `path` says, and ends the process; at once where the process `parent` ends."""
+    """Runs the request at `path` and ends the process; the process also ends as soon as `parent` does."""
     die_with_parent(int(parent))
     request = HostRequest(**json.loads(Path(path).read_text()))
     try:
@@ -75,6 +75,8 @@ def _run(request: HostRequest) -> dict[str, Any]:
     random.seed(_SEED)
     np.random.seed(_SEED)
     if request.is_double:
+        # In double precision two correct runs differ by rounding of 1e-16, so a wrong plan stands out from one
+        # that only sums in another order.
         torch.set_default_dtype(torch.float64)
     report = prepare(request.preparation)
     target = target_of(request.target)
@@ -107,7 +109,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _modules(variables: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that a function's variables hold, in containers and objects too."""
+    """The modules among a function's variables, including those in containers and objects."""
     waiting = list(variables.items())
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -121,6 +123,8 @@ def _modules(variables: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]
             waiting += [(f"{path}[{name!r}]", inner) for name, inner in value.items()]
         elif isinstance(value, list | tuple):
             waiting += [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
+        # Objects of torch and of the standard library hold no user's model that a variable would not name, and
+        # looking into them may run code.
         elif type(value).__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
             waiting += [(f"{path}.{name}", inner) for name, inner in getattr(value, "__dict__", {}).items()]
 

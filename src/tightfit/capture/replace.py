@@ -1,7 +1,7 @@
-"""Puts an answer of ours in the place of one of torch's, for the rest of the process.
+"""Replaces attributes of torch's modules and classes, for the rest of the process.
 
-Every replacement goes through here, so that a name which a new release of torch no longer has is an error that says so, and not a patch
-that is never called.
+Every replacement goes through here, so that a name that a new release of torch lacks is an error that says so, and not a patch that is
+never called.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from tightfit.errors import CaptureError
 
 
 def replace(owner: Any, **values: Any) -> None:
-    """Sets attributes that `owner`, a module or a class of torch, has already.
+    """Sets attributes that `owner`, a module or a class, has already.
 
     Raises:
         CaptureError: it does not have one of them.

@@ -25,22 +25,26 @@ from tightfit.tape import Tape
 
 
 class Session:
-    """Turns this process into one that has the card `device`, for one run of a target. `with_effects`: what modules and the program do besides
-    computing is watched too."""
+    """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
+    watched too."""
 
     def __init__(self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False) -> None:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
-        # What is computed on the host is small, and a pool of threads costs more than it brings.
+        # Host computations are small, and a thread pool costs more than it saves.
         torch.set_num_threads(1)
         card = Card(
             compute_capability=self.device.compute_capability, num_multiprocessors=self.device.num_multiprocessors
         )
+        # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
+        # having none.
         native.pretend_cuda_is_built()
         CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
         self.gpu = VirtualGpu(
             self.recorder,
+            # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
+            # there itself.
             HANDLERS | LAYOUT_HANDLERS | ACCUMULATION_HANDLERS,
             KernelMemory(self.recorder, card),
             install.composites(card),
@@ -59,7 +63,7 @@ class Session:
         self._tape = dataclasses.replace(tape, effects=self.watch.effects())
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
-        """The tape of the run, as it stood when the last step was over."""
+        """The tape of the run at the end of the last step."""
         assert self._tape is not None
         return dataclasses.replace(self._tape, target=target, versions=versions)
 

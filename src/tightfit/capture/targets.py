@@ -1,4 +1,4 @@
-"""What a user can name as a workload, told apart by its form, and how each is run.
+"""The kinds of workloads that a user can name, distinguished by their form, and how each is run.
 
 train.py                      a script, run as python would run it, with the arguments after `--`
 FILE.py:FUNCTION              a generator function in a file
@@ -22,7 +22,7 @@ from tightfit.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A file that is run as `__main__`."""
+    """A file to be run as `__main__`."""
 
     path: str
     arguments: tuple[str, ...]
@@ -58,7 +58,7 @@ def parse_target(
     """The target that `text` names.
 
     Raises:
-        UsageError: there is no such thing, or it does not take what it is given.
+        UsageError: there is no such file or function, or it takes no such arguments.
     """
     if text.endswith(".py"):
         if not Path(text).is_file():
@@ -93,20 +93,23 @@ def _parameter(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UsageError(f"-p {text}: write name=value")
     try:
+        # Numbers, lists and None as Python writes them; anything else is taken for a string, so that no quotes
+        # are needed.
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
 
 
 def run_script(script: Script) -> Mapping[str, Any]:
-    """Runs the script to its end, or until something raised ends it; returns its globals, which are alive as long as they are held."""
+    """Runs the script until it ends or raises; returns its globals, which stay alive as long as they are held."""
     sys.argv = [script.path, *script.arguments]
+    # As `python FILE` sets it: modules beside the script are found, those of the working folder are not.
     sys.path[0] = str(Path(script.path).resolve().parent)
     return runpy.run_path(script.path, run_name="__main__")
 
 
 def generator_of(target: GeneratorFunction) -> Iterator[Any]:
-    """The user's generator, called with its parameters and not yet begun.
+    """The user's generator, called with its parameters and not yet started.
 
     Raises:
         UsageError: the module has no such function, it is no generator function, or it does not take a parameter.
@@ -140,6 +143,7 @@ def _load(target: GeneratorFunction) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        # Registered before it is run, as an import would: dataclasses and pickling look their module up there.
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
     else:

@@ -1,7 +1,7 @@
 """Traces a target in a child process and returns its tape.
 
-The child imitates a card, and a fault inside autograd can abort an interpreter; here its death is one clear error. A program that comes to no step
-ends it as well.
+The child simulates a card, and a fault inside autograd can abort an interpreter; in a child that becomes one clear error. A program that
+comes to no step is ended too.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ _PRELOADED = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What is done in the child before the workload begins: `function` ("package.module:name") is called with `argument`, plain JSON.
+    """A call in the child before the workload starts: `function` ("package.module:name") is called with `argument`, plain JSON.
 
-    It returns a function that is called when the workload is over, whose answer, plain JSON too, is the trace's report.
+    It returns a function that is called when the workload is over, and whose result, plain JSON too, is the trace's report.
     """
 
     function: str
@@ -49,7 +49,7 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A tape, and what the preparation has to report (None without one)."""
+    """A tape, and the report of the preparation (None without one)."""
 
     tape: Tape
     report: Any
@@ -69,10 +69,10 @@ def trace(
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs. `with_effects`: the tape says as well what modules write and who reads gradients.
+    `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
-        UsageError: `timeout_seconds` is no time to wait.
+        UsageError: `timeout_seconds` is not positive.
         CaptureError: the workload could not be traced; the message says why and where. Or no step of it ended for `timeout_seconds`.
         InternalError: a fault of tightfit itself, in the child.
     """
@@ -94,6 +94,7 @@ def trace(
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        # On a terminal the child writes its progress line to stderr itself.
         reads_errors = not sys.stderr.isatty() and not show_output
         with forked_child(
             "tightfit.capture.child",
@@ -125,7 +126,7 @@ def trace(
 
 
 def no_step(label: str, said: str, timeout_seconds: float) -> str:
-    """What to say of a program that has not come to its next step; `said` is what `faulthandler` printed of all threads, the main one last."""
+    """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last."""
     places = [place for part in said.split("\n\n") if (place := _user_place(part))]
     where = f"; it was at {places[-1]}" if places else ""
     return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
@@ -133,6 +134,7 @@ def no_step(label: str, said: str, timeout_seconds: float) -> str:
 
 def _death(label: str, code: int, said: str) -> str:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
     place = _user_place(said)
     where = f" at {place}" if place else ""
@@ -140,7 +142,7 @@ def _death(label: str, code: int, said: str) -> str:
 
 
 def _user_place(said: str) -> str | None:
-    """The innermost line of the user's own code in what `faulthandler` printed, most recent call first."""
+    """The innermost line of the user's own code in faulthandler's output, most recent call first."""
     frames = re.findall(r'^  File "([^"]+)", line (\d+)', said, re.MULTILINE)
     own = [(f, line) for f, line in frames if not re.search(r"site-packages|[/\\]tightfit[/\\]|^<|[/\\]python3", f)]
     return f"{os.path.relpath(own[0][0])}:{own[0][1]}" if own else None

@@ -1,1 +1,1 @@
-"""What the code of a module reads and writes besides its inputs and outputs: attributes, buffers, random states, globals."""
+"""Side effects of module code: attributes, buffers, random states and globals that it reads and writes besides its inputs and outputs."""

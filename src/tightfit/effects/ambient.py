@@ -1,7 +1,7 @@
-"""The settings of torch that decide what code computes and that no module holds: put around code that runs a second time, in a backward pass.
+"""Global settings of torch that decide what code computes: saved in the forward pass and restored around a recomputation in the backward pass.
 
-`torch.utils.checkpoint` puts back autocast and torch's random states; a user may also have made a forward inside `sdpa_kernel(...)`, another default
-type, all of which are over when the backward pass runs; and a default device is a thread's own, and not that of the backward pass.
+`torch.utils.checkpoint` restores autocast and torch's random states; a forward may also have run inside `sdpa_kernel(...)` or under another
+default dtype, which have ended when the backward pass runs; and a default device is thread-local, and not set in autograd's thread.
 """
 
 import copy
@@ -15,6 +15,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+# Another attention kernel or the lack of cuDNN saves other tensors, and torch's checkpointing then ends the
+# backward pass with an error about their number or shapes.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -26,37 +28,41 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 def _autocast_depth() -> int:
-    """In how many contexts of autocast this is: what it casts is kept until the outermost one is left."""
+    """The nesting depth of autocast contexts: cached casts are retained until the outermost one is left."""
+    # torch has no function that reads the depth.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
 
 
 def _put_autocast_depth(depth: int) -> None:
+    # A recomputation that stops early skips what comes after: where a program enters autocast in a forward
+    # pre-hook and leaves it in a forward hook, its depth and its cached casts would stay for the rest of the
+    # process (docs/log.md, 2026-11-22).
     for _ in range(_autocast_depth() - depth):
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
 
 def takes_saved_tensor_hooks() -> bool:
-    """Whether hooks for saved tensors may be set here, or the program has switched them off."""
+    """Whether hooks for saved tensors are enabled here."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # pyrefly: ignore[missing-attribute]
 
 
 def may_saved_tensors_be_written() -> bool:
-    """Whether the program is inside of `allow_mutation_on_saved_tensors`, which keeps copies of what is written to after it was saved."""
+    """Whether the program is inside of `allow_mutation_on_saved_tensors`, which clones saved tensors before they are written to."""
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
 def are_saved_tensor_hooks_refused(error: BaseException) -> bool:
-    """Whether this is torch's error where code that takes no hooks for saved tensors (torch.func.grad) is run inside of some."""
+    """Whether this is torch's error for code that disables saved tensor hooks (torch.func.grad) run inside of such hooks."""
     return (
         traceback.extract_tb(error.__traceback__)[-1].name == torch.autograd.graph.disable_saved_tensors_hooks.__name__
     )
 
 
 def saved_apart() -> AbstractContextManager[Any, None]:
-    """While this lasts, what is saved for a backward pass is no part of what a checkpoint around it counts. Detached, or a result would hold itself."""
+    """Hides tensors saved for backward from a checkpoint around this code. They are detached, or a result that is saved would refer to itself."""
     if not takes_saved_tensor_hooks():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved)
@@ -64,7 +70,7 @@ def saved_apart() -> AbstractContextManager[Any, None]:
 
 @contextmanager
 def _entered_apart(mode: Any) -> Iterator[None]:
-    """Enters a copy of a mode: it remembers what was there before it, and may still be entered elsewhere."""
+    """Enters a copy of a mode: a mode remembers the one before it, and the original may still be entered elsewhere."""
     if not isinstance(mode, DeviceContext):
         with copy.copy(mode):
             yield
@@ -87,12 +93,12 @@ class Ambient:
 
     @classmethod
     def now(cls) -> "Ambient":
-        """The settings as they are."""
+        """The current settings."""
         return cls(values=tuple(get() for get, _ in _SETTINGS), modes=tuple(_get_current_function_mode_stack()))
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """While this lasts, the settings are these; afterwards what they were before, whatever was left of them by code that was cut short."""
+        """Restores these settings for a block, and the previous ones afterwards, also if the block was cut short."""
         now, depth = Ambient.now(), _autocast_depth()
         try:
             with ExitStack() as modes:
@@ -108,7 +114,7 @@ class Ambient:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
 
     def unknown_modes(self) -> list[str]:
-        """The modes that were entered then and are not now, but for a default device and our own, which only look on: what they do is not known."""
+        """The modes that were active then and are not now, except a default device and our own, which only observe: their effect is unknown."""
         left = [type(mode) for mode in self._left(Ambient.now())]
         return [m.__name__ for m in left if m is not DeviceContext and m.__module__.partition(".")[0] != "tightfit"]
 

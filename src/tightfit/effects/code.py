@@ -1,4 +1,4 @@
-"""Which code a module's forward runs: the functions of its classes, and those that they name. Any of them may be replaced at any time."""
+"""The functions that a module's forward runs, those of its classes and those that they name, to detect when one of them is replaced."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,13 @@ import torch
 
 from tightfit.effects.reach import is_users_file
 
+# Methods of `torch.nn.Module` are replaced by tools (and by ourselves) for every module alike; that is no
+# change of this model's code.
 _PLAIN_BASES = (torch.nn.Module, object)
 
 
 class Code:
-    """The functions as they are now; `is_same` says whether they still are."""
+    """The functions at construction; `is_same` says whether they are unchanged."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places: list[tuple[Mapping[str, Any], str, Any]] = []
@@ -26,7 +28,7 @@ class Code:
                             self._places.append((space, name, value))
 
     def is_same(self) -> bool:
-        """Whether each name still stands for the same object."""
+        """Whether each name is still bound to the same object."""
         return all(space.get(name) is value for space, name, value in self._places)
 
 

@@ -1,9 +1,9 @@
-"""Proves that a computation treats each row of its inputs by itself, by following the rows through every operator of it.
+"""Proves that a computation treats the rows of its inputs independently, by following them through every operator.
 
 The computation runs on fake tensors, which have shapes and no data: once for each number of rows that parts have, and once for all rows. All runs
-must have the same operators with the same arguments, but for sizes that are multiples of the number of rows: so nothing that Python did depended
-on it. In the last one each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`dependence_rules`). What mixes
-rows, or has no rule, is marked and may be dropped; the proof fails if it reaches a result, a decision or a loss.
+must have the same operators with the same arguments, except sizes that are multiples of the number of rows: so nothing that Python did depended
+on that number. In the last run each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`dependence_rules`).
+Results that mix rows, or come from an operator without a rule, are marked; the proof fails if a marked one reaches a result, a branch or a loss.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class NeedsValues(Exception):
-    """The code reads a value that fake tensors do not have: run it for real once, inside of `Reads`, and hand in what that read."""
+    """The code reads a value, which fake tensors do not have: run it for real once, inside of `Reads`, and pass in the values read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Mixed:
 
 
 class Uniform:
-    """State of a storage whose elements are all the same, however many there are."""
+    """State of a storage whose elements are all equal, for any number of rows."""
 
 
 UNIFORM = Uniform()
@@ -47,7 +47,7 @@ State = Pattern | Mixed | Total | Uniform
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operator as it was called: its arguments by the names of its schema, and the tensors that it gave."""
+    """One operator call: its arguments by the names of its schema, and its output tensors."""
 
     func: OpOverload
     arguments: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name without namespace and overload, the same for what works in place."""
+        """The name without namespace and overload, the same for in-place variants."""
         return self.func.overloadpacket.__name__.rstrip("_")
 
     @property
@@ -67,7 +67,7 @@ class Call:
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument that not all overloads have."""
+        """An argument that only some overloads have."""
         return self.arguments.get(name, default)
 
 
@@ -88,12 +88,12 @@ def _written(func: OpOverload, arguments: Mapping[str, Any]) -> list[torch.Tenso
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """The storage of a tensor, for as long as it lives."""
+    """The identity of a tensor's storage, as long as it is alive."""
     return tensor.untyped_storage()._cdata
 
 
 class Run(TorchDispatchMode):
-    """One run on fake tensors, with `num_rows` rows; what it did is in `operations`. A subclass follows the rows."""
+    """One run on fake tensors, with `num_rows` rows; its operators are in `operations`. A subclass follows the rows."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Run(TorchDispatchMode):
         self._is_atom = False
 
     def fail(self, reason: str) -> Mixes:
-        """The error to raise; it also stays, for code that swallows it."""
+        """The error to raise. It is also kept, as the code may swallow it."""
         self.failure = self.failure or Mixes(reason)
         return self.failure
 
@@ -135,6 +135,7 @@ class Run(TorchDispatchMode):
         if is_on_host:
             out = func(*args, **kwargs)
         else:
+            # Fake kernels draw nothing, and refuse a generator of another device.
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
             args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
             with self.fake:
@@ -153,7 +154,7 @@ class Run(TorchDispatchMode):
         return out
 
     def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Raises what makes a run impossible to follow, before anything is done."""
+        """Raises if the operator cannot be followed, before it runs."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
                 raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){_at()}")
@@ -163,13 +164,15 @@ class Run(TorchDispatchMode):
             if not is_off:
                 raise self.fail(f"{func} draws random numbers{_at()}")
         for leaf in _written(func, arguments):
+            # A write to what was there before the run (a buffer, a global table) happens once for the whole
+            # batch, and would happen once for each part.
             if key_of(leaf) not in self._born:
                 raise self.fail(f"{func} writes to a tensor from outside{_at()}")
 
     def _with_written(
         self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The outputs of an operator, with what was on the host and is written to in place of the fake tensor that stood in for it."""
+        """The outputs of an operator, with real host tensors that it writes to instead of the fake tensors that stood in for them."""
         written = [leaf for leaf in _written(func, arguments) if not isinstance(leaf, FakeTensor)]
         if not written:
             return outputs
@@ -188,7 +191,7 @@ class Run(TorchDispatchMode):
         return self._reads.pop(0)
 
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises Mixes where the value that is read is not the same for all rows."""
+        """Raises Mixes if the value that is read depends on the rows."""
 
     def _note(self, operation: Operation) -> None:
         self.operations.append(operation)
@@ -197,7 +200,7 @@ class Run(TorchDispatchMode):
         """Follows the rows through one operator; `known` are the storages of its arguments."""
 
     def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a function that counts as one operator."""
+        """Runs a function as if it were one operator."""
         self._is_atom = True
         try:
             out = func(*args, **kwargs)
@@ -209,12 +212,12 @@ class Run(TorchDispatchMode):
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor is made of it, for which torch asks after its gradient, which only leaves have."""
+    """Detaches a non-leaf: converting it to a fake tensor reads `.grad`, which only leaves have."""
     return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
 
 
 def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether to run an operator for real: what is on the host and no input went into has values; so has a view of a weight."""
+    """Whether to run an operator for real: host tensors that no input went into have values, and so do views of weights."""
     device = arguments.get("device")
     if device is not None and torch.device(device).type not in ("cpu", "meta"):
         return False
@@ -222,7 +225,7 @@ def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequenc
 
 
 def _is_move(func: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether it takes something from the host to a card, for which fake tensors would want the card."""
+    """Whether it copies a host tensor to a card, for which FakeTensorMode would need the card."""
     return func is aten._to_copy.default and not isinstance(tensors[0], FakeTensor) and tensors[0].device.type == "cpu"
 
 
@@ -237,7 +240,7 @@ def _at() -> str:
 
 
 class Flow(Run):
-    """The run with all rows, that follows them; `other` is a run with a part of them that was done before."""
+    """The run with all rows, which follows them; `other` is an earlier run with a part of the rows."""
 
     def __init__(self, num_rows: int, other: Run, rules: Mapping[str, Rule], **settings: Any) -> None:
         super().__init__(num_rows, **settings)
@@ -245,16 +248,17 @@ class Flow(Run):
         self._rules = rules
         self._states: dict[int, State] = {}
         # Of constants, the dimensions with as many elements as there are rows: expanded, or counting them.
+        # Kept by tensor and not by storage: an expanded constant shares the storage of the one that is not.
         self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
 
-    # What rules ask.
+    # Queries of the rules.
 
     def state(self, tensor: torch.Tensor) -> State | None:
-        """What is known of the storage of a tensor; None for a constant."""
+        """The state of a tensor's storage; None for a constant."""
         return self._states.get(key_of(tensor))
 
     def layout(self, tensor: torch.Tensor) -> Layout | None:
-        """Where the rows lie in a tensor; None where it has none.
+        """The layout of the rows in a tensor; None if it has none.
 
         Raises:
             Mixes: they are mixed in it.
@@ -270,7 +274,7 @@ class Flow(Run):
         return None
 
     def is_uniform(self, tensor: torch.Tensor) -> bool:
-        """Whether all its elements are the same."""
+        """Whether all its elements are equal."""
         return isinstance(self.state(tensor), Uniform)
 
     def counts_rows(self, tensor: torch.Tensor) -> bool:
@@ -279,7 +283,7 @@ class Flow(Run):
         return found is not None and found[2]
 
     def its_sizes(self) -> Sequence[Any]:
-        """The sizes that the current operator was handed for the other number of rows."""
+        """The size arguments of the current operator in the run with the other number of rows."""
         return self.other.operations[len(self.operations) - 1].sizes
 
     def depends(self, tensor: torch.Tensor) -> bool:
@@ -287,7 +291,7 @@ class Flow(Run):
         return self.state(tensor) is not None or id(tensor) in self._scaled
 
     def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
-        """Where the rows lie in what is pointwise in `tensors`, of `num_dims` dimensions.
+        """The layout of the rows in a pointwise result of `tensors` with `num_dims` dimensions.
 
         Raises:
             Mixes: in some they lie elsewhere, or something else varies along them.
@@ -313,17 +317,17 @@ class Flow(Run):
     # What happens at each operator.
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> None:
-        """Says that a tensor, an input say, has its rows in `layout`."""
+        """Sets the layout of the rows in a tensor, such as an input."""
         self._kept.append((tensor, tensor.untyped_storage()))
         self._states[key_of(tensor)] = pattern_of(tensor, layout, self.num_rows)
 
     def put_total(self, tensor: torch.Tensor, index: int | None) -> None:
-        """Says that a tensor is the loss number `index`, which is a mean; without a number, that it is a sum over rows."""
+        """Marks a tensor as the loss number `index`, which is a mean; without a number, as a sum over rows."""
         means = frozenset[int]() if index is None else frozenset({index})
         self._states[key_of(tensor)] = Total(means=means, reason=f"a loss is combined with something else{_at()}")
 
     def put_mixed(self, tensor: torch.Tensor, reason: str) -> None:
-        """Says that a tensor mixes rows."""
+        """Marks a tensor as mixing rows."""
         self._states[key_of(tensor)] = Mixed(reason=reason)
 
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -350,11 +354,15 @@ class Flow(Run):
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
+        # A view needs no rule: the pattern belongs to the storage, and the view's strides say where the rows
+        # lie in it.
         for viewed in (o for o in call.outputs if key_of(o) in known - written):
             self._view(viewed, call)
         targets = [*made, *changed]
         if not targets:
             return
+        # Dividing a sum by the number of rows makes a mean; dividing anything else by it makes another result
+        # for each part.
         if divides_by_rows(self, call) and not is_sum(self.state(call["self"])):
             raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{_at()}")
         inputs = call.tensors
@@ -365,6 +373,8 @@ class Flow(Run):
                 return
             results = self._results(call, inputs)
         except Mixes as error:
+            # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
+            # logged).
             state: State = self._poison(call, inputs, str(error))
             for target in targets:
                 self._states[key_of(target)] = state
@@ -379,6 +389,8 @@ class Flow(Run):
 
     def _poison(self, call: Call, inputs: Sequence[torch.Tensor], why: str) -> State:
         states = [self.state(t) for t in inputs]
+        # The first reason is passed on, so that the error names the operator where rows came together and not
+        # the last one after it.
         mixed = next((s for s in states if isinstance(s, Mixed)), None)
         if mixed is None:
             mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
@@ -399,12 +411,12 @@ class Flow(Run):
         return found if isinstance(found, Sequence) else [found] * len(call.outputs)
 
     def grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
-        """The dimensions of the output `number` of the current operator that are not the same for another number of rows."""
+        """The dimensions of output `number` of the current operator whose size depends on the number of rows."""
         its = self.other.operations[len(self.operations) - 1].shapes[number]
         return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
 
     def _constant(self, call: Call, output: torch.Tensor, number: int) -> Layout | Uniform | None:
-        """What an operator makes that no row goes into: the same for every number of rows, or the same for each row."""
+        """The layout of an output that no row goes into: it is the same for every number of rows, or repeated for each row."""
         grown = self.grown(number, output)
         if not grown:
             return None
@@ -419,6 +431,8 @@ class Flow(Run):
             inner = whole.shape[dim] if -dim <= whole.dim() else 1
             if output.shape[dim] % (inner * self.num_rows) == 0:
                 return Layout(dim=grown[0], inner=output.shape[dim] // self.num_rows)
+        # Position numbers of the rows: allowed as indices (`x[torch.arange(n), y]`), since a part's own numbers
+        # start at 0 as well.
         if call.name == "arange" and output.dim() == 1 and len(output) == self.num_rows:
             step = call.get("step", 1)
             if call.get("start", 0) in (0, None) and step in (1, None):
@@ -476,6 +490,7 @@ class Flow(Run):
         self._states[key_of(output)] = pattern_of(output, result, self.num_rows)
 
 
+# Random factories are among them: where randomness is allowed at all, one row's draws are as good as another's.
 _UNIFORM = frozenset(
     [
         "zeros",
@@ -503,11 +518,13 @@ _UNIFORM = frozenset(
     ]
 )
 _KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
+# `all` and `any` over the batch are taken for a check of its inputs (no NaN, no padding): a part answers for
+# its own rows.
 _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 
 
 class Functions(TorchFunctionMode):
-    """Sees functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
+    """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
 
     def __init__(self, run: Run, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
         super().__init__()

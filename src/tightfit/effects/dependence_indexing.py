@@ -1,4 +1,4 @@
-"""What looking up, gathering and scattering do to the rows that `dependence` follows."""
+"""Rules of `dependence` for indexing, gathering and scattering."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tightfit.effects.rows import Layout, Mixes
 
 @rule("gather scatter scatter_add scatter_reduce take_along_dim")
 def gather(flow: Flow, call: Call) -> Result:
-    """Along another dimension, all of it row by row."""
+    """Gathers or scatters along another dimension than the rows', with all arguments row by row."""
     dim = call["dim"] % call["self"].dim()
     tensors = [t for t in call.tensors if t.dim()]
     sized = [t for t in tensors if not flow.is_uniform(t)]
@@ -26,7 +26,7 @@ def gather(flow: Flow, call: Call) -> Result:
 
 @rule("index_select")
 def select(flow: Flow, call: Call) -> Result:
-    """Other dimensions of the rows, or rows out of a table."""
+    """Selects along another dimension than the rows', or looks rows up in a shared table."""
     table, index, dim = call["self"], call["index"], call["dim"] % max(1, call["self"].dim())
     mine, its = flow.layout(table), flow.layout(index)
     if any(map(flow.is_uniform, (table, index))) or flow.counts_rows(index):
@@ -39,7 +39,7 @@ def select(flow: Flow, call: Call) -> Result:
 
 
 def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Layout, int]:
-    """Where the rows lie in `subject[indices]`, and how many dimensions that has.
+    """The layout of the rows in `subject[indices]`, and its number of dimensions.
 
     Raises:
         Mixes: rows are looked up among others, or values decide how many there are.
@@ -51,9 +51,13 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
         raise Mixes("looks up what there is for each row")
     num_index = max(index.dim() for index in given.values())
     dims = sorted(given)
+    # Advanced indexing puts the indexed dimensions where the first of them was if they are neighbours, and in
+    # front otherwise (NumPy's rule, which torch follows).
     is_together = dims == list(range(dims[0], dims[-1] + 1))
     place = dims[0] if is_together else 0
     num_dims = subject.dim() - len(given) + num_index
+    # `x[torch.arange(n), y]` takes one position of each row: position numbers of the rows index their own
+    # dimension.
     counting = {dim: index for dim, index in given.items() if flow.counts_rows(index)}
     rows = flow.layout(subject)
     of_index = flow.broadcast([i for d, i in given.items() if d not in counting], num_index)
@@ -79,13 +83,13 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
 
 @rule("index _unsafe_index")
 def index(flow: Flow, call: Call) -> Result:
-    """Other dimensions of the rows, rows out of a table, or each row by its own number."""
+    """Indexes other dimensions than the rows', a shared table by rows, or each row by its own number."""
     return indexed(flow, call["self"], call["indices"])[0]
 
 
 @rule("index_put _index_put_impl _unsafe_index_put")
 def index_put(flow: Flow, call: Call) -> Result:
-    """Writes to what `index` would give."""
+    """Writes to the elements that `index` would return."""
     layout, num_dims = indexed(flow, call["self"], call["indices"])
     rows, values = flow.layout(call["self"]), call["values"]
     if rows is None:
@@ -99,7 +103,7 @@ def index_put(flow: Flow, call: Call) -> Result:
 
 @rule("searchsorted")
 def search(flow: Flow, call: Call) -> Result:
-    """In one table for all, or each row in its own."""
+    """Searches in one table for all rows, or in each row's own."""
     table, values = call["sorted_sequence"], call["self"]
     if not isinstance(values, torch.Tensor):
         raise Mixes("looks rows up among others")
@@ -113,14 +117,14 @@ def search(flow: Flow, call: Call) -> Result:
 
 @rule("isin")
 def isin(flow: Flow, call: Call) -> Result:
-    """Each element in one set for all."""
+    """Tests each element against one set for all rows."""
     only(flow, call, "elements")
     return flow.layout(call["elements"])
 
 
 @rule("index_add index_copy index_fill")
 def write_along(flow: Flow, call: Call) -> Result:
-    """Along another dimension, at the same places for all rows."""
+    """Writes along another dimension, at the same positions for all rows."""
     layout, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
     source = call.get("source")
     if layout is None or layout.dim == dim or flow.layout(call["index"]) is not None:

@@ -1,4 +1,4 @@
-"""What products, attention and recurrent kernels do to the rows that `dependence` follows."""
+"""Rules of `dependence` for matrix products, attention and recurrent kernels."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _CONTRACTS = "sums over the rows"
 
 
 def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> Layout | None:
-    """Where the rows lie in a matrix product whose first `num_batch` dimensions are those of a batch."""
+    """The layout of the rows in a matrix product whose first `num_batch` dimensions are batch dimensions."""
     if flow.is_uniform(left) or flow.is_uniform(right):
         raise Mixes("multiplies what is the same for all rows")
     mine, its = flow.layout(left), flow.layout(right)
@@ -36,21 +36,21 @@ def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int
 
 @rule("mm _int_mm")
 def mm(flow: Flow, call: Call) -> Result:
-    """Rows of the left side, or columns of the right one."""
+    """A matrix product: rows are those of the left operand, or columns of the right one."""
     left, right = call.tensors[:2]
     return _product(flow, left, right, 0)
 
 
 @rule("bmm")
 def bmm(flow: Flow, call: Call) -> Result:
-    """Matrix by matrix."""
+    """A batched matrix product: rows may also be in the batch dimension."""
     left, right = call.tensors[:2]
     return _product(flow, left, right, 1)
 
 
 @rule("mv")
 def mv(flow: Flow, call: Call) -> Result:
-    """Rows of the matrix."""
+    """A matrix-vector product: rows are those of the matrix."""
     only(flow, call, "self")
     layout = flow.layout(call["self"])
     if layout is None or layout.dim:
@@ -60,14 +60,14 @@ def mv(flow: Flow, call: Call) -> Result:
 
 @rule("addmm baddbmm addbmm_ _addmm_activation addmv")
 def addmm(flow: Flow, call: Call) -> Result:
-    """A product, and something added to it."""
+    """A matrix product with an added tensor."""
     tensors = call.tensors
     added, left, right = tensors[:3]
     if call.name == "addmv":
         raise Mixes("has no rule that says what it does to rows")
     found = _product(flow, left, right, left.dim() - 2)
     if call.get("beta", 1) == 0:
-        # What is added then is not read; it is often memory that nobody has written.
+        # With beta=0 the added tensor is not read; it is often uninitialised memory.
         return found
     summed = call.outputs[0].dim()
     dims = flow.broadcast([added], summed)
@@ -85,14 +85,14 @@ def addmm(flow: Flow, call: Call) -> Result:
 
 @rule("linear")
 def linear(flow: Flow, call: Call) -> Result:
-    """Over the last dimension."""
+    """A linear layer, which sums over the last dimension."""
     only(flow, call, "input")
     return behind(flow, call["input"], 1)
 
 
 @rule("_cdist_forward cdist")
 def distances(flow: Flow, call: Call) -> Result:
-    """Of the rows of two matrices, or of many."""
+    """Pairwise distances: of rows to shared points, or within each matrix of a batch."""
     x1, x2 = call["x1"], call["x2"]
     mine, its = flow.layout(x1), flow.layout(x2)
     if mine is not None and its is not None:
@@ -108,7 +108,7 @@ def distances(flow: Flow, call: Call) -> Result:
     "linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp"
 )
 def matrices(flow: Flow, call: Call) -> Result:
-    """Of each matrix by itself."""
+    """Decompositions and inverses of each matrix of a batch."""
     layout = behind(flow, call.tensors[0], 2)
     return [layout if layout is not None and o.dim() > layout.dim else None for o in call.outputs]
 
@@ -120,7 +120,7 @@ _scaled_dot_product_attention_math_for_mps scaled_dot_product_attention"""
 
 @rule(_ATTENTION)
 def attention(flow: Flow, call: Call) -> Result:
-    """Over the positions of each batch and head; queries may be rows where keys are shared."""
+    """Attention within each batch element and head; queries may be rows if keys and values are shared."""
     query, key, value = call["query"], call["key"], call["value"]
     layout = flow.layout(query)
     others = flow.layout(key), flow.layout(value)
@@ -131,6 +131,8 @@ def attention(flow: Flow, call: Call) -> Result:
     if layout is not None and layout.dim < num_dims - 2:
         if any(other != layout for other in others):
             raise Mixes("attends to what varies along the rows")
+    # Queries may be the rows (tiles over tokens with shared keys), but not under a causal mask, which counts
+    # positions from the first query of the call.
     elif layout is None or others != (None, None) or layout.dim != num_dims - 2 or call.get("is_causal", False):
         raise Mixes("attends to other rows")
     if mask is not None:
@@ -144,22 +146,24 @@ def attention(flow: Flow, call: Call) -> Result:
 
 @rule("_cudnn_rnn miopen_rnn")
 def recurrent(flow: Flow, call: Call) -> Result:
-    """Over the steps of each sequence."""
+    """A recurrent layer over the time steps of each sequence."""
     layout = flow.layout(call["input"])
     batch = 0 if call["batch_first"] else 1
+    # Packed sequences mix all of them in one dimension, sorted by length.
     if layout is None or layout.dim != batch or call["batch_sizes"] or call["input"].dim() != 3:
         raise Mixes("takes rows for steps of a sequence")
     for name in ("hx", "cx"):
         state = call.get(name)
         if isinstance(state, torch.Tensor) and not flow.is_uniform(state) and flow.layout(state) != layout.at(1):
             raise Mixes("combines rows with others")
+    # (layers, batch, width), whatever `batch_first` says.
     states = [layout.at(1) if o.dim() == 3 and o.numel() else None for o in call.outputs[1:3]]
     return [layout, *states, *[None] * (len(call.outputs) - 3)]
 
 
 @rule("mkldnn_rnn_layer")
 def recurrent_on_host(flow: Flow, call: Call) -> Result:
-    """One layer over the steps of each sequence, which come first."""
+    """One recurrent layer on the host, over the time steps of each sequence."""
     layout = flow.layout(call["input"])
     if layout is None or layout.dim != (0 if call["batch_first"] else 1) or call["batch_sizes"]:
         raise Mixes("takes rows for steps of a sequence")
@@ -174,7 +178,7 @@ def recurrent_on_host(flow: Flow, call: Call) -> Result:
 
 @rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
 def cell(flow: Flow, call: Call) -> Result:
-    """One step of each sequence."""
+    """One time step of each sequence."""
     gates: Sequence[torch.Tensor] = [call["input_gates"], call["hidden_gates"]]
     state = call.get("cx") if call.get("cx") is not None else call.get("hx")
     layout = flow.broadcast([*gates, *([state] if isinstance(state, torch.Tensor) else [])], 2)

@@ -1,7 +1,6 @@
-"""What operators do to the rows that `dependence` follows: a rule for each, that says where the rows of the result lie, or raises that they are mixed.
+"""Rules of `dependence`: for each operator the layout of the rows in its result, or an error that rows are mixed.
 
-A rule is not asked where no rows go in, and what only views a tensor needs none. An operator that is not named here is not known to keep rows
-apart.
+A rule is not called for operators without rows among their inputs, and views need none. An operator without a rule counts as mixing rows.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(names: str) -> Callable[[Rule], Rule]:
-    """Enters a rule for the operators called `names`, which are words."""
+    """Registers a rule for the operators in `names`, separated by spaces."""
 
     def enter(function: Rule) -> Rule:
         for name in names.split():
@@ -34,7 +33,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     conj_physical nan_to_num logical_not"""
 )
 def pointwise(flow: Flow, call: Call) -> Result:
-    """Each element by itself, with broadcasting."""
+    """Elementwise operators, with broadcasting."""
     out = call.outputs[0]
     found = flow.broadcast(call.tensors, out.dim())
     if found is None:
@@ -47,30 +46,31 @@ def pointwise(flow: Flow, call: Call) -> Result:
 
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
 def new(flow: Flow, call: Call) -> Result:
-    """A factory that asks a tensor for its type alone."""
+    """A factory that takes only dtype and device from a tensor."""
     found: list[Layout | Uniform | None] = []
     for number, output in enumerate(call.outputs):
+        # The tensor that it is called on is not read, so it counts as an operator without inputs.
         found.append(flow._constant(call, output, number))
     return found
 
 
 @rule("squeeze unsqueeze t transpose swapaxes swapdims detach as_strided")
 def same_memory(flow: Flow, call: Call) -> Result:
-    """In place: another view of the same memory."""
+    """In-place views: the same memory with another shape."""
     return [flow.layout(output) for output in call.outputs]
 
 
 def dims_of(value: Any, num_dims: int) -> list[int] | None:
-    """Dimensions as they are given, from the front; None for all."""
+    """The given dimensions, counted from the front; None for all."""
     dims = [d for d in tree_leaves(value) if d is not None]
     return sorted({d % max(1, num_dims) for d in dims}) if dims else None
 
 
 def worked_on(flow: Flow, call: Call, name: str = "dim", subject: str = "self") -> tuple[Layout | None, list[int]]:
-    """The rows of the first tensor, and the dimensions that are worked on, which are others.
+    """The layout of the rows in the first tensor, and the dimensions that the operator works along.
 
     Raises:
-        Mixes: they are the same.
+        Mixes: it works along the rows.
     """
     tensor = call[subject]
     if any(flow.is_uniform(t) for t in call.tensors):
@@ -96,7 +96,7 @@ def only(flow: Flow, call: Call, *names: str) -> None:
     std_mean var_mean aminmax count_nonzero"""
 )
 def reduction(flow: Flow, call: Call) -> Result:
-    """Over other dimensions; `max` and `min` of two tensors are pointwise."""
+    """Reductions over other dimensions than the rows'; `max` and `min` of two tensors are pointwise."""
     if call.name in ("max", "min") and isinstance(call.get("other"), torch.Tensor):
         return pointwise(flow, call)
     only(flow, call, "self")
@@ -111,7 +111,7 @@ def reduction(flow: Flow, call: Call) -> Result:
     _softmax_backward_data tril_along"""
 )
 def along(flow: Flow, call: Call) -> Result:
-    """Something along other dimensions, which keeps all of them in place."""
+    """Operators along other dimensions than the rows' that keep the shape."""
     only(flow, call, "self")
     if "dims" in call.arguments:
         return worked_on(flow, call, "dims")[0]
@@ -120,18 +120,18 @@ def along(flow: Flow, call: Call) -> Result:
 
 @rule("roll")
 def roll(flow: Flow, call: Call) -> Result:
-    """Along named dimensions; without any it is flattened first."""
+    """Rolls the named dimensions; without any, the tensor is flattened first."""
     return worked_on(flow, call, "dims")[0]
 
 
 @rule("tril triu")
 def triangle(flow: Flow, call: Call) -> Result:
-    """Of the last two dimensions."""
+    """Triangles of the last two dimensions."""
     return behind(flow, call["self"], 2)
 
 
 def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> Layout | None:
-    """The rows of a tensor whose last dimensions are worked on."""
+    """The layout of the rows in a tensor whose last `num_last` dimensions are worked along."""
     if flow.is_uniform(tensor):
         raise Mixes("works on what is the same for all rows")
     layout = flow.layout(tensor)
@@ -152,7 +152,7 @@ _NUM_SPATIAL = {
 
 def _spatial(num_last: int) -> Rule:
     def pool(flow: Flow, call: Call) -> Result:
-        """Over the last dimensions."""
+        """Pooling, resampling and padding of the last dimensions."""
         (first, *_) = call.tensors
         only(flow, call, "self", "input")
         return [behind(flow, first, num_last)] * len(call.outputs)
@@ -166,9 +166,10 @@ for _number, _names in _NUM_SPATIAL.items():
 
 @rule("constant_pad_nd")
 def pad(flow: Flow, call: Call) -> Result:
-    """Other dimensions may grow."""
+    """Pads other dimensions than the rows'."""
     layout, padding = flow.layout(call["self"]), call["pad"]
     if layout is not None:
+        # The list of paddings begins with the last dimension.
         at = 2 * (call["self"].dim() - 1 - layout.dim)
         if any(padding[at : at + 2]):
             raise Mixes("pads the rows")
@@ -177,7 +178,8 @@ def pad(flow: Flow, call: Call) -> Result:
 
 @rule("cat concat concatenate")
 def cat(flow: Flow, call: Call) -> Result:
-    """Along another dimension; everything has its rows in the same place."""
+    """Concatenates along another dimension; all tensors have their rows in the same dimension."""
+    # torch.cat ignores tensors of shape (0,), whatever the dimensions of the others.
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
     found = flow.broadcast(tensors, call.outputs[0].dim())
     if found is not None and call.get("dim", 0) % call.outputs[0].dim() == found.dim:
@@ -189,7 +191,7 @@ def cat(flow: Flow, call: Call) -> Result:
 
 @rule("stack")
 def stack(flow: Flow, call: Call) -> Result:
-    """Along a new dimension."""
+    """Stacks along a new dimension."""
     tensors = call["tensors"]
     found = flow.broadcast(tensors, tensors[0].dim())
     if found is None:
@@ -218,7 +220,7 @@ def layer_norm(flow: Flow, call: Call) -> Result:
 
 @rule("native_group_norm group_norm")
 def group_norm(flow: Flow, call: Call) -> Result:
-    """Over all but the first dimension."""
+    """Group norm, over all dimensions but the first."""
     only(flow, call, "input")
     layout = flow.layout(call["input"])
     if layout is not None and layout.dim:
@@ -231,7 +233,7 @@ def group_norm(flow: Flow, call: Call) -> Result:
     miopen_batch_norm _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional"""
 )
 def batch_norm(flow: Flow, call: Call) -> Result:
-    """With statistics that are given: pointwise. With those of the batch: per channel, and rows may be among the channels (instance norm)."""
+    """Batch norm: pointwise with given statistics; with those of the batch per channel, and rows may be channels (instance norm)."""
     subject = call["input"]
     rest = [t for n in ("weight", "bias", "running_mean", "running_var") if isinstance(t := call.get(n), torch.Tensor)]
     layout = flow.layout(subject)
@@ -244,18 +246,21 @@ def batch_norm(flow: Flow, call: Call) -> Result:
                 raise Mixes("combines rows with something that varies along them")
     elif trains or any(flow.layout(t) is not None for t in rest):
         raise Mixes("takes statistics over the rows")
+    # Instance norm is a batch norm of (1, batch * channels, ...) in torch (Normalization.cpp, `instance_norm`):
+    # there the rows are channels, and statistics are their own.
     statistics = layout.at(0) if layout.dim == 1 else None
     return [layout, *[statistics if o.dim() == 1 and o.dtype != torch.uint8 else None for o in call.outputs[1:]]]
 
 
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable conv_depthwise3d")
 def convolution(flow: Flow, call: Call) -> Result:
-    """Of each image by itself; along a spatial dimension only where the kernel has one place there."""
+    """Each image by itself; rows in a spatial dimension only where the kernel has size 1 there."""
     subject = call.tensors[0]
     only(flow, call, "input", "self")
     layout, weight = flow.layout(subject), call["weight"]
     if layout is None or flow.is_uniform(subject):
         raise Mixes("convolves what there is for each row")
+    # An input without a batch dimension, or rows that a grouped convolution would take for channels.
     if subject.dim() != weight.dim() or layout.dim == 1:
         raise Mixes("takes channels together")
     if layout.dim > 1:
@@ -272,8 +277,9 @@ def convolution(flow: Flow, call: Call) -> Result:
 
 @rule("embedding")
 def embedding(flow: Flow, call: Call) -> Result:
-    """A row of the table for each index."""
+    """Looks up a row of the table for each index."""
     only(flow, call, "indices")
+    # The counts are over the indices of one call, which for a part are fewer.
     if call.get("scale_grad_by_freq"):
         raise Mixes("divides gradients by how often a row is looked up")
     layout = flow.layout(call["indices"])
@@ -293,8 +299,11 @@ def nll_loss(flow: Flow, call: Call) -> Result:
     """Unreduced."""
     only(flow, call, "self", "target")
     layout, target = flow.layout(call["self"]), flow.layout(call["target"])
+    # A reduced loss takes rows together; sums and means that parts can be put together for are met before the
+    # rules (`totals`).
     if call["reduction"] != 0 or layout is None or layout.dim == 1:
         raise Mixes("takes the rows together")
+    # The target has no class dimension, which is dimension 1 of the scores.
     expected = layout if not layout.dim else layout.at(layout.dim - 1)
     if target != expected:
         raise Mixes("compares rows with others")
@@ -311,7 +320,7 @@ def element_loss(flow: Flow, call: Call) -> Result:
 
 @rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback grid_sampler cudnn_grid_sampler")
 def grid(flow: Flow, call: Call) -> Result:
-    """Of each image with its own grid."""
+    """Samples each image with its own grid."""
     found = [flow.layout(t) for t in call.tensors]
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:
         raise Mixes("samples one row for another")

@@ -1,7 +1,7 @@
-"""Whether code that is run again computes what it computed: a checksum of the bits of each operator's result, taken on the device.
+"""Checks that a recomputation gives the same results: a checksum of the bits of each operator's result, computed on the device.
 
-Nothing is copied and nothing is kept but a few numbers for each operator. The second run may stop early, so it is compared as far as it goes.
-Operators that torch knows not to give the same bits each time on a card are compared within a bound from their type instead.
+Nothing is copied, and only a few numbers per operator are kept. The second run may stop early, so it is compared as far as it goes.
+Non-deterministic operators are compared within a bound from their dtype instead.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 _CASTS = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "copy_", "record_stream")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 _NOT_COMPARED = frozenset((*_CASTS, *_UNFILLED))
-# Beside their result, kernels return reserves and seeds that nobody has to fill.
+# Besides their result, kernels return reserves and seeds that may stay uninitialised.
 _FIRST_RESULT_ONLY = ("attention", "batch_norm", "cudnn", "miopen", "rnn", "lstm", "gru", "dropout")
 # Sums in the order in which threads arrive. Source: the list of torch.use_deterministic_algorithms.
 _ADDS_IN_ANY_ORDER = (
@@ -40,7 +40,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """One operator's results: `bits` tells any two apart, `sums` (the sum, and the sum of sizes) by how much; float64 and int64, on the device."""
+    """One operator's results: `bits` (int64) tells different ones apart, `sums` (float64: sum, and sum of magnitudes) by how much; on the device."""
 
     operator: str
     shapes: tuple[torch.Size, ...]
@@ -50,7 +50,7 @@ class Fingerprint:
 
 
 class Fingerprints(TorchDispatchMode):
-    """While it is entered, `taken` grows by the fingerprint of each operator that computes something."""
+    """While it is active, the fingerprint of each operator that computes something is appended to `taken`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Fingerprints(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operator as it would have run, and looks at what it made."""
+        """Runs the operator unchanged, and takes the fingerprint of its result."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not self._is_paused and name not in _NOT_COMPARED and not func.is_view:
@@ -81,7 +81,7 @@ class Fingerprints(TorchDispatchMode):
             if any(word in name for word in _FIRST_RESULT_ONLY):
                 leaves = leaves[:1]
             if leaves:
-                # Other modes are not to see this: a selective checkpoint keeps what it sees.
+                # Other modes must not see this: a selective checkpoint saves what it sees.
                 with torch.no_grad(), _disable_current_modes():
                     self.taken.append(_fingerprint(func, name, leaves))
         return result
@@ -96,7 +96,7 @@ def _entered() -> list[Fingerprints]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """While this lasts, what runs in this thread is no part of any run whose fingerprints are taken."""
+    """Excludes what runs in this thread from the fingerprints of any active run."""
     several = [each for each in _entered() if not each._is_paused]
     for each in several:
         each._is_paused = True
@@ -108,10 +108,10 @@ def paused() -> Iterator[None]:
 
 
 def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> str | None:
-    """What the second run did otherwise than the first, in words; None where it is the same as far as it went.
+    """The first difference of the second run from the first, in words; None if they are equal as far as the second went.
 
-    It may leave out what the first run kept for later (a table that is made once, by `functools.cache`): what it does run must be found in the
-    first one, in the same order and with the same bits.
+    It may leave out results that the first run cached (a table made once by `functools.cache`): what it does run must be found in the first
+    one, in the same order and with the same bits.
     """
     with _disable_current_modes():
         bits = _values([each for each in (*first, *second) if each.bits is not None])
@@ -121,6 +121,8 @@ def first_mismatch(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) 
         while at < len(first):
             one = first[at]
             at += 1
+            # From a non-deterministic operator on, everything may differ by rounding: results that are computed
+            # from its result are compared within the bound as well.
             is_loose |= one.bound > 0
             if (one.operator, one.shapes) == (other.operator, other.shapes) and (
                 one.bits is None
@@ -146,7 +148,7 @@ def _told(one: Fingerprint | None, other: Fingerprint) -> str:
 
 
 def _values(fingerprints: Sequence[Fingerprint]) -> dict[int, tuple[int, ...]]:
-    """All checksums, fetched together from each device."""
+    """All checksums, read back with one copy per device."""
     found: dict[int, tuple[int, ...]] = {}
     by_device: dict[torch.device, list[Fingerprint]] = {}
     for each in fingerprints:
@@ -168,7 +170,7 @@ def _is_near(one: Fingerprint, other: Fingerprint) -> bool:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where a transform of torch.func has put others around it, which have no memory to read."""
+    """The tensor inside the wrappers of torch.func transforms, which have no memory to read."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -178,7 +180,7 @@ def _fingerprint(func: Any, name: str, leaves: Sequence[torch.Tensor]) -> Finger
     plain = [
         leaf
         for leaf in leaves
-        # What has no memory has no bits: forward-mode differentiation makes zeros that are none.
+        # Tensors without memory have no bits: forward-mode differentiation makes such zeros (ZeroTensor).
         if leaf.layout == torch.strided
         and not leaf.is_meta
         and not leaf._is_zerotensor()
@@ -209,6 +211,8 @@ def _size(value: torch.Tensor) -> torch.Tensor:
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
     """Four checksums of the bits of `value`, two of which change when elements change places. int64, shape (4,)."""
+    # Sums of integers wrap around and are exact in any order, so that the checksum of equal bits is equal
+    # however many threads add them up; a sum of floats would not be.
     value = value.detach().resolve_conj().resolve_neg()
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -1,4 +1,4 @@
-"""Things that hold other things by name or place (attributes, dicts, lists, sets), as a snapshot takes and puts back what they hold."""
+"""Objects that hold others by name or position (attributes, dicts, lists, sets), with their contents saved and restored by snapshots."""
 
 import abc
 import operator
@@ -10,17 +10,17 @@ from typing import Any, final
 import torch
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
-# A longer container than this (a vocabulary, say) is told from a changed one by its length and its last element.
+# For longer containers (a vocabulary, say) only length and last element are compared.
 _LARGEST_CONTAINER = 1_000
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether a read gives the same: by equality for plain values, by identity for all else."""
+    """Whether two reads give the same: by equality for plain values, by identity otherwise."""
     return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and one == other)
 
 
 class Holder(abc.ABC):
-    """One holder at `path`, the words by which a person finds it; `key` is the same for the same object."""
+    """One holder at `path`, which names it for the user; `key` is equal for the same object."""
 
     def __init__(self, path: str, key: Any) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Holder(abc.ABC):
 
     @abc.abstractmethod
     def content(self, *, is_kept: bool) -> Any:
-        """What it holds now. `is_kept`: for a snapshot that may outlive the step, which must not keep graphs alive."""
+        """The current contents. `is_kept`: for a snapshot that may outlive the step, which must not keep autograd graphs alive."""
 
     @abc.abstractmethod
     def same(self, one: Any, other: Any) -> bool:
@@ -36,19 +36,19 @@ class Holder(abc.ABC):
 
     @abc.abstractmethod
     def changed(self, one: Any, other: Any) -> Iterable[str]:
-        """What to append to the path, for each thing that differs."""
+        """The suffixes of the path, one for each difference."""
 
     @abc.abstractmethod
     def put(self, content: Any) -> None:
-        """Has it hold `content` again."""
+        """Restores `content`."""
 
     @abc.abstractmethod
     def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
-        """`content` with `others` in place of the values whose `id` they are given by; the same object where there is none of them."""
+        """`content` with values replaced by `others`, given by `id`; the same object if none is replaced."""
 
 
 class _InGraph:
-    """Stands in a snapshot for a tensor with a graph, which would otherwise keep the graph of every earlier call alive."""
+    """A weak placeholder in a snapshot for a tensor with a graph, which would otherwise keep the graph of every earlier call alive."""
 
     __slots__ = ("tensor",)
 
@@ -106,6 +106,8 @@ class Names(Holder):
         return held
 
     def same(self, one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+        # The common case in C functions alone: a snapshot is taken in every call of a block, and one Python
+        # call per attribute took six times as long (docs/log.md, 2026-11-22).
         if len(one) == len(other) and all(map(operator.is_, one.values(), other.values())) and list(one) == list(other):
             return True
         return not any(True for _ in self._changed(one, other))
@@ -139,14 +141,14 @@ class Names(Holder):
 
 
 def in_graphs(content: Any) -> list[torch.Tensor]:
-    """The tensors with a graph that a content has and does not keep."""
+    """The live tensors with a graph among the contents, which are held weakly."""
     values = content.values() if isinstance(content, dict) else content
     found = [value.tensor() for value in values if isinstance(value, _InGraph)]
     return [tensor for tensor in found if tensor is not None]
 
 
 def is_gone(value: Any) -> bool:
-    """Whether a snapshot had a tensor with a graph there that nobody keeps any more."""
+    """Whether a snapshot had a tensor with a graph here that was freed since."""
     return isinstance(value, _InGraph) and value.tensor() is None
 
 
@@ -176,10 +178,12 @@ class Items(Holder):
 
     def put(self, content: Any) -> None:
         if isinstance(content, tuple):
+            # Of a long list only appended items can be taken off again.
             for _ in range(len(self._sequence) - content[0]):
                 self._sequence.pop()
             return
         values = [v.tensor() if isinstance(v, _InGraph) else v for v in content]
+        # In place: others may hold the same list.
         self._sequence.clear()
         self._sequence.extend(values)
 
@@ -211,7 +215,7 @@ class Members(Holder):
 
 @final
 class ClassAttributes(Holder):
-    """What a class of the user's keeps on itself, as a counter over all its objects does; methods are left out."""
+    """The class attributes of a user's class, such as a counter over all instances; methods are left out."""
 
     def __init__(self, path: str, kind: type) -> None:
         super().__init__(path, id(kind))

@@ -1,7 +1,7 @@
-"""Whether a module (or any function of tensors) may be run on parts of one dimension of its inputs: the proof, and all that must hold besides.
+"""Decides whether a module (or a function of tensors) may be run on parts of one dimension of its inputs: the proof and further conditions.
 
-Besides what `dependence` proves of the operators: nothing is written outside, no hook of the user's sees the parts, no backward pass is the
-user's own, and gradients go nowhere but to the inputs and the parameters.
+Besides what `dependence` proves of the operators: there are no side effects, no user hook sees the parts, no autograd function is the
+user's own, and gradients flow only to the inputs and the parameters.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The run with all rows that was followed, what it was given, and what it returned."""
+    """The run with all rows, its inputs and its result."""
 
     flow: Flow
     inputs: Sequence[torch.Tensor]
@@ -49,8 +49,8 @@ class Proof:
 
 
 class Leaves(Mixes):
-    """Something is left behind that is the same for any rows: where a first call makes what later ones find there, `proof` holds for that call,
-    and another proof for the later ones may come to its end."""
+    """A side effect that does not depend on the rows, such as a cache that the first call fills: `proof` holds for that call, and later calls need
+    another proof."""
 
     def __init__(self, message: str, proof: Proof) -> None:
         super().__init__(message)
@@ -59,9 +59,9 @@ class Leaves(Mixes):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is proved: `call(inputs)`, where each of `inputs` has its rows in the dimension of the same place in `dims`, or None in none.
+    """The subject of a proof: `call(inputs)`, where `dims` has for each of `inputs` the dimension of its rows, or None.
 
-    `module` is what it runs, `around` a context to be in for each run, what it gives is handed to `call` too.
+    `module` is the module that it runs, `around` a context for each run, whose value is passed to `call` too.
     """
 
     call: Callable[..., Any]
@@ -75,16 +75,17 @@ class Subject:
 
 
 class Unfollowed(Mixes):
-    """It ended with an error of its own, or because tensors without data cannot stand in for those that it works on."""
+    """The run ended with an error of its own, or fake tensors cannot replace the tensors that it works on."""
 
 
 def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> Proof:
-    """Runs it on fake tensors with each of these numbers of rows.
+    """Runs the subject on fake tensors with each of these numbers of rows.
 
     Raises:
         Mixes: it is not proved that parts give what the whole gives.
         NeedsValues: it reads values, and there are no `reads`.
     """
+    # Parts of every length that will run: a last part that is shorter may take another path in Python.
     sizes = sorted({size for size in parts if size != num_rows}) or [max(1, num_rows // 2)]
     if num_rows < 2:
         raise Mixes("has one row, which is no part of anything")
@@ -115,9 +116,11 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
 
 
 def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
-    """The inputs, the result, and what of the state was changed."""
+    """The inputs, the result, and the state that was changed."""
     with (
         _as_it_was(subject.module) as left,
+        # With gradients, since code asks for them (`requires_grad`, `is_grad_enabled`), and `check_graph` walks
+        # the graph.
         torch.enable_grad(),
         _without_modes(),
         _without_cache(),
@@ -159,6 +162,8 @@ def _input(run: Run, tensor: torch.Tensor, dim: int | None, num_rows: int, is_co
     if dim is None:
         return tensor
     strides = (
+        # An expanded input has strides of 0, which no pattern of rows describes: it is laid out densely, as a
+        # part of it would be.
         tensor.stride()
         if all(tensor.stride()) and not is_contiguous
         else torch.empty(tensor.shape, device="meta").stride()
@@ -179,10 +184,11 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 @contextlib.contextmanager
 def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
-    """Puts back what the module can reach. What is yielded then has what was changed in it, if anything was."""
+    """Restores the state that the module can reach. The yielded object then has what was changed, if anything."""
     state, left = RegionState(), Left()
     before = state.snapshot(module)
     caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
+    # Factories on the host draw for real, and the program's own draws must not be moved.
     generator = torch.get_rng_state()
     try:
         yield left
@@ -191,7 +197,7 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
         restore(before)
         for path, cache, misses in caches:
             if cache.cache_info().misses != misses:
-                # What it keeps from this run may be fake, and is not to be found by a real one.
+                # Its entries from this run may be fake tensors, which a real run must not find.
                 cache.cache_clear()
                 left.filled.append(f"{path} was filled")
         torch.set_rng_state(generator)
@@ -199,7 +205,7 @@ def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Autocast's cache would keep weights that are fake."""
+    """Switches autocast's cache off, which would retain fake weights."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -210,7 +216,7 @@ def _without_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs what fake tensors cannot do, with a traceback; and what the code warns of, it warns of in its real run too."""
+    """Silences torch's log of what fake tensors cannot do, and warnings, which the real run gives as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -223,7 +229,7 @@ def _quiet() -> Iterator[None]:
 
 
 def check_hooks(module: torch.nn.Module, *, is_inside: bool = True) -> None:
-    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a hook of the user's, who would see parts."""
+    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a user hook, which would see parts."""
     for name, part in module.named_modules():
         if part is module and is_inside:
             continue
@@ -242,10 +248,10 @@ def _is_of_library(hook: Any) -> bool:
 
 
 def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
-    """The `id` of each leaf that gradients go to from `result`.
+    """The `id` of each leaf that gradients flow to from `result`.
 
     Raises:
-        Mixes: they go to others than `allowed`, or through a backward pass that is the user's own.
+        Mixes: they flow to other leaves than `allowed`, or through a user's own autograd function.
     """
     known = {id(tensor) for tensor in allowed}
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -284,7 +290,7 @@ ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _
 
 
 def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
-    """That of the virtual GPU where the tensors are on it, and a new one elsewhere."""
+    """The virtual GPU's mode if the tensors are on it, else a new one."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -292,5 +298,5 @@ def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
 
 
 def _without_modes() -> Any:
-    """A context without the dispatch modes that are active around: what is run in it is nobody's business."""
+    """A context without the active dispatch modes, which must not see the operators of a proof."""
     return _disable_current_modes()

@@ -1,7 +1,7 @@
-"""What a run of a proof leaves behind in the state of a module, and whether that is the same whatever rows it was given.
+"""Side effects of a proof's run on the state of a module, and whether they are independent of the rows it was given.
 
-A table that is made in the first call is; a mean of the first batch, the first loss, or the size of the first part is not, and would be made of
-one part alone.
+A table that is made in the first call is independent; a mean of the first batch, the first loss, or the size of the first part is not, and
+would be computed from one part alone.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type,
 
 @dataclasses.dataclass(slots=True)
 class Left:
-    """What one run has changed: `found` in words, `filled` the caches that it came to fill, and the new `values` by path."""
+    """The changes of one run: `found` in words, `filled` the caches that were filled, and the new `values` by path."""
 
     found: list[Difference] = dataclasses.field(default_factory=list)
     filled: list[str] = dataclasses.field(default_factory=list)
     values: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def take(self, before: Snapshot, after: Snapshot) -> None:
-        """Takes what is not the same."""
+        """Collects the differences."""
         self.found = differences(before, after)
         self.values = list(_values(before, after)) if self.found else []
 
@@ -55,9 +55,10 @@ def _values(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, Any]]:
 
 
 def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
-    """What of all that was left behind may not be the same for other rows, in words, or nothing. The last of `lefts` is that of `flow`."""
+    """A side effect that may depend on the rows, in words, or nothing. The last of `lefts` belongs to `flow`."""
     last = lefts[-1]
     for found in last.found:
+        # What is written in place (a running mean) is written again by each part, whatever the values are.
         if found.is_in_place:
             return str(found)
     for left in lefts:
@@ -73,7 +74,7 @@ def depends_on_rows(flow: Flow, lefts: Sequence[Left]) -> str:
 
 
 def _is_same(flow: Flow, values: Sequence[Any]) -> bool:
-    """Whether one value is the same in all runs; the last is that of `flow`."""
+    """Whether a value is the same in all runs; the last one belongs to `flow`."""
     last = values[-1]
     if any(type(value) is not type(last) for value in values):
         return False

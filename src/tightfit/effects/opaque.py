@@ -1,4 +1,4 @@
-"""Objects of Python's own that hold something and show it neither as attributes nor as items: bytes, C values, logs in memory, iterators."""
+"""Built-in objects with state that is neither attributes nor items: bytearrays, C values, in-memory files, iterators."""
 
 import array
 import ctypes
@@ -15,7 +15,7 @@ _BUILT_IN = ("builtins", "itertools")
 
 
 def state_of(value: Any) -> State | None:
-    """How to read what `value` holds now, comparably, and how to put it back (None where it only goes forward); None for all other objects."""
+    """A function that reads the state of `value` as a comparable object, and one that restores it (None for iterators); None for other objects."""
     # The system's source of chance has no state that could be read.
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
@@ -49,7 +49,7 @@ def _put_in_log(value: io.StringIO | io.BytesIO) -> Callable[[Any], None]:
 
 
 def _position(iterator: Any) -> Any:
-    """What tells two positions of an iterator apart; a new object, which is like no other, where it does not say."""
+    """A comparable position of an iterator; a new object, equal to no other, if it cannot tell."""
     try:
         with warnings.catch_warnings():
             # Copies of iterators are to go from Python 3.14 on.

@@ -1,7 +1,7 @@
-"""The operators of a run, compared with those of a run with another number of rows: the same, but for sizes that are multiples of that number.
+"""Compares the operators of two runs with different numbers of rows: they must be the same, except sizes that are multiples of that number.
 
-Torch and programs leave out what changes nothing where there is one row: an expand to one row, a copy into the layout that something has already.
-Both keep every value, and are put back before the runs are compared.
+Torch and programs skip operators that change nothing for one row: an expand to one row, a copy into the memory format that a tensor has already.
+Both keep every value, and are inserted again before the runs are compared.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.defa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What must be the same for every number of rows: the operator and its arguments; sizes and shapes are compared as multiples.
+    """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
 
     `given` is the shape of its first argument.
     """
@@ -35,7 +35,7 @@ class Operation:
     given: tuple[int, ...] = ()
 
     def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
-        """What this is for one row, on something of shape `given`, if it is an operator that does nothing there; None for all others."""
+        """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
         if self.func is aten.clone.default and given is not None:
             return dataclasses.replace(self, shapes=(given,), given=given)
         if self.func is aten.expand.default:
@@ -48,7 +48,7 @@ class Operation:
 
 
 class HasOperations(Protocol):
-    """A run."""
+    """A run with its number of rows and its operators."""
 
     num_rows: int
     operations: list[Operation]
@@ -56,8 +56,11 @@ class HasOperations(Protocol):
 
 @functools.cache
 def schema_of(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
-    """Of each argument its name, whether it is a size, and whether it is written to."""
+    """For each argument its name, whether it is a size, and whether it is written to."""
+    # Schemas say which integers are sizes (`SymInt`): those may depend on shapes under torch.compile, for the
+    # same reason.
     sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
+    # Its bounds are plain numbers (`Scalar`) in the schema, and sizes in nearly every program.
     if func.overloadpacket is aten.arange:
         sizes |= {"start", "end"}
     return tuple(
@@ -71,13 +74,13 @@ def is_plain(value: Any) -> bool:
 
 
 def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> Operation:
-    """What is compared of one operator."""
+    """The operation to compare for one call of an operator."""
     values: list[Any] = []
     sizes: list[Any] = []
     for name, is_size, _ in schema_of(func):
         leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if is_plain(leaf)]
         if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
-            # What a sum is divided by may be how many rows there are: whoever follows them decides.
+            # The divisor of a sum may be the number of rows: `totals` decides.
             sizes += [-1 if leaf is None else leaf for leaf in leaves]
         else:
             values += leaves
@@ -97,7 +100,7 @@ def _is_count(value: Any) -> bool:
 
 
 def compare(one: HasOperations, other: HasOperations) -> None:
-    """Makes sure that two runs did the same, but for the number of rows.
+    """Checks that two runs did the same, except for the number of rows.
 
     Raises:
         Mixes: they did not.
@@ -112,7 +115,7 @@ def compare(one: HasOperations, other: HasOperations) -> None:
 
 
 def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
-    """Puts what operator `number` of one run is for one row into the other run, if that has one row and left it out."""
+    """Inserts operator `number` of one run into the other, if that has one row and skipped it."""
     if other.num_rows != 1:
         return
     mine, its = one.operations[number], other.operations[number] if number < len(other.operations) else None
@@ -124,7 +127,7 @@ def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
 
 
 def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) -> tuple[int, ...] | None:
-    """The shape that the first argument of operator `number` has in the other run: that of the last result with this one's shape."""
+    """The shape of the first argument of operator `number` in the other run: that of the latest result with the same shape in this run."""
     given = one.operations[number].given
     for mine, its in zip(reversed(one.operations[:number]), reversed(other.operations[:number]), strict=True):
         for shape, its_shape in zip(mine.shapes, its.shapes, strict=False):
@@ -134,7 +137,7 @@ def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) ->
 
 
 def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) -> None:
-    """Does nothing where two operators are the same but for sizes that are multiples of the numbers of rows.
+    """Checks that two operators are the same, except sizes that are multiples of the numbers of rows.
 
     Raises:
         Mixes: they differ by more.

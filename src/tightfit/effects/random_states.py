@@ -1,4 +1,4 @@
-"""The states of Python's and numpy's own random generators, read in under a microsecond, since a forward is checked in every call.
+"""The states of Python's and numpy's global random generators, read in under a microsecond, since every forward is checked.
 
 Both are Mersenne Twisters, 624 words and a position. Their public readers build a tuple or an array each time (16 and 56 microseconds measured
 on one core of a small server); the words themselves are copied here instead, from where the public reader is first seen to find them.
@@ -25,20 +25,22 @@ def _is_where_expected() -> bool:
     return np.frombuffer(_python_words(), dtype=np.uint32).tolist() == [position, *words]
 
 
+# Seen once at import: another interpreter, or a build of Python with another layout of objects, falls back to
+# the public readers.
 _READS_MEMORY = (
     object.__basicsize__ + _NUM_BYTES <= type(random._inst).__mro__[1].__basicsize__ and _is_where_expected()
 )  # type: ignore[attr-defined]
 
 
 def python_state() -> Any:
-    """What `put_python_state` takes; equal if and only if the generator would draw the same."""
+    """The state for `put_python_state`; equal if and only if the generator would draw the same."""
     if not _READS_MEMORY:
         return random.getstate()
     return _python_words(), random._inst.gauss_next  # type: ignore[attr-defined]
 
 
 def put_python_state(state: Any) -> None:
-    """Has Python's generator draw again what it drew after `state`."""
+    """Restores Python's generator to `state`."""
     if _READS_MEMORY:
         content, gauss = state
         position, *words = np.frombuffer(content, dtype=np.uint32).tolist()
@@ -49,8 +51,8 @@ def put_python_state(state: Any) -> None:
 class NumpyState:
     """Reads the state of numpy's global generator.
 
-    A normal draw of the legacy kind may take the second half of an earlier pair, which moves no word: while nobody is seen to draw, the words tell
-    enough; once somebody has been, the whole state is read each time.
+    A legacy normal draw may take the second half of an earlier pair, which changes no word: as long as no draw was seen, comparing the words is
+    enough; after one was seen, the whole state is read each time.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,8 @@ class NumpyState:
     def get(self) -> Any:
         """Equal by `same` if and only if the generator would draw the same."""
         generator = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+        # `np.random.set_state` and `np.random.seed` keep the kind; a program can set another one
+        # (`np.random.set_bit_generator`).
         if type(generator) is not np.random.MT19937:
             return np.random.get_state(legacy=False)
         if generator is not self._generator:
@@ -73,11 +77,11 @@ class NumpyState:
         return self._state
 
     def put(self, state: Any) -> None:
-        """Has numpy's generator draw again what it drew after `state`."""
+        """Restores numpy's generator to `state`."""
         np.random.set_state(state)
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two states are."""
+        """Whether two states are equal."""
         if one is other:
             return True
         same = _frozen(one) == _frozen(other)

@@ -1,7 +1,7 @@
-"""What the forward of a module can reach: a walk from its modules through attributes, containers, objects, and the code of the user's functions.
+"""Finds the state that a module's forward can reach: a walk from its modules through attributes, containers, objects, and the user's code.
 
 Code is read, not run: the globals, closures, defaults and class attributes that a user's function names. Code of libraries is taken to keep its
-state in modules and in what these refer to. The walk ends after a bounded number of objects; what lies beyond is left to the comparison of values.
+state in modules and in the objects that these refer to. The walk ends after a bounded number of objects; state beyond is found by comparing values.
 """
 
 import builtins
@@ -28,6 +28,8 @@ from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Memb
 from tightfit.effects.opaque import state_of
 from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 
+# Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
+# its cost must stay far below that of a block.
 _MOST_OBJECTS = 4_000
 _MOST_ITEMS = 256
 _LARGEST_ARRAY_BYTES = 1 << 16
@@ -52,7 +54,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Something that gives another answer each time, such as a generator of random numbers. `put` is None where it cannot go back."""
+    """An object that gives another value each time, such as a random generator. `put` is None if it cannot be rewound."""
 
     path: str
     key: int
@@ -62,11 +64,12 @@ class Drawn:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Reach:
-    """What was found. `contents` are those of the holders when last looked at."""
+    """The result of a walk. `contents` are those of the holders when last read."""
 
     holders: list[Holder] = dataclasses.field(default_factory=list)
     contents: list[Any] = dataclasses.field(default_factory=list)
-    # Those of the holders that are dicts, by position, with what they held when last looked at: looked through together, without a call for each.
+    # Those of the holders that are dicts, by position, with their contents when last read: compared in one
+    # pass, without a call for each.
     modules: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
     dicts: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
     others: list[int] = dataclasses.field(default_factory=list)
@@ -76,7 +79,7 @@ class Reach:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     tensor_paths: list[str] = dataclasses.field(default_factory=list)
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
-    # Of `functools.cache`, with their paths: what is in them nobody can look at.
+    # Of `functools.cache`, with their paths: their contents cannot be inspected.
     caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     def _mappings(self) -> list[dict[Any, Any]]:
@@ -84,7 +87,7 @@ class Reach:
         return attributes + self.dicts
 
     def remember(self) -> None:
-        """Takes what the dicts hold now for what they held when last looked at."""
+        """Remembers the current contents of the dicts for `is_same`."""
         # A tensor with a graph is not kept: the dict then looks changed, and is looked at by itself.
         self.values = [
             _IN_GRAPH if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
@@ -94,11 +97,11 @@ class Reach:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether something held a tensor with a graph when last looked at."""
+        """Whether a dict held a tensor with a graph when last read."""
         return any(value is _IN_GRAPH for value in self.values)
 
     def is_same(self) -> bool:
-        """Whether the dicts hold what they held when last looked at, and no hook was added."""
+        """Whether the dicts have the contents that they had when last read, and no hook was added."""
         mappings = self._mappings()
         return (
             not any(self.empty)
@@ -114,13 +117,13 @@ def is_users_file(file: str) -> bool:
 
 
 def is_users_class(kind: type) -> bool:
-    """Whether a class is."""
+    """Whether a class is the user's own."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
 
 
 def reach_of(module: torch.nn.Module) -> Reach:
-    """What the forward of `module` can reach now."""
+    """The state that the forward of `module` can reach now."""
     walk = _Walk({id(part) for part in module.modules()})
     name = type(module).__name__
     for path, part in module.named_modules():
@@ -131,7 +134,7 @@ def reach_of(module: torch.nn.Module) -> Reach:
 
 
 def reach_of_arguments(arguments: Mapping[str, Any]) -> Reach:
-    """What can be reached from what a forward is called with, by name."""
+    """The state that can be reached from the arguments of a forward, by name."""
     walk = _Walk(frozenset())
     for name, argument in arguments.items():
         walk.argument(name, argument)
@@ -157,7 +160,7 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @final
 class _Cell(Holder):
-    """A variable that a function shares with the one around it."""
+    """A closure cell: a variable that a function shares with the enclosing one."""
 
     def __init__(self, path: str, cell: types.CellType) -> None:
         super().__init__(path, id(cell))
@@ -210,7 +213,7 @@ class _Walk:
     def __init__(self, inside: Collection[int]) -> None:
         self.found = Reach()
         self._seen: set[int] = set()
-        # Keeps what was seen alive for as long as the walk takes: ids are only unique among the living.
+        # Keeps visited objects alive during the walk: ids are only unique among live objects.
         self._alive: list[Any] = []
         self._inside = inside
 
@@ -256,6 +259,7 @@ class _Walk:
                 for key, inner in list(value.items()):
                     if not isinstance(inner, torch.nn.Module):
                         self._value(f"{shown}.{key}", inner)
+            # Our own wrappers stand there while a plan is on the model.
             elif name != "forward":
                 self._value(f"{path}.{name}", value)
         self._class(type(module), path)
@@ -272,7 +276,7 @@ class _Walk:
                 self._value(f"torch.nn.{name}", hook)
 
     def _class(self, kind: type, path: str) -> None:
-        """The code of a class's `forward`, and of what it calls on itself."""
+        """The code of a class's `forward`, and of the methods that it calls on `self`."""
         waiting, seen = ["forward"], {"forward"}
         while waiting:
             name = waiting.pop()
@@ -305,6 +309,8 @@ class _Walk:
         names, attributes = _names_in(function.__code__)
         space = function.__globals__
         self._attributes_of(path, function)
+        # Functions, classes and modules that a function names are code; whether they are replaced is watched by
+        # `code`.
         plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], _CODE)))
         plain = tuple(n for n in plain if n in space or n not in vars(builtins))
         module = function.__module__ or ""
@@ -344,7 +350,7 @@ class _Walk:
             self._value(f"{module.__name__}.{name}", vars(module)[name])
 
     def argument(self, path: str, value: Any) -> None:
-        """What the forward is called with; tensors among them are watched whether they have a graph or not."""
+        """An argument of the forward; its tensors are watched whether they have a graph or not."""
         for number, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, torch.Tensor) and self._is_new(leaf):
                 self.found.tensors.append(leaf)
@@ -352,11 +358,11 @@ class _Walk:
         self._value(path, value)
 
     def _value(self, path: str, value: Any) -> None:
-        """Whatever was found somewhere."""
+        """A value of any type."""
         if isinstance(value, PLAIN) or len(self._seen) > 4 * _MOST_OBJECTS or not _can_hold(value):
             return
         if type(value) in weakref.ProxyTypes:
-            # Asked before what it says its class is.
+            # Checked first, as a proxy reports the class of its object.
             self._value(path, inner_container(value))
             return
         if isinstance(value, torch.nn.Module):
@@ -374,6 +380,8 @@ class _Walk:
 
     def _object(self, path: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            # A tensor with a graph is the result of an earlier operator; its version is checked by autograd
+            # itself where it was saved.
             if value.grad_fn is None:
                 self.found.tensors.append(value)
                 self.found.tensor_paths.append(path)
@@ -383,7 +391,7 @@ class _Walk:
             self._other(path, value)
 
     def _wrapper(self, path: str, value: Any) -> bool:
-        """Something around functions or another container; whether it is."""
+        """Follows a wrapper of functions or of another container; whether it is one."""
         if isinstance(value, functools._lru_cache_wrapper):
             self.found.caches.append((path, value))
             self._value(path, value.__wrapped__)
@@ -420,7 +428,7 @@ class _Walk:
                 self._value(f"{path}[{number}]", inner)
 
     def _instance(self, path: str, value: Any) -> None:
-        """An object of another class: its attributes, and what they refer to where the class is the user's."""
+        """An object of any other class: its attributes, and the objects that they refer to if the class is the user's."""
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
         is_bag = origin in _BAGS

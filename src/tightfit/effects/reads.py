@@ -1,4 +1,4 @@
-"""What reads values off tensors, and where in the user's code that is."""
+"""Reads of tensor values by Python code, and the lines of the user's code that make them."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.effects.reach import is_users_file
 
 aten = torch.ops.aten
+# `Tensor.item()`, `bool()`, `int()` and `float()` end in the first; `torch.equal` compares on the device and
+# returns a bool.
 READS = (aten._local_scalar_dense.default, aten.equal.default)
 
 
 def line_of_code() -> str:
-    """Where the user's code (or else a library's) called what runs now, as `train.py:12`."""
+    """The innermost line of the user's code on the stack (or else of a library's), as `train.py:12`."""
     frame, found = sys._getframe(1), ""
     here, there = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
     while frame is not None:
@@ -32,7 +34,7 @@ def line_of_code() -> str:
 
 
 def is_called_by_us() -> bool:
-    """Whether what is called now is called by our own code, such as a check of values, and not by the program's or a library's."""
+    """Whether the innermost caller outside of torch is our own code, such as a check of values."""
     frame = sys._getframe(2)
     torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
     while frame is not None:
@@ -44,7 +46,7 @@ def is_called_by_us() -> bool:
 
 
 class Reads(TorchDispatchMode):
-    """Keeps the values that a real run reads off its tensors, in order."""
+    """Records the values that a real run reads from its tensors, in order."""
 
     def __init__(self) -> None:
         super().__init__()

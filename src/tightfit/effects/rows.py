@@ -1,8 +1,8 @@
-"""Where the rows of one dimension lie in a tensor: in which of its dimensions, and merged with what; and the same as a pattern in its storage.
+"""The layout of rows in a tensor (their dimension, and what it is merged with), and the corresponding pattern in its storage.
 
-A batch of B rows that is viewed with its T tokens as one dimension of B * T has its rows there with nothing outside and T inside each; heads and
-batch merged to H * B have H outside. In memory all of these are one pattern: runs of so many bytes belong to row 0, 1, 2, ... and again to 0. The
-pattern belongs to the storage, so that whatever views it (transposed, split, expanded, sliced) needs no rule.
+A batch of B rows that is viewed with its T tokens as one dimension of B * T has `outer` 1 and `inner` T; heads and batch merged to H * B have
+`outer` H. In memory all of these are one pattern: runs of a fixed number of bytes belong to row 0, 1, 2, ... and again to 0. The pattern
+belongs to the storage, so that views (transposed, split, expanded, sliced) need no rule.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 
 
 class Mixes(Exception):
-    """Rows are not kept apart, or it is not known that they are; the message says by what."""
+    """Rows are mixed, or it is not known that they are independent; the message says by which operator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Pattern:
     num_rows: int
 
     def layout_in(self, tensor: torch.Tensor) -> Layout:
-        """Where the rows lie in `tensor`, which shares the storage.
+        """The layout of the rows in `tensor`, which shares the storage.
 
         Raises:
             Mixes: the tensor has some rows only, or not in one dimension of its own.
@@ -45,11 +45,15 @@ class Pattern:
         inside, found = offset % run, None
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             step = stride * item
+            # A step over whole cycles stays in the same row: a dimension outside of the rows.
             if size == 1 or step % total == 0:
                 continue
+            # A dimension inside of one row's run: positions of the same row.
             if (size - 1) * step < run:
                 inside += (size - 1) * step
                 continue
+            # The dimension of the rows itself, possibly merged: it must walk through runs exactly, all rows of
+            # each cycle.
             inner = run // step if step < run else 1
             if inner * step != run or size % (inner * self.num_rows) or found is not None:
                 raise Mixes("takes rows apart")
@@ -61,7 +65,7 @@ class Pattern:
 
 
 def pattern_of(tensor: torch.Tensor, layout: Layout, num_rows: int) -> Pattern:
-    """The pattern of the storage of `tensor`, whose rows lie in it as `layout` says.
+    """The pattern of the storage of `tensor` whose rows have this layout.
 
     Raises:
         Mixes: that is no pattern.

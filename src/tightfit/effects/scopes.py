@@ -1,6 +1,6 @@
-"""What holds values for a thread, a context or the process rather than in an object: read as code reads it, in whichever thread it is run.
+"""Values that belong to a thread, a context or the process: context variables, thread-locals, slots and the environment, as holders.
 
-A backward pass of a card runs in a thread of its own, where thread-local names and context variables are not those of the forward.
+The backward pass of a card runs in a thread of its own, where thread-locals and context variables are not those of the forward pass.
 """
 
 import contextvars
@@ -36,7 +36,7 @@ class _Variable(MutableMapping[str, Any]):
         self._variable.set(value)
 
     def __delitem__(self, name: str) -> None:
-        # There is no way back to not having been set, but by the token of who set it.
+        # A variable cannot be unset without the token of the call that set it.
         self._variable.set(None)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,12 +81,13 @@ def slots_of(kind: type) -> tuple[str, ...]:
         for name in (given,) if isinstance(given, str) else tuple(given):
             is_private = name.startswith("__") and not name.endswith("__")
             if name not in ("__dict__", "__weakref__"):
+                # Python mangles private names in slots as in attributes.
                 found.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
     return tuple(found)
 
 
 def scope(path: str, value: Any) -> Names | None:
-    """What holds the values of a context variable or a thread-local object; None for all else."""
+    """The holder of a context variable or of a thread-local object; None for other objects."""
     if isinstance(value, contextvars.ContextVar):
         return Names(path, id(value), lambda: _Variable(value), only=("value",))
     if isinstance(value, threading.local):
@@ -100,14 +101,14 @@ def environment() -> Names:
 
 
 def inner_container(value: Any) -> Any:
-    """The container that another one is built around, the object that a weak reference refers to, or None."""
+    """The container inside of a wrapper, the referent of a weak reference, or None."""
     if isinstance(value, _WITH_DATA):
         return vars(value)["data"]
     if isinstance(value, queue.Queue):
         return value.queue
     if type(value) in weakref.ProxyTypes:
         try:
-            # What is asked of a proxy is answered by the object.
+            # A proxy forwards attribute access to its object.
             return value.__init__.__self__
         except ReferenceError:
             return None

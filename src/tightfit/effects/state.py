@@ -1,7 +1,7 @@
-"""The state that the forward of a module can read or write besides its inputs: taken, compared and put back.
+"""Snapshots of the state that a module's forward can read or write besides its inputs: taken, compared and restored.
 
-A technique that runs code again needs that code to see, the second time, what it saw the first time, and to leave nothing behind. What can be
-seen is: attributes, buffers, parameters, hooks and modes of the modules inside; containers and objects that they refer to; globals, closures and
+A technique that runs code again needs that code to see, the second time, the state of the first time, and to have no side effects. The state
+is: attributes, buffers, parameters, hooks and modes of the modules inside; containers and objects that they refer to; globals, closures and
 class attributes that the user's functions name; and the random states of Python, numpy and the model's own generators. A snapshot holds
 references, not copies: it is cheap enough to be taken in every call.
 """
@@ -20,8 +20,8 @@ from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is not what it was. A snapshot can put it back unless `is_in_place`: a tensor was written to or given other data, or
-    something that only goes forward went on. `tensor` is the tensor."""
+    """One change of the state. A snapshot can restore it unless `is_in_place`: a tensor was written to or given other data, or an iterator
+    advanced. `tensor` is the tensor."""
 
     path: str
     what: str
@@ -46,18 +46,18 @@ class Snapshot:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether something held a tensor with a graph, which this snapshot does not keep."""
+        """Whether the state had a tensor with a graph, which this snapshot does not keep alive."""
         return self.reach.has_graphs
 
     def in_graphs(self) -> list[torch.Tensor]:
-        """The tensors with a graph that something held; they are there for as long as this list is, and else only while others keep them."""
+        """The tensors with a graph in the state. The returned list keeps them alive; the snapshot does not."""
         if not (self.reach.has_graphs or self.reach.others):
             return []
         return [tensor for content in self.contents for tensor in in_graphs(content)]
 
 
 class RegionState:
-    """Takes snapshots of what the forward of a module can reach; the module is handed in with each call, and not kept."""
+    """Takes snapshots of the state that a module's forward can reach; the module is passed with each call, and not kept."""
 
     def __init__(self) -> None:
         self._reach: Reach | None = None
@@ -69,7 +69,7 @@ class RegionState:
     def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
         reach = self._reach or reach_of(module)
         if reach.is_same():
-            # The holders that are dicts have what they had: only the others are asked.
+            # The holders that are dicts are unchanged: only the others are read.
             contents = list(reach.contents) if reach.others else reach.contents
             for number in reach.others:
                 contents[number] = reach.holders[number].content(is_kept=is_kept)
@@ -78,6 +78,8 @@ class RegionState:
         else:
             contents = [holder.content(is_kept=is_kept) for holder in reach.holders]
             is_same = False
+        # An attribute was rebound to another object: what lies behind it is found by another walk, which costs
+        # far more than a snapshot.
         if not is_same and not _reaches_the_same(reach, contents):
             reach = reach_of(module)
             contents = reach.contents if is_kept else [holder.content(is_kept=False) for holder in reach.holders]
@@ -89,18 +91,18 @@ class RegionState:
 
 
 def snapshot_of_arguments(arguments: Mapping[str, Any]) -> Snapshot:
-    """The state of what a forward is called with: versions of tensors, contents of containers and objects."""
+    """The state of the arguments of a forward: versions of tensors, contents of containers and objects."""
     reach = reach_of_arguments(arguments)
     return _taken(reach, reach.contents)
 
 
 def again(snapshot: Snapshot) -> Snapshot:
-    """The state now of what a snapshot of arguments was taken of."""
+    """A new snapshot of the same arguments."""
     return _taken(snapshot.reach, [holder.content(is_kept=False) for holder in snapshot.reach.holders])
 
 
 def with_replaced(snapshot: Snapshot, others: Mapping[int, torch.Tensor]) -> Snapshot:
-    """The snapshot with other tensors in place of those whose `id` they are given by."""
+    """The snapshot with tensors replaced by `others`, given by `id`."""
     holders = zip(snapshot.reach.holders, snapshot.contents, strict=True)
     return dataclasses.replace(snapshot, contents=[h.with_replaced(content, others) for h, content in holders])
 
@@ -118,7 +120,7 @@ def _taken(reach: Reach, contents: list[Any]) -> Snapshot:
 
 
 def _reaches_the_same(reach: Reach, contents: list[Any]) -> bool:
-    """Whether nothing that refers to other things was replaced since `reach` was found; plain values may differ."""
+    """Whether no object that refers to others was replaced since `reach` was found; plain values may differ."""
     if any(reach.empty):
         return False
     for then, now in zip(reach.contents, contents, strict=True):
@@ -137,7 +139,7 @@ def _refers_to_nothing(*values: Any) -> bool:
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[Difference]:
-    """What of the state is not the same: values by equality where they are plain, all else by identity, version and storage."""
+    """The differences between two snapshots: plain values by equality, everything else by identity, version and storage."""
     found = []
     if before.python_random != after.python_random:
         found.append(Difference(path="Python's random", what="was drawn from"))
@@ -150,7 +152,7 @@ def differences(before: Snapshot, after: Snapshot) -> list[Difference]:
 
 
 def restore(to: Snapshot) -> None:
-    """Puts back what can be put back: everything but what is changed in place."""
+    """Restores everything but in-place changes."""
     if python_state() != to.python_random:
         put_python_state(to.python_random)
     if not numpy_state.same(numpy_state.get(), to.numpy_random):
@@ -158,6 +160,7 @@ def restore(to: Snapshot) -> None:
     for holder, content in zip(to.reach.holders, to.contents, strict=True):
         if not holder.same(holder.content(is_kept=False), content):
             holder.put(content)
+    # Dicts of hooks in which there was none: a forward that registers a hook on itself would register it twice.
     for hooks in to.reach.empty:
         hooks.clear()
     for each, state in zip(to.reach.drawn, to.drawn, strict=True):
@@ -170,7 +173,7 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Differenc
         return
     later = {holder.key: content for holder, content in zip(after.reach.holders, after.contents, strict=True)}
     for holder, first in zip(before.reach.holders, before.contents, strict=True):
-        # What is not reached any more hangs on something that is, and that has changed.
+        # An object that is not reached any more was referred to by one that is, and that has changed.
         second = later.get(holder.key, first)
         if not holder.same(first, second):
             is_dict = isinstance(first, dict)
@@ -213,7 +216,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """The storage, which the snapshot keeps alive: another one could be made at its address. None for what wraps other tensors."""
+    """The storage, which the snapshot keeps alive, as another one could get its address. None for wrapper subclasses."""
     kind = type(tensor)
     is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _FAKE
     return None if is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()

@@ -1,8 +1,8 @@
-"""Sums and means over all rows, and what is linear in them: a loss that is can be put together of those of parts.
+"""Sums and means over all rows, and linear functions of them: such a loss can be combined from the losses of micro-batches.
 
-The mean of a batch is the mean of its parts' means, each weighted by its share; so is whatever is linear in means, constants included, as the
-shares add up to one. A sum is the sum of the parts' sums, and so is what is linear in sums, without constants. Divided by how many rows there are,
-it is a mean. Only what depends on no row may be a factor.
+The mean of a batch is the mean of its parts' means, each weighted by its share; so is any linear function of means, constants included, as the
+shares add up to one. A sum is the sum of the parts' sums, and so is a linear function of sums without constants. Divided by the number of rows,
+it is a mean. Only values that depend on no row may be factors.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROWS = -1
 """Among the `means` of a `Total`: the mean over rows, each of which counts as much."""
 
-# What is linear in its one argument; in each of the tensors that it puts together; in what it adds up.
+# Operators that are linear in their one argument; in each of the tensors that they combine; in their summands.
 _OF_ONE = frozenset(["neg", "positive", "clone", "_to_copy", "sum", "mean"])
 _TOGETHER = frozenset(["stack", "cat"])
 _ADDS = frozenset(["add", "sub", "rsub", "copy"])
@@ -29,8 +29,8 @@ _ADDS = frozenset(["add", "sub", "rsub", "copy"])
 class Total:
     """State of a storage whose elements are linear in means over rows, or in sums.
 
-    `means` are the weights by which what parts give is to be averaged: those of the losses of these numbers, each a mean over as many terms as it says,
-    or `ROWS`. Where there is more than one, they must agree. Without any it is a sum. `reason` says where rows came together.
+    `means` are the weights for averaging the results of parts: the numbers of losses, each a mean over its own number of terms, or `ROWS`. If there
+    is more than one, they must agree. Without any it is a sum. `reason` says where rows were combined.
     """
 
     means: frozenset[int]
@@ -38,22 +38,22 @@ class Total:
 
 
 def is_sum(state: Any) -> bool:
-    """Whether a state is that of a sum over rows."""
+    """Whether a state is a sum over rows."""
     return isinstance(state, Total) and not state.means
 
 
 def divides_by_rows(flow: "Flow", call: "Call") -> bool:
-    """Whether the current operator divides by a number that is another one for another number of rows."""
+    """Whether the current operator divides by a number that depends on the number of rows."""
     if call.name != "div":
         return False
     return list(operation_of(call.func, call.arguments, call.outputs).sizes) != list(flow.its_sizes())
 
 
 def total_of(flow: "Flow", call: "Call") -> Total | None:
-    """What an operator gives that takes rows together in a linear way, or works on what does; None where there is nothing of that.
+    """The state of a linear function of sums or means over rows; None if the operator's result is none.
 
     Raises:
-        Mixes: it works on such, and is not linear in it.
+        Mixes: it has such an argument, and is not linear in it.
     """
     tensors = call.tensors
     totals = [state for t in tensors if isinstance(state := flow.state(t), Total)]
@@ -72,7 +72,7 @@ def total_of(flow: "Flow", call: "Call") -> Total | None:
 
 
 def _of_rows(flow: "Flow", call: "Call") -> Total | None:
-    """The sum or mean of something that each row has its own of."""
+    """A sum or mean over a dimension that includes the rows."""
     if call.name not in ("sum", "mean") or not isinstance(flow.state(call["self"]), Pattern):
         return None
     tensor = call["self"]
@@ -101,9 +101,10 @@ def _together(flow: "Flow", call: "Call", totals: Sequence[Total], constants: Se
     first = totals[0]
     if call.name == "div" and divides_by_rows(flow, call):
         return dataclasses.replace(first, means=frozenset({ROWS}))
-    # What works in place may leave something of what was there before.
+    # An in-place operator may keep part of the former contents.
     stays = call.func._schema.is_mutable and not isinstance(flow.state(call["self"]), Total)
     has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
+    # A constant added to a sum would be added once for each part.
     if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):
         raise Mixes(first.reason)
     return dataclasses.replace(first, means=frozenset().union(*(each.means for each in totals)))

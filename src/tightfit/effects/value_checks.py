@@ -1,7 +1,7 @@
-"""Compares by value, in the first steps of a real run, what runs in parts with what does not: outputs and gradients, within a bound of their type.
+"""Compares outputs and gradients of parts with those of the whole, by value, in the first steps of a real run, within a bound from their dtype.
 
-The proof is by structure (`effects.independence`); this is a second lock, on real numbers. Weights that are all zero, of a head or an adapter that
-begins so, would hide what comes before them: numbers drawn aside stand in for them, and the model's own are not touched.
+The proof is by structure (`effects.independence`); this is a second check, on real numbers. Weights that are all zero, of a head or an adapter
+that starts so, would hide what comes before them: they are replaced by random ones for the check, and the model's own are not touched.
 """
 
 import contextlib
@@ -13,18 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.effects.ambient import saved_apart
 
+# Well above what another order of summation makes in each dtype; a part that sees other rows is off by far
+# more.
 _BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-4}
 _BOUND_OF_HALVES = 4e-2
 _WIDTH = 0.05  # of the numbers that stand in for zeros
 
 
 def has_values(*tensors: torch.Tensor) -> bool:
-    """Whether these are real tensors, and not those of a virtual GPU."""
+    """Whether these are real tensors, and not fake ones of a virtual GPU."""
     return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def bound_for(tensor: torch.Tensor) -> float:
-    """By how much of its norm what is computed in another order may differ: that of its type, or of autocast's."""
+    """The tolerated difference, relative to the norm, of results computed in another order, for the tensor's dtype or autocast's."""
     if torch.is_autocast_enabled(tensor.device.type):
         return _BOUND_OF_HALVES
     return _BOUNDS.get(tensor.dtype, _BOUND_OF_HALVES)
@@ -33,7 +35,7 @@ def bound_for(tensor: torch.Tensor) -> float:
 def difference(one: torch.Tensor | None, other: torch.Tensor | None, bound: float, least: float = 0.0) -> float | None:
     """The norm of the difference over that of the larger (or `least`), if it is more than `bound`; None where both are the same so far.
 
-    What is no number on both sides tells nothing.
+    NaN on both sides counts as equal.
     """
     if one is None or other is None:
         return None
@@ -41,13 +43,13 @@ def difference(one: torch.Tensor | None, other: torch.Tensor | None, bound: floa
     one, other = one.detach().to(wide), other.detach().to(wide)
     scale = torch.maximum(one.norm(), other.norm()).clamp(min=least)
     found = (one - other).norm() / scale
-    # Asked so that what is no number is no difference.
+    # Compared this way round, NaN counts as no difference.
     return found.item() if bool(found > bound) else None
 
 
 @torch.no_grad()
 def checksum(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Two sums over each tensor, read back together: what changes them although no version says so (through `.data`) is seen."""
+    """Two sums over each tensor, read back together: they show writes that change no version (through `.data`)."""
     sums = [
         part
         for tensor in tensors
@@ -58,7 +60,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 def sums_differ(one: Sequence[float], other: Sequence[float], tensor: torch.Tensor) -> bool:
-    """Whether two checksums of one tensor, made twice, are further apart than kernels of its type may be that are chosen otherwise."""
+    """Whether two checksums of a recomputed tensor differ by more than other kernels of its dtype may."""
     if not (one and other):
         return False
     size = bound_for(tensor) * max(one[1], other[1])
@@ -71,10 +73,11 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 @contextlib.contextmanager
 def nothing_hidden(module: torch.nn.Module) -> Iterator[None]:
-    """For the time, parameters that are all zero are others, drawn from a generator of its own."""
+    """Replaces parameters that are all zero by random ones for a block, drawn from a generator of its own."""
     instead: dict[int, torch.nn.Parameter] = {}
     for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.numel() and not bool(parameter.detach().any()):
+            # Of its own, so that neither the program's draws nor recomputed dropout masks move.
             generator = torch.Generator(parameter.device).manual_seed(len(instead))
             drawn = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32)
             instead[id(parameter)] = torch.nn.Parameter((_WIDTH * drawn).to(parameter.dtype), parameter.requires_grad)
@@ -97,7 +100,7 @@ def nothing_hidden(module: torch.nn.Module) -> Iterator[None]:
 def halves_differ(
     module: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor, dim: int
 ) -> str:
-    """Runs `part` at once and in two halves along `dim`, forwards and backwards; what differs, as words, or nothing."""
+    """Runs `part` whole and in two halves along `dim`, forward and backward; the difference in words, or nothing."""
     length = part.shape[dim]
     if length < 2:
         return ""
@@ -122,7 +125,7 @@ def _passes(
     dim: int,
     trained: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """The output, the gradient of the input and those of the parameters, put together."""
+    """The concatenated outputs and input gradients, and the summed gradients of the parameters."""
     outputs, inputs = [], []
     sums: list[torch.Tensor | None] = [None] * len(trained)
     for part in parts:

@@ -1,1 +1,1 @@
-"""What executes a plan: saved tensors, optimizer executors, streamed parameters, pinned and disk storage."""
+"""Applies plans to live models and to unmodified programs, and records real runs."""

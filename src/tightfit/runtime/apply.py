@@ -1,4 +1,4 @@
-"""Puts a plan on a live model and its optimizers, all of it or nothing, on the virtual GPU and on a real one alike."""
+"""Applies a plan to a live model and its optimizers, completely or not at all, on the virtual GPU and on a real one alike."""
 
 import warnings
 import weakref
@@ -24,15 +24,15 @@ _sessions: WeakTable[torch.nn.Module, weakref.ref[Session]] = WeakTable()
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, check_steps: int = CHECK_STEPS) -> Session:
-    """The session of `model` and its optimizers with `plan` on it; `session.undo()` takes it off again.
+    """Applies `plan` to `model` and its optimizers, and returns the session; `session.undo()` removes it again.
 
     In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run.
 
-    `model` is what the program calls; what torch.compile returned stands for the model inside. For a plan of several models, each is given
-    with its own optimizers.
+    `model` is the module that the program calls; for the result of torch.compile, the model inside is taken. For a plan of several models, call
+    this once for each, with its own optimizers.
 
     Raises:
-        ApplyError: the plan was made for another model, or cannot be put on this one. Nothing has been changed then. It is also raised by the
+        ApplyError: the plan was made for another model, or cannot be applied to this one. Nothing has been changed then. It is also raised by the
             first forward with gradients, if its inputs are larger than those that the plan was made for.
     """
     model = innermost(model)
@@ -61,8 +61,9 @@ def apply_choices(
     check_steps: int = CHECK_STEPS,
     last: Callable[[Session], object] | None = None,
 ) -> Session:
-    """The same for bare choices, in the order in which their techniques are put on; `last` is put on after them, with the same all or nothing."""
+    """The same for choices without a plan, in the order in which their techniques are applied; `last` is called after them, under the same guarantee."""
     session = Session(model=model, optimizers=optimizers, check_steps=check_steps)
+    # A deep copy of a model with a plan brings the wrappers along, without a session that could take them off.
     copied = copied_wrappers(model)
     try:
         for module in copied:
@@ -77,21 +78,25 @@ def apply_choices(
 def apply_to(
     session: Session, choices: Iterable[Choice], *, last: Callable[[Session], object] | None = None
 ) -> Session:
-    """Puts choices on the objects of a session, all of them or none, and returns it.
+    """Applies choices to the objects of a session, all of them or none, and returns it.
 
-    An interrupt undoes all of it, as long as the session is not in the caller's hands.
+    An interrupt undoes all of it, as long as the session was not returned to the caller.
 
     Raises:
-        ApplyError: one cannot be put on. The session has been undone then.
+        ApplyError: one cannot be applied. The session has been undone then.
     """
     by_name: dict[str, list[Choice]] = {}
     for choice in choices:
         by_name.setdefault(technique(choice.technique).name, []).append(choice)
     try:
+        # In the order of the catalogue, whatever the order of the plan: what works inside of a module comes
+        # before what is wrapped around it.
         for name, known in techniques().items():
             if name in by_name:
                 _put_on(session, name, known, by_name[name])
         if by_name:
+            # After all techniques: some ask for a module whose forward is its own, and the guard is to be the
+            # outermost.
             session.guard()
         if last is not None:
             last(session)
@@ -111,7 +116,7 @@ def _put_on(session: Session, name: str, known: AbstractTechnique, choices: Sequ
 
 
 def undo_after(session: Session, error: BaseException) -> None:
-    """Undoes a session that `error` ended, which stays the one that is told if this fails as well."""
+    """Undoes a session that `error` ended. A failure to undo is added to `error` as a note."""
     try:
         session.undo()
     except Exception as other:  # noqa: BLE001 - it is told with the first one
@@ -119,7 +124,7 @@ def undo_after(session: Session, error: BaseException) -> None:
 
 
 def choices_for(choices: Iterable[Choice], model: torch.nn.Module, *, is_first: bool) -> list[Choice]:
-    """The choices that concern `model`: those inside it, and those that name no module, if it is the first with its optimizers."""
+    """The choices for `model`: those for modules inside it, and those that name no module, if it is the first model with its optimizers."""
     name = type(model).__name__
     return [c for c in choices if root_of(c.where) == name or (is_first and not is_module(c.where))]
 
@@ -146,7 +151,7 @@ def planned_for(roots: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> I
 
 
 def watch_inputs(session: Session, planned: Inputs | None, tell: Tell) -> InputCheck:
-    """Has the model of `session` compare its inputs with those of the plan, and keep the session."""
+    """Wraps the forward of the session's model to compare its inputs with those of the plan; the wrapper keeps the session alive."""
     check = InputCheck(session, planned, tell)
     session.wrap_forward(session.model, check)
     _sessions[session.model] = weakref.ref(session)
@@ -154,19 +159,19 @@ def watch_inputs(session: Session, planned: Inputs | None, tell: Tell) -> InputC
 
 
 def has_plan(model: torch.nn.Module) -> bool:
-    """Whether a session is on the model."""
+    """Whether a session is active on the model."""
     known = _sessions.get(model)
     session = None if known is None else known()
     return session is not None and session.is_on
 
 
 def is_module(where: str) -> bool:
-    """Whether a place is a path of the module tree; all others are lower-case words."""
+    """Whether a place is a module path; all others are lower-case words."""
     return not where.islower() or "." in where
 
 
 def root_of(where: str) -> str:
-    """The class of the model that a place lies in."""
+    """The class of the model that a place belongs to."""
     return where.partition(".")[0]
 
 
@@ -176,14 +181,15 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 def innermost(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that torch.compile was given, for what it returned."""
+    """The model inside of what torch.compile returned."""
     while isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), torch.nn.Module):
         model = inner
     return model
 
 
 def _own(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of torch inside of what Accelerate or Lightning put around it."""
+    """The torch optimizer inside of a wrapper by Accelerate or Lightning."""
+    # AcceleratedOptimizer and LightningOptimizer both keep it as `optimizer`.
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

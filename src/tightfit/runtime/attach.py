@@ -1,10 +1,10 @@
-"""Puts a plan on a program that knows nothing of it: waits until its model and optimizers are there, and applies just before the first forward.
+"""Applies a plan to an unmodified program: waits for its models and optimizers, and applies just before the first forward.
 
-Two entry points of torch are watched (`torch_hooks.calls`): optimizers that are made and, while there is something to wait for, modules that are
-called. The outermost module that is called with gradients and has parameters to train is a root; a program may have several (a generator and a discriminator), and each gets
-the choices that name its class. Choices that name no module concern optimizers, and go to the first root that each optimizer is seen with. An
-optimizer that comes later, or in place of another, has its root's session made anew before the next forward. Models that the program drops are
-not kept. The same code runs in a capture on the virtual GPU (`prepare`) and in a real run (`tightfit run`).
+Two entry points of torch are watched (`torch_hooks.calls`): new optimizers and, as long as something is expected, module calls. The outermost
+module that is called with gradients and has trainable parameters is a root; a program may have several (a generator and a discriminator), and each
+gets the choices that name its class. Choices that name no module concern optimizers, and go to the first root that each optimizer is seen with.
+If an optimizer is made later, or replaces another, its root's session is made anew before the next forward. Models that the program drops are not
+kept alive. The same code runs in a capture on the virtual GPU (`prepare`) and in a real run (`tightfit run`).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from tightfit.torch_hooks.weak_references import WeakTable
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Root:
-    """A model of the program: its class, the elements of its parameters, its inputs, and what its session has to say."""
+    """A model of the program: its class, the number of its parameters, its inputs, and the notes and statistics of its session."""
 
     name: str
     num_parameters: int
@@ -50,7 +50,7 @@ class Root:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Live:
-    """What was put on a model that the program still has. Its session is kept by the model's own forward, and not here."""
+    """The state of a live model. Its session is kept alive by the model's own forward, and not here."""
 
     root: Root
     choices: list[Choice]
@@ -61,7 +61,8 @@ class _Live:
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
-    `check_steps` is as in `Session`: none on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for; `tell` with what else a person should know.
+    `check_steps` is as in `Session`: none on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for;
+    `tell` with messages for the user.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Attachment:
         self._on_apply = on_apply
         self._tell = tell
         self._applied: set[tuple[str, str]] = set()
+        # The modules inside of roots. A script that calls a part of its model by itself (an encoder, for a
+        # metric) does not make that a model of its own.
         self._parts: WeakTable[torch.nn.Module, None] = WeakTable()
         self._called_without_gradients: WeakTable[torch.nn.Module, None] = WeakTable()
         self._live: WeakTable[torch.nn.Module, _Live] = WeakTable()
@@ -92,7 +95,7 @@ class Attachment:
         self.roots: list[Root] = []
 
     def install(self) -> Callable[[], None]:
-        """Begins to watch; returns what ends it.
+        """Starts watching; returns a function that ends it.
 
         Raises:
             ApplyError: this torch has other entry points.
@@ -107,7 +110,7 @@ class Attachment:
         return self.end
 
     def end(self) -> None:
-        """Watches no longer; what was put on models stays."""
+        """Stops watching; the sessions of models stay."""
         if self._leave is not None:
             self._leave()
         self._loops.end()
@@ -123,7 +126,7 @@ class Attachment:
             self._unwatch = None
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that comes is put into the session of its model before that is called next."""
+        """A new optimizer becomes part of its model's session before the model's next call."""
         with self._lock:
             self._optimizers.setdefault(optimizer, None)
             self._loops.look()
@@ -133,10 +136,10 @@ class Attachment:
             self._watch()
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Puts what concerns a model on it, if it is called with gradients for the first time or has an optimizer that is new.
+        """Applies the choices for a model, if it is called with gradients for the first time or has a new optimizer.
 
         Raises:
-            ApplyError: that cannot be put on it, or what was put on has refused something since.
+            ApplyError: they cannot be applied, or the session has refused something since.
         """
         with self._lock:
             self._outermost(module, args, kwargs)
@@ -157,16 +160,17 @@ class Attachment:
                 self._meet(part, is_first=False)
             live = self._meet(module, is_first=True)
         live.root.inputs.note(input_shapes(args, kwargs))
+        # From here on calls of modules cost nothing again.
         if self._planned and not self._waits():
             self._watch_no_longer()
 
     def _is_root_to_a_capture(self, part: torch.nn.Module) -> bool:
-        """Whether places within `part` begin with its own class: a path is named by the first outermost call, also one without gradients."""
+        """Whether paths inside `part` begin with its own class: a capture names paths by the first outermost call, also one without gradients."""
         names = {root_of(c.where) for c in self._choices if is_module(c.where)}
         return part in self._called_without_gradients and type(part).__name__ in names
 
     def _waits(self) -> bool:
-        """Whether a model of the plan has not come yet, or an optimizer has no model yet."""
+        """Whether a model of the plan was not called yet, or an optimizer has no model yet."""
         met = {(root.name, root.num_parameters) for root in self.roots}
         coming = {(root["class"], root["num_parameters"]) for root in self._planned} - met
         return bool(coming) or None in self._optimizers.values()
@@ -218,12 +222,14 @@ class Attachment:
         return [
             optimizer
             for optimizer, owner in self._optimizers.items()
+            # An optimizer whose model was dropped is free for the next one: searches build models anew and keep
+            # the optimizer's name.
             if (owner is None or owner() in (None, module))
             and any(id(p) in held for group in optimizer.param_groups for p in group["params"])
         ]
 
     def _those_inside(self, module: torch.nn.Module, choices: list[Choice]) -> list[Choice]:
-        """Of the choices, those whose place `module` has, if the program has several models of its class; else all."""
+        """The choices for places that `module` has, if the program has several models of its class; else all."""
         name = type(module).__name__
         known = [root["class"] for root in self._planned]
         if self._planned and known.count(name) < 2:
@@ -232,7 +238,7 @@ class Attachment:
         return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
 
     def _make_anew_for_optimizers(self, module: torch.nn.Module, live: _Live) -> None:
-        """Takes the session off and puts it on again, if an optimizer has come that it does not know."""
+        """Undoes the session and makes a new one, if there is an optimizer that it does not know."""
         check = live.check()
         if check is not None:
             check.session.check()
@@ -257,12 +263,13 @@ class Attachment:
         return live.choices
 
     def report(self) -> dict[str, Any]:
-        """The roots that were met, and what the sessions have to say.
+        """The roots that were called, with the notes and statistics of their sessions.
 
         Raises:
             ApplyError: the plan names a model that was never called, or a place that no model has.
         """
         self._check_that_all_were_applied()
+        # Ensembles and searches make several models of one class and size: the plan knows them as one root.
         merged: dict[tuple[str, int], Inputs] = {}
         for root in self.roots:
             inputs = merged.setdefault((root.name, root.num_parameters), Inputs())
@@ -281,6 +288,7 @@ class Attachment:
         left = [
             c
             for c in (*self._choices, *self._of_loops)
+            # Allocator settings are set in the environment before torch is imported (`run`).
             if "alloc_conf" not in c.settings and (c.technique, c.where) not in self._applied
         ]
         missing = {root_of(c.where) for c in left if is_module(c.where)} - names
@@ -295,7 +303,7 @@ class Attachment:
 
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """As `tightfit.capture.trace.Preparation` has it: attaches the choices, and reports when the run is over."""
+    """The function of a `tightfit.capture.trace.Preparation`: attaches the choices, and reports when the run is over."""
     attachment = Attachment(
         [Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()), check_steps=0
     )

@@ -1,7 +1,7 @@
-"""What a model is given: noted while a plan is made, and compared with the plan when it is carried out.
+"""Input shapes of a model: recorded while a plan is made, and compared with the plan when it is applied.
 
-A plan is verified for the inputs that it saw. The first forward with gradients refuses larger ones, unless that input changed its size from call
-to call already while the plan was made; a larger one that comes later is told once, and the run goes on.
+A plan is verified for the inputs that it saw. The first forward with gradients refuses larger ones, unless that input's size varied from call
+to call already while the plan was made; a larger one that comes later triggers one warning, and the run goes on.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Inputs:
                 self.largest[name] = max(known, list(shape), key=math.prod)
 
     def larger(self, shapes: Mapping[str, Sequence[int]], *, but_varying: bool) -> str:
-        """Which of the inputs is larger than all that were noted, in words; empty if none is."""
+        """A message about an input that is larger than all recorded ones; empty if there is none."""
         for name, shape in shapes.items():
             known = self.largest.get(name)
             if known is None or (but_varying and name in self.varying):
@@ -46,17 +46,17 @@ class Inputs:
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """As a root of a plan has it."""
+        """The JSON form in a plan's root."""
         return {"inputs": dict(self.largest), "varying": sorted(self.varying)}
 
     @classmethod
     def of_root(cls, root: Mapping[str, Any]) -> "Inputs":
-        """What `to_json` wrote."""
+        """The inverse of `to_json`."""
         return cls(largest={n: list(s) for n, s in root["inputs"].items()}, varying=set(root.get("varying", ())))
 
 
 class InputCheck(OnlyHere):
-    """The code around the forward of a model that a plan is on. It keeps the session for as long as the model lives with it."""
+    """The wrapper around the forward of a model with a plan. It keeps the session alive as long as it is on the model."""
 
     def __init__(self, session: Session, planned: Inputs | None, tell: Tell) -> None:
         self.session = session
@@ -65,6 +65,8 @@ class InputCheck(OnlyHere):
         self._is_first = True
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # Under torch.compile a look at shapes would become guards of the compiled code, one recompilation for
+        # each size.
         if self._planned is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._compare(self._planned, input_shapes(args, kwargs))
         return forward(*args, **kwargs)
@@ -74,6 +76,7 @@ class InputCheck(OnlyHere):
             raise ApplyError(f"{larger}; make a plan for this batch")
         self._is_first = False
         if larger := planned.larger(shapes, but_varying=False):
+            # One warning is enough: a growing sequence length would give one for each batch.
             self._planned = None
             self._tell(f"{larger}: from here on the run may hold more than the plan says")
 

@@ -1,7 +1,7 @@
-"""Puts what concerns a framework's training loop on it: Lightning's `LightningModule`, the Trainer of transformers.
+"""Applies choices to the training loops of frameworks: Lightning's `LightningModule`, the Trainer of transformers.
 
-These compute the loss of a batch in a method of their own, before which there is no forward of a model to wait for. So the method of the framework
-that calls it is waited for, once the script has imported the framework; nothing is imported here.
+These compute the loss of a batch in a method of their own, before any forward of a model. So the framework's method that calls it is watched,
+once the script has imported the framework; nothing is imported here.
 """
 
 import sys
@@ -37,39 +37,42 @@ _ENTRIES: dict[str, dict[Name, _Parts]] = {
 
 
 def is_of_loop(choice: Choice) -> bool:
-    """Whether a choice is put on a framework's loop, and not on a model."""
+    """Whether a choice is applied to a framework's loop, and not to a model."""
     return "loop" in choice.settings
 
 
 class LoopWatch:
-    """Choices that wait for a framework's loop. `on_apply` is called with each that was put on."""
+    """Choices that wait for a framework's loop. `on_apply` is called with each one that was applied."""
 
     def __init__(self, choices: Sequence[Choice], on_apply: Callable[[Choice], None]) -> None:
         self._waiting = {name: [c for c in choices if c.settings["loop"] == name] for name in _ENTRIES}
         self._on_apply = on_apply
-        # The loops that choices were put on. A session is kept by the model's own forward, and not here.
+        # The loops that choices were applied to. A session is kept alive by the model's own forward, and not
+        # here.
         self._met: WeakTable[Any, weakref.ref[Session]] = WeakTable()
         self._watched: dict[Name, Leave] = {}
         self.statistics: Counter[str] = Counter()
         self.notes: list[str] = []
 
     def look(self) -> None:
-        """Watches the loops of the frameworks that have been imported by now."""
+        """Watches the loops of the frameworks that are imported by now."""
         for framework, choices in self._waiting.items():
             for name in _ENTRIES[framework] if choices else ():
+                # A script imports its framework late, often after torch's first module calls: looked for at
+                # each of these.
                 if name.module in sys.modules and name not in self._watched:
                     self._watched[name] = on_training_step(name, self)
 
     def end(self) -> None:
-        """Watches no longer; what was put on stays."""
+        """Stops watching; what was applied stays."""
         while self._watched:
             self._watched.popitem()[1]()
 
     def before_training_step(self, name: Name, owner: Any) -> None:
-        """Puts the choices on a loop that has not been met.
+        """Applies the choices to a loop that is called for the first time.
 
         Raises:
-            ApplyError: they cannot be put on it, or what was put on has refused something since.
+            ApplyError: they cannot be applied, or the session has refused something since.
         """
         for framework, choices in self._waiting.items():
             if choices and name in _ENTRIES[framework]:

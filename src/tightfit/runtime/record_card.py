@@ -1,7 +1,7 @@
-"""Records on a card with torch's own recorder of its allocator, which is private: this file alone calls it.
+"""Records a run on a card with torch's own memory history, which is a private interface: only this file calls it.
 
-The allocator stamps every event with a text that a program may set, so the number of the latest note is set there; which event belongs to
-which note is then known without asking the card for anything.
+The allocator stamps every event with a text that a program can set: the number of the latest note is set there, so that events and notes can be
+matched without synchronising with the card.
 """
 
 import time
@@ -17,7 +17,7 @@ PRIVATE_NAMES = ("_record_memory_history", "_snapshot", "_set_memory_metadata", 
 
 
 class CardRecorder:
-    """Records the current device. With `stacks`, each allocation has the Python stack that asked for it."""
+    """Records the current device. With `stacks`, each allocation has its Python call stack."""
 
     def __init__(self, *, stacks: bool, max_events: int) -> None:
         self.hooks = RunHooks(self._note)
@@ -28,12 +28,14 @@ class CardRecorder:
         self._metadata = ""
 
     def start(self) -> None:
-        """Begins to record; a recording of torch's that was under way ends here."""
+        """Starts recording; a recording by torch that was under way ends here."""
         self._index = torch.cuda.current_device()
+        # A program may stamp events itself; its text is put back at the end.
         self._metadata = torch.cuda.memory._get_memory_metadata()
         torch.cuda.memory._record_memory_history(
             "all",
             context="alloc" if self._stacks else None,
+            # C++ frames are slow to resolve, and say nothing about the user's lines.
             stacks="python",
             max_entries=self._max_events,
             clear_history=True,
@@ -48,6 +50,7 @@ class CardRecorder:
     def stop(self) -> CardRun:
         """Ends the recording and returns it."""
         self.hooks.remove()
+        # Before recording is switched off: `_record_memory_history(None)` drops the events.
         snapshot: Any = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
         torch.cuda.memory._set_memory_metadata(self._metadata)
@@ -58,6 +61,8 @@ class CardRecorder:
             index=self._index,
             device=torch.cuda.get_device_name(self._index),
             capacity_bytes=total_bytes,
+            # What the driver counts as used and the allocator has not reserved. On a shared card other
+            # processes are in it too.
             context_bytes=max(0, total_bytes - free_bytes - reserved_bytes),
             notes=self._notes,
             has_dropped_events=len(snapshot["device_traces"][self._index]) >= self._max_events,
@@ -70,7 +75,7 @@ class CardRecorder:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the storage of `tensor` begins on the card; 0 for what has no storage there."""
+    """The address of the storage of `tensor` on the card; 0 if it has none there."""
     if tensor.device.type != "cuda" or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""Follows what a program does while it is recorded: modules, phases and steps, through torch's own global hooks and those of `torch_hooks`.
+"""Follows modules, phases and steps while a program is recorded, through torch's own global hooks and those of `torch_hooks`.
 
-Hooks return nothing and change nothing, so the run's results are its own. Each step of an optimizer is noted with the optimizer's number; which of
-them end a step of the program is decided when the run is over (`snapshots.notes`). Who must know earlier has `num_steps`.
+The hooks change nothing, so the run's results are the same. Each optimizer step is noted with the optimizer's number; which of them end a step of
+the program is decided when the run is over (`snapshots.notes`). `num_steps` is an estimate meanwhile.
 """
 
 import gc
@@ -32,7 +32,7 @@ Emit = Callable[[NoteKind, str, HeldTensors], None]
 
 
 class RunHooks:
-    """Calls `emit(kind, text, held tensors by category)` for each note; `before_turn` is called when a new turn of the loop begins."""
+    """Calls `emit(kind, text, held tensors by category)` for each note; `before_turn` when a new iteration of the loop begins."""
 
     def __init__(self, emit: Emit) -> None:
         self.before_turn: Callable[[], None] = lambda: None
@@ -51,26 +51,28 @@ class RunHooks:
         self._leave: Leave = _nothing
 
     def install(self) -> None:
-        """Begins to follow."""
+        """Registers all hooks."""
         # Whether these are of the run that begins, or left over from one before, shows only when they step.
         for optimizer in _optimizers():
             self._made_before[optimizer] = None
         # One after the other, so that an interrupt on the way leaves none that `remove` does not know.
         self._handles.append(register_module_forward_pre_hook(self._enter_module))
+        # Called also where a forward raises: a program that catches that would otherwise stay inside of the
+        # module for the rest of the recording.
         self._handles.append(register_module_forward_hook(self._leave_module, always_call=True))
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         self._leave = on_backward(self)
 
     def remove(self) -> None:
-        """Takes all hooks away, and notes what is held now."""
+        """Removes all hooks, and notes the tensors that are held now."""
         self._leave()
         for handle in self._handles:
             handle.remove()
         self._emit("held", "", held_tensors())
 
     def step(self) -> None:
-        """The user says that a step is over; from now on only that counts."""
+        """The user marks the end of a step; from then on only these marks count."""
         if not self._is_told_by_user:
             self._is_told_by_user = True
             self.num_steps = 0
@@ -96,6 +98,7 @@ class RunHooks:
 
     def around_backward(self, backward: BackwardPass) -> Any:
         """Runs a backward pass, as a phase of the run."""
+        # A pass inside of a pass, of a reentrant checkpoint, is part of the outer one.
         if BACKWARD in self._phases:
             return backward.run()
         self._begin(BACKWARD)
@@ -104,6 +107,7 @@ class RunHooks:
         finally:
             self._end()
 
+    # Gradients are noted before the step, as many loops free them right after it.
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._emit(
             "held",
@@ -114,13 +118,15 @@ class RunHooks:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._end()
+        # After the step: states are made in the first one, and a fused or capturable step may replace its
+        # counters.
         self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
         if OPTIMIZER not in self._phases:  # what steps within the step of a wrapper has no turn of its own
             self._emit("step", f"{BY_OPTIMIZER} {self._number(optimizer)}", {})
             self._count_step(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
-        """An optimizer that is made anew in each turn, for the same parameters, is one."""
+        """The number of an optimizer; optimizers constructed anew in each iteration for the same parameters count as one."""
         first = _parameters(optimizer)[0]
         if first not in self._numbers:
             self._numbers[first] = self._num_numbers
@@ -128,7 +134,7 @@ class RunHooks:
         return self._numbers[first]
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """A step is over when the slowest optimizer has stepped; one that was made in this run and has not stepped yet is waited for."""
+        """A step ends when the slowest optimizer has stepped; one that was made in this run and has not stepped yet is waited for."""
         counts = self._num_steps_of
         if optimizer not in counts:
             for known in _optimizers():
@@ -154,6 +160,7 @@ class RunHooks:
     def _path(self, module: torch.nn.Module) -> str:
         if module not in self._paths:
             prefix = self._modules[-1] if self._modules else ""
+            # A module that is made inside of a forward gets the path of the module that called it as a prefix.
             for name, inner in module.named_modules(prefix=type(module).__name__):
                 self._paths.setdefault(inner, f"{prefix}.{name}".lstrip("."))
         return self._paths[module]
@@ -164,7 +171,7 @@ def _nothing() -> None:
 
 
 def held_tensors() -> HeldTensors:
-    """What all modules and optimizers of this process hold now."""
+    """The tensors that all modules and optimizers of this process hold now."""
     modules = _all_of(torch.nn.Module)
     optimizers = list(_optimizers())
     parameters = [
@@ -188,7 +195,7 @@ def held_tensors() -> HeldTensors:
 
 
 def all_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows of, and their gradients."""
+    """Every tensor that Python's garbage collector tracks, and their gradients."""
     for tensor in _all_of(torch.Tensor):
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
@@ -196,12 +203,12 @@ def all_tensors() -> Iterator[torch.Tensor]:
 
 
 def _all_of(kind: type) -> list[Any]:
-    # type() and not isinstance(): some objects run code of their own when they are asked for their class.
+    # type() and not isinstance(): some objects run code of their own when their class is read.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def _optimizers() -> Iterator[Optimizer]:
-    """The optimizers that step themselves; wrappers of other libraries, which never ran the base class's constructor, do not."""
+    """The optimizers that step themselves; wrappers by other libraries, which did not run the base class's constructor, are left out."""
     return (found for found in _all_of(Optimizer) if "_optimizer_step_pre_hooks" in found.__dict__)
 
 
@@ -216,5 +223,5 @@ def _states(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _with_inner(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors that hold memory for one of which a technique keeps another form, or nothing."""
+    """The tensors that hold the memory of a tensor, which may be one that a technique keeps in another form or not at all."""
     return tensor.source.held() if isinstance(tensor, LazyTensor) else (tensor,)

@@ -1,8 +1,8 @@
-"""Records tensors on the host, where there is no card: a dispatch mode sees each operator's outputs, weak references see storages die.
+"""Records tensors on the host, without a card: a dispatch mode sees each operator's outputs, weak references see storages being freed.
 
-A death is noted with its time where it happens (`tightfit.torch_hooks.weak_references`) and worked off before the next birth or note, so that their order is the run's.
-What a kernel allocates for itself is not seen. A tensor that no operator made, such as one over a numpy array, is taken to be born when an
-operator first reads it.
+A free is logged with its time when it happens (`tightfit.torch_hooks.weak_references`) and worked off before the next allocation or note, so that
+the order is the run's. Scratch memory of kernels is not seen. A tensor that no operator made, such as one over a numpy array, counts as
+allocated when an operator first reads it.
 """
 
 import sys
@@ -28,7 +28,7 @@ _BETWEEN = tuple(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_fr
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which storage it is about. `clock` is a second one, whose callback notes the time before this one is noted:
+    """A weak reference to a storage, with its number. `clock` is a second one, whose callback logs the time before this one is logged:
     callbacks run from the youngest reference to the oldest.
     """
 
@@ -41,8 +41,10 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class HostRecorder(TorchDispatchMode):
-    """Records what becomes of the storages of this process's host tensors."""
+    """Records when the storages of this process's host tensors are allocated and freed."""
 
+    # Flex attention and checkpointing under torch.compile are higher-order operators, which torch refuses under
+    # modes that do not say so.
     supports_higher_order_operators = True
 
     @classmethod
@@ -63,7 +65,7 @@ class HostRecorder(TorchDispatchMode):
         self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
 
     def start(self) -> None:
-        """Begins to record; the tensors that are there already belong to its start. What interrupts it leaves nothing behind."""
+        """Starts recording; existing tensors are recorded as allocated before the start. An interrupt leaves no hooks behind."""
         for tensor in all_tensors():
             self._see(tensor)
         self._work_off()
@@ -96,7 +98,7 @@ class HostRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operator as it would have run, and looks at what it reads and what it made."""
+        """Runs the operator unchanged, and records its inputs and outputs."""
         self._see_all(args)
         result = func(*args, **(kwargs or {}))
         self._see_all((result,))
@@ -131,10 +133,11 @@ class HostRecorder(TorchDispatchMode):
         self._add(reference.number, num_bytes, self._stack(), time.time_ns())
 
     def _work_off(self) -> None:
-        """Writes down the deaths since it was last called."""
+        """Records the storages that were freed since the last call."""
         for reference, time_ns in self._deaths:
             assert isinstance(reference, _StorageReference)
-            # What was resized has a younger reference by now, and what died before its storage's address was used again comes before that.
+            # A resized storage has a newer reference by now, and a storage that was freed before its address
+            # was used again is handled before that.
             if self._references.get(reference.cdata) is reference:
                 self._died(reference, time_ns)
 
@@ -146,7 +149,7 @@ class HostRecorder(TorchDispatchMode):
         self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_ns // 1000))
 
     def _stack(self) -> int:
-        """The Python stack that asks, without this package's own frames, as a number."""
+        """The number of the current Python call stack, without this package's own frames."""
         frame = sys._getframe(1) if self._has_stacks else None
         stack = []
         while frame is not None:
@@ -170,7 +173,7 @@ class HostRecorder(TorchDispatchMode):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has a storage on the host of its own: not one that wraps other tensors, or is faked by a compiler."""
+    """Whether `tensor` has its own storage on the host: it is neither a wrapper subclass nor a compiler's fake tensor."""
     is_dispatched = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_dispatched
 

@@ -1,7 +1,7 @@
-"""What a recorder brings home from a run, as plain data: torch's own snapshot of a card, or what became of the tensors on the host.
+"""The result of a recorder as plain data: torch's own memory snapshot of a card, or allocations and frees of host tensors.
 
-Besides either there are notes, which say what the program was doing: in which module it was, which phase began, when a step was over, and
-which addresses (or, on the host, which storages) were parameters, gradients or states of optimizers at that moment.
+Both have notes on what the program was doing: the module that ran, the phase that began, the end of a step, and the addresses (on the host: the
+storages) of parameters, gradients and optimizer states at that time.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ BY_OPTIMIZER, BY_USER = "optimizer", "user"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """One remark. `text` is a module's path, a phase, or who ended the step; `time_us` is Unix time in microseconds."""
+    """One note. `text` is a module path, a phase, or what ended the step; `time_us` is Unix time in microseconds."""
 
     kind: NoteKind
     text: str
@@ -44,7 +44,7 @@ class CardRun:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostEvent:
-    """A storage was born (`num_bytes` is 0 or more, `stack` a number of the stacks) or died (`num_bytes` is -1)."""
+    """A storage was allocated (`num_bytes` is 0 or more, `stack` an index of `stacks`) or freed (`num_bytes` is -1)."""
 
     storage: int
     num_bytes: int
@@ -66,5 +66,5 @@ _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
 def is_own_frame(file: str) -> bool:
-    """Whether a frame of `file` is one of this package, which stands in stacks because it runs the script, and has hooks in it."""
+    """Whether a frame of `file` belongs to this package, which appears in call stacks because it runs the script and has hooks in it."""
     return file.startswith(_OWN_FOLDER)

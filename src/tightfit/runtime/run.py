@@ -1,6 +1,6 @@
-"""Runs a user's own script with a plan on it, in this process, on whatever device the script picks.
+"""Runs a user's script with a plan applied, in this process, on the device that the script picks.
 
-The allocator's settings must stand in the environment before torch is loaded, so this module does not import torch at its head; the rest of the
+The allocator's settings must be in the environment before torch is imported, so this module does not import torch at its head; the rest of the
 plan waits for the script's model and optimizers (`tightfit.runtime.attach`).
 """
 
@@ -23,17 +23,18 @@ ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2) -> None:
-    """Runs `script` to its end with `plan` on it. `say` is told what was done when it is done: three lines, and one more for each further model.
+    """Runs `script` to its end with `plan` applied. `say` is called with what was applied: three lines, and one more for each further model.
     `check_steps` is as in `tightfit.techniques.session.Session`.
 
     Raises:
-        ApplyError: the plan is for another model or a smaller batch; the script is then where its first forward would have begun. Or the
-            script came to its end and called no model with gradients, or went on after such an error, without the plan.
+        ApplyError: the plan is for another model or a smaller batch; the script is stopped before its first forward. Or the script ended without
+            calling a model with gradients, or caught such an error and went on without the plan.
     """
     for choice in plan.choices:
         if "alloc_conf" in choice.settings:
             own = os.environ.get(ALLOC_CONF)
             os.environ[ALLOC_CONF] = ",".join(part for part in (own, choice.settings["alloc_conf"]) if part)
+    # Only now: this imports torch, which reads the allocator's settings.
     from tightfit.runtime.attach import Attachment
 
     said: set[str] = set()
@@ -55,6 +56,7 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
         _check(attachment, say)
     except TightfitError:
         raise
+    # What the script raises after an error of ours, or the exit code it ends with, is a consequence of that.
     except (Exception, SystemExit):
         _raise_what_was_swallowed()
         raise
@@ -65,14 +67,14 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
 
 
 def _raise_what_was_swallowed() -> None:
-    """A script that catches every error goes on after one of ours, without the plan, or without training."""
+    """Raises an error of ours that the script has caught: it has run on without the plan, or without training."""
     swallowed = noted() or apply_error()
     if swallowed is not None:
         raise swallowed
 
 
 def _check(attachment: "Attachment", say: Callable[[str], None]) -> None:
-    """Says what of the plan found no place; an error only if nothing of it did, for then another program was trained."""
+    """Reports choices of the plan that could not be applied; an error only if none could, as the plan is then for another program."""
     try:
         attachment.report()
     except ApplyError as error:
@@ -82,7 +84,7 @@ def _check(attachment: "Attachment", say: Callable[[str], None]) -> None:
 
 
 def put_on(plan: Plan, models: list[str]) -> list[str]:
-    """A line for each model that says what was put on it."""
+    """A line for each model with the techniques applied to it."""
     lines = []
     for model in models:
         inside = [c for c in plan.choices if c.where.partition(".")[0] == model or c.where.islower()]
@@ -92,7 +94,7 @@ def put_on(plan: Plan, models: list[str]) -> list[str]:
 
 
 def figures(plan: Plan) -> list[str]:
-    """Two lines: what the planned run should hold, and what it should take."""
+    """Two lines: the predicted memory and the predicted time per step of the planned run."""
     peak, plain = plan.run.peak, plan.baseline
     slower = plan.run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     return [

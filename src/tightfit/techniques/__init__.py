@@ -1,1 +1,1 @@
-"""One folder per family, one file per technique: its options as numbers, and how it is put on a live model."""
+"""One folder per family, one file per technique: its options as numbers, and the code that applies it to a live model."""

@@ -1,7 +1,7 @@
 """Allocator settings: expandable segments, which let the caching allocator grow a segment instead of asking for another.
 
-PyTorch's notes on CUDA memory management, `PYTORCH_CUDA_ALLOC_CONF`. It costs nothing in a step, and what it is worth is found by replaying the
-traced run with it: memory that is reserved and that nobody holds.
+PyTorch's notes on CUDA memory management, `PYTORCH_CUDA_ALLOC_CONF`. It costs no time per step; its saving, reserved but unused memory, is found
+by replaying the traced run with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ EXPANDABLE = "expandable_segments:True"
 
 @final
 class AllocatorSettings(AbstractTechnique):
-    """Trades nothing: the same blocks at other addresses."""
+    """Costs nothing: the same blocks at other addresses."""
 
     name = "allocator_settings"
     exact = True
     exactness = "bit for bit: no operator is changed"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Expandable segments."""
+        """One option: expandable segments."""
         yield Option(
             technique=self.name,
             where="allocator",
@@ -39,7 +39,7 @@ class AllocatorSettings(AbstractTechnique):
         )
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Changes the settings from here on, where there is a card; `tightfit run` sets them before the program begins."""
+        """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
         if torch.backends.cuda.is_built() and torch.cuda.is_initialized() and torch.version.cuda:
             for choice in chosen:
                 _set(choice.settings["alloc_conf"])

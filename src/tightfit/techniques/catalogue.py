@@ -1,6 +1,6 @@
-"""All techniques there are: ours, and those that installed packages offer under the entry point `tightfit.techniques`.
+"""All techniques: ours, and those of installed packages with the entry point `tightfit.techniques`.
 
-Ours are in the order in which they are put on a model: what works inside a module before what is wrapped around it.
+Ours are in the order in which they are applied to a model: techniques inside of a module before those that wrap it.
 """
 
 import importlib
@@ -10,6 +10,8 @@ from importlib.metadata import entry_points
 from tightfit.errors import PlanError
 from tightfit.techniques.technique import AbstractTechnique
 
+# A wrapper that is applied later is outside of the earlier ones: checkpoints must see attention and tiles
+# inside of them, and micro-batches run the checkpointed model.
 _OURS: tuple[str, ...] = (
     "tightfit.techniques.allocator_settings:AllocatorSettings",
     "tightfit.techniques.lifetimes.empty_cache:EmptyCache",

@@ -1,7 +1,7 @@
-"""Which options the effects of a program permit: what a technique needs of the modules it changes, and what the trace shows of them.
+"""Decides which options the side effects of a program permit: what a technique needs of the modules it changes, and what the trace shows.
 
-An effect stands against a technique by what the technique needs, never by its name; the rules are the tables below. What is not known from a trace
-(an old tape) forbids nothing here: the code that puts a technique on a model checks again, and so do the first steps of a run.
+An effect forbids a technique by its `needs`, never by its name; the rules are the tables below. A trace without effects (an old tape) forbids
+nothing here: the code that applies a technique to a model checks again, and so do the first steps of a run.
 """
 
 import re
@@ -30,10 +30,12 @@ _FORBIDS: dict[Needs, frozenset[EffectKind]] = {
             EffectKind.IN_PLACE,
             EffectKind.REPLACED,
             EffectKind.CREATE_GRAPH,
+            # A hook that logs or collects would be called once for each part.
             EffectKind.HOOK,
         }
     ),
     Needs.GRADIENTS: _OF_PROGRAM,
+    # A hook of the step would see bfloat16 parameters or quantised states where a plain run has float32.
     Needs.STEPS: frozenset({EffectKind.STEP_HOOK}),
 }
 
@@ -63,7 +65,7 @@ def _forbids(effect: Effect, option: Option, modules: frozenset[str], need: Need
 
 
 def _at_border(effect: Effect, option: Option, need: Needs) -> bool:
-    """What matters only where the technique's own region begins or ends: what lies within is done again, or done in parts, as a whole."""
+    """Whether the effect is at the border of the technique's region: inside of it, everything is recomputed, or run in parts, together."""
     parent, _, number = effect.module.rpartition(".")
     begin = option.settings.get("begin")
     if effect.kind == EffectKind.PARAMETRIZED:
@@ -85,14 +87,14 @@ def _updates_in_backward(option: Option) -> bool:
 
 
 def modules_of(option: Option) -> frozenset[str]:
-    """The paths of the modules that an option is about: those in its slots, and the one that it is put on."""
+    """The paths of the modules of an option: those in its slots, and the one that it is applied to."""
     inside = frozenset(slot.partition("@")[2] for slot in option.slots if "@" in slot)
     return inside if "begin" in option.settings else inside | {option.where}
 
 
 def grouped(refused: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    """(technique, reason) for each reason that a technique is left out for at some places, from (technique, place, reason); the places are named in the
-    reason, those that differ by a number alone together."""
+    """Groups (technique, place, reason) to (technique, reason), with the places named in the reason; places that differ only by a number are shown
+    together."""
     together: dict[tuple[str, str], dict[str, list[str]]] = {}
     for technique, place, reason in refused:
         patterns = together.setdefault((technique, reason), {})

@@ -1,7 +1,7 @@
-"""Which operators of torch take numbers from a generator, told by the tag that torch itself gives them.
+"""Random operators, recognised by torch's own tag `nondeterministic_seeded` (aten/src/ATen/native/tags.yaml).
 
-Attention and recurrent layers have the tag as well, for they draw where they are given a rate of dropout. A tape has no such arguments, so here they
-do not count; whoever runs the code looks at the rate.
+Attention and recurrent layers have the tag as well, since they draw if their dropout rate is above 0. A tape does not record arguments, so they do not
+count here; code that sees the call checks the rate.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""A session: one model with its optimizers that techniques have been put on, and the way back.
+"""A session: the techniques applied to one model and its optimizers, and how to undo them.
 
-The same object stands on the virtual GPU and on a real one. A technique changes the live objects and returns how to undo that; the session
-keeps these and runs them in reverse order. What techniques have to say to a person, or count, goes through it too.
+The same code runs on the virtual GPU and on a real one. A technique changes the live objects and registers how to undo that; the session runs
+the undo functions in reverse order. Notes for the user and statistics of techniques are collected here too.
 
-A technique that finds out while the program runs that it cannot go on rightly refuses through the session, which then lets nothing be trained until
-it is undone: a program that swallows the error meets it again at its next forward or step.
+A technique that finds while the program runs that it cannot continue correctly refuses through the session, which then blocks training until it
+is undone: a program that catches the error gets it again at its next forward or step.
 """
 
 import copy
@@ -27,32 +27,32 @@ CHECK_STEPS = 2
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Verdict(OnlyHere):
-    """Whether something was refused after a plan was put on: `failure` is the first such error."""
+    """The first refusal after a plan was applied: `failure` is that error."""
 
     failure: ApplyError | None = None
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
-        """As `Session.refuse`, for code around a model, which must not keep the model's session."""
+        """As `Session.refuse`, for wrappers on a model, which must not keep the model's session alive."""
         if self.failure is None:
             self.failure = ApplyError(message, technique=technique, places=places)
         return self.error()
 
     def error(self) -> ApplyError:
-        """What to raise: another object each time, since each raise adds to a traceback."""
+        """The error to raise: a new object each time, since each raise extends a traceback."""
         assert self.failure is not None
         return ApplyError(str(self.failure), technique=self.failure.technique, places=self.failure.places)
 
     def check(self) -> None:
-        """Does nothing where nothing was refused.
+        """Raises the first refusal, if there is one.
 
         Raises:
-            ApplyError: something was; the message is that of the first refusal.
+            ApplyError: something was refused; the message is that of the first refusal.
         """
         if self.failure is not None:
             raise self.error() from self.failure
 
     def forget(self) -> None:
-        """Nothing is refused any more."""
+        """Clears the refusal."""
         self.failure = None
 
     def before_step(self, *_: object) -> None:
@@ -60,7 +60,7 @@ class Verdict(OnlyHere):
         self.check()
 
     def before_forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The code around the forward of a model."""
+        """A wrapper around the forward of a model."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
         return forward(*args, **kwargs)
@@ -74,11 +74,11 @@ class Verdict(OnlyHere):
 class Session:
     """`model` is the outermost module that the workload calls; `optimizers` are those that hold parameters of it.
 
-    `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for what is put on that and not
-    on the model; None elsewhere. In the first `check_steps` calls of what a technique was put on, its results are compared with plain ones; 0 where
-    tensors have no values, on the virtual GPU. `statistics` counts what happened since (`loss head chunks`, `recomputed blocks`); `notes` are sentences for the person who runs it.
-    What is around the model keeps the `verdict`, and neither the session nor the model. `before` has the values, with their versions, that
-    tensors had before they were cast; they go when the whole plan is on.
+    `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for techniques that are applied to
+    that; else None. In the first `check_steps` calls after a technique was applied, its results are compared with plain ones; 0 on the virtual
+    GPU, where tensors have no values. `statistics` counts events (`loss head chunks`, `recomputed blocks`); `notes` are messages for the user.
+    Wrappers on the model refer to the `verdict`, and neither to the session nor to the model. `before` has the values, with their versions, that
+    tensors had before they were cast; they are dropped once the whole plan is applied.
     """
 
     model: torch.nn.Module
@@ -112,12 +112,12 @@ class Session:
             ) from None
 
     def when_undone(self, undo: Undo) -> None:
-        """`undo` is run when the session is undone, before all that were given earlier; twice, if an interrupt cuts it short."""
+        """Registers a function for `undo`, to be run before all earlier ones; twice, if an interrupt cuts it short."""
         self._undo.append(undo)
         self._is_over = False
 
     def complete(self) -> Self:
-        """The session, now that the whole plan is on."""
+        """Marks the whole plan as applied, and returns the session."""
         # In one line and in C, so that an interrupt comes either before or in the caller.
         return (self.before.clear(), self)[1]
 
@@ -127,11 +127,12 @@ class Session:
         return bool(self._undo)
 
     def set(self, holder: Any, name: str, value: Any) -> None:
-        """Sets an attribute of a live object for the time of the session; one that the object did not have itself is deleted again.
+        """Sets an attribute of a live object until the session is undone; one that the object itself did not have is deleted again.
 
-        What somebody else sets there meanwhile stays. A function that they call from there does from then on what was there before.
+        A value that other code sets there meanwhile stays. If it calls our function, that behaves like the original after the undo.
         """
         own = vars(holder)
+        # Only what the object itself has: an attribute of its class is found again once ours is deleted.
         had, before = name in own, own.get(name)
         if callable(value) and not isinstance(value, type | torch.nn.Module):
             value = Layer(holder, name, value, before)
@@ -141,9 +142,9 @@ class Session:
         setattr(holder, name, value)
 
     def wrap_forward(self, module: torch.nn.Module, around: Around) -> None:
-        """Has `around(forward, *args, **kwargs)` run in place of the module's `forward`, which it is given.
+        """Replaces the module's `forward` by `around(forward, *args, **kwargs)`.
 
-        A copy of the module is wrapped likewise, by the same function or by a copy of what has `__deepcopy__`, but not by an `OnlyHere`.
+        A copy of the module is wrapped too, by the same function or by a copy of an object with `__deepcopy__`, but not by an `OnlyHere`.
 
         Raises:
             ApplyError: the module is a program of TorchScript, whose forward Python does not call.
@@ -160,7 +161,7 @@ class Session:
         wrapped.put_on()
 
     def hook(self, register: Callable[[Any], RemovableHandle], function: Callable[..., Any]) -> RemovableHandle:
-        """Registers a hook for the time of the session: `session.hook(optimizer.register_step_pre_hook, function)`."""
+        """Registers a hook until the session is undone: `session.hook(optimizer.register_step_pre_hook, function)`."""
         handles: list[RemovableHandle] = []
 
         def remove() -> None:
@@ -173,13 +174,13 @@ class Session:
         return handles[0]
 
     def refuse(self, message: str, *, technique: str = "", places: Sequence[str] = ()) -> ApplyError:
-        """The error to raise where user code runs already: `raise session.refuse(...)`.
+        """The error to raise while user code runs: `raise session.refuse(...)`.
 
-        From here on the model's forwards with gradients and its optimizers' steps raise it again, until the session is undone. Of several
-        refusals the first one stays; threads of the backward pass may call this.
+        From then on the model's forwards with gradients and its optimizers' steps raise it again, until the session is undone. Of several
+        refusals the first one is kept; threads of the backward pass may call this.
         """
         if self._is_over:
-            # What is left of a backward pass, say, from before the session was undone.
+            # A backward pass from before the session was undone may still run.
             return ApplyError(message, technique=technique, places=places)
         if self.verdict.failure is None:
             self.verdict.refuse(message, technique=technique, places=places)
@@ -188,21 +189,21 @@ class Session:
 
     @property
     def failure(self) -> ApplyError | None:
-        """The first refusal that came after the plan was put on, until the session is undone."""
+        """The first refusal since the plan was applied, until the session is undone."""
         return self.verdict.failure
 
     def check(self) -> None:
-        """Does nothing in a session that has refused nothing.
+        """Raises the first refusal, if there is one.
 
         Raises:
-            ApplyError: it has; the message is that of the first refusal.
+            ApplyError: something was refused; the message is that of the first refusal.
         """
         self.verdict.check()
 
     def guard(self) -> None:
-        """Has the model's forwards with gradients and its optimizers' steps call `check`, before all else that is around them.
+        """Makes the model's forwards with gradients and its optimizers' steps call `check`, before any other wrapper or hook.
 
-        A technique may ask for a module whose forward is its own, so this comes after all of them.
+        Some techniques need a module with its own forward, so this is called after all of them.
         """
         if self._is_guarded:
             return
@@ -217,10 +218,10 @@ class Session:
             self.wrap_forward(self.model, self.verdict.before_forward)
 
     def undo(self) -> None:
-        """Puts everything back as it was; the values of parameters and optimizer states stay as training has left them.
+        """Undoes everything; the values of parameters and optimizer states stay as trained.
 
-        All steps of it are taken. If some fail, the first error is raised at the end, and tells of the others. What an interrupt has cut short is
-        done again.
+        All undo functions are run. If some fail, the first error is raised at the end, with notes on the others. A function that an interrupt has
+        cut short is run again.
         """
         self._is_over, self._is_guarded = True, False
         errors: list[BaseException] = []
@@ -237,6 +238,7 @@ class Session:
     def _undo_all(self, errors: list[BaseException]) -> None:
         while self._undo:
             try:
+                # Removed after it has run: an interrupt in between runs it twice, and never not at all.
                 self._undo[-1]()
             except Exception as error:  # noqa: BLE001 - the other steps are taken first
                 errors.append(error)
@@ -249,7 +251,7 @@ class Session:
         self.undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
-        """In a copy of an object that holds a session, one with nothing on the copied model and optimizers."""
+        """The session in a copy of an object that refers to one: it has nothing applied to the copied model and optimizers."""
         return Session(
             model=copy.deepcopy(self.model, memo),
             optimizers=[copy.deepcopy(optimizer, memo) for optimizer in self.optimizers],

@@ -1,4 +1,4 @@
-"""Settings of a choice as values of their types: in a plan that was typed by hand, or given as arguments, they are text."""
+"""Parses the settings of a choice: in a plan that was written by hand, or given as arguments, they are strings."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _VALUES = {True: True, False: False, "True": True, "False": False}
 
 
 def parse_bool(name: str, value: Any) -> bool:
-    """The setting `name` as true or false.
+    """The setting `name` as a bool.
 
     Raises:
         ApplyError: `value` is neither.

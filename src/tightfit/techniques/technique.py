@@ -1,7 +1,7 @@
-"""What a technique is: options as pure numbers, worked out from a tape, and the code that puts the chosen ones on live objects.
+"""The interface of a technique: options as pure numbers, computed from a tape, and code that applies the chosen ones to live objects.
 
-A technique is put on the virtual model with the very code that runs on the card, and the result is traced: so `options` may estimate, and
-`tolerance` says how far the traced saving may be from the promised one.
+A technique is applied to the virtual model with the same code that runs on the card, and the result is traced: so `options` may estimate, and
+`tolerance` says how far the traced saving may be from the predicted one.
 """
 
 import abc
@@ -32,10 +32,10 @@ class Choice(Protocol):
 
 
 class Needs(enum.Flag):
-    """What a technique needs of the code that it changes, so that a plan leaves it out where the trace shows otherwise.
+    """What a technique needs of the code that it changes, so that a plan leaves it out if the trace shows otherwise.
 
-    `REPEATABLE`: that it can be run again. `DIVISIBLE`: that it can be run in parts. `GRADIENTS`: that nobody else waits for the gradients.
-    `STEPS`: that no hook of an optimizer's step needs what the technique hides.
+    `REPEATABLE`: it can be run again. `DIVISIBLE`: it can be run in parts. `GRADIENTS`: nothing else uses the gradients.
+    `STEPS`: no hook of an optimizer's step needs what the technique hides.
     """
 
     NOTHING = 0
@@ -48,9 +48,9 @@ class Needs(enum.Flag):
 class AbstractTechnique(abc.ABC):
     """One way to trade time for memory. Subclasses are final; nothing concrete is overridden.
 
-    `exact` is what the field means by it: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which.
-    A lossy technique is only offered where the user allows it. `tolerance` is relative to the promised saving.
-    A planner leaves out options at places that do not give what the technique `needs`.
+    `exact`: the same loss and gradients bit for bit, or up to the order of a reduction; `exactness` says which. A lossy technique is only offered
+    if the user allows it. `tolerance` is relative to the predicted saving. The planner leaves out options at places that do not meet the
+    technique's `needs`.
     """
 
     name: ClassVar[str]
@@ -61,28 +61,29 @@ class AbstractTechnique(abc.ABC):
 
     @abc.abstractmethod
     def options(self, profile: Profile) -> Iterable[Option]:
-        """The choices that there are on this profile.tape; none where it does not apply. Pure: no torch, nothing is changed."""
+        """The options on this profile; none if the technique does not apply. Pure: no torch, no side effects."""
 
     @abc.abstractmethod
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts the chosen options on the session's live objects, and tells the session how to undo it.
+        """Applies the chosen options to the session's live objects, and registers with the session how to undo it.
 
         Raises:
-            ApplyError: it cannot be put on this model; nothing has been changed then.
+            ApplyError: it cannot be applied to this model; nothing has been changed then.
         """
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """What a person could do along these lines that a plan does not do for them; nothing by default."""
+        """Related changes that a user could make and a plan does not; none by default."""
         return ()
 
 
 def check_each(chosen: Iterable[Choice], check: Callable[[Choice], Checked]) -> list[Checked]:
-    """What `check` returns of each choice.
+    """The result of `check` for each choice.
 
     Raises:
-        ApplyError: it raised one; the first, with the places of all for which it did, so that the others can do without them.
+        ApplyError: the first error of a check, with the places of all choices that failed, so that a plan can be made without them.
     """
     found: list[Checked] = []
+    # All choices are checked, so that one new plan can leave out every place that fails.
     first, places = None, []
     for choice in chosen:
         try:

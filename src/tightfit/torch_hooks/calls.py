@@ -1,6 +1,6 @@
-"""Models that a program calls, optimizers that it makes, and steps of a framework's loop, told to those who wait for them.
+"""Notifies owners of outermost module calls, of new optimizers, and of the training steps of a framework's loop.
 
-Nothing is changed in what is called: its owners are told before a call, or after an optimizer was made, and an exception of theirs ends the call.
+What is called is not changed: owners are notified before a call, or after an optimizer was constructed, and an exception of theirs ends the call.
 """
 
 import functools
@@ -16,15 +16,15 @@ from tightfit.torch_hooks.replaced import Leave, Replaced
 
 
 class CallOwner(Protocol):
-    """Who is told of modules that are called, and not by another module. It is held weakly."""
+    """Is notified of outermost module calls: those that no other module makes. It is held weakly."""
 
     def before_outermost_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What a recomputation calls in a backward pass is a part of a model, and is not told."""
+        """Called before the call. Calls inside a backward pass are recomputations of a part of a model, and are left out."""
         ...
 
 
 class OptimizerOwner(Protocol):
-    """Who is told of optimizers that are made. It is held weakly."""
+    """Is notified of new optimizers. It is held weakly."""
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """The base class has been set up; the optimizer's own class may have more to do."""
@@ -32,7 +32,7 @@ class OptimizerOwner(Protocol):
 
 
 class StepOwner(Protocol):
-    """Who is told of the training steps of a framework's loop. It is held weakly."""
+    """Is notified of the training steps of a framework's loop. It is held weakly."""
 
     def before_training_step(self, name: Name, owner: Any) -> None:
         """`owner` is the object whose method `name` it is."""
@@ -40,7 +40,7 @@ class StepOwner(Protocol):
 
 
 def on_outermost_call(owner: CallOwner) -> Leave:
-    """Tells `owner` of outermost calls of modules until what is returned is called or it is collected.
+    """Notifies `owner` of outermost module calls until the returned function is called or the owner is collected.
 
     Raises:
         ApplyError: this torch has no such name.
@@ -49,7 +49,7 @@ def on_outermost_call(owner: CallOwner) -> Leave:
 
 
 def on_new_optimizer(owner: OptimizerOwner) -> Leave:
-    """Tells `owner` of optimizers that are made, likewise.
+    """Notifies `owner` of new optimizers, likewise.
 
     Raises:
         ApplyError: this torch has no such name.
@@ -58,7 +58,7 @@ def on_new_optimizer(owner: OptimizerOwner) -> Leave:
 
 
 def on_training_step(name: Name, owner: StepOwner) -> Leave:
-    """Tells `owner` of the training steps of a framework, likewise.
+    """Notifies `owner` of the training steps of a framework, likewise.
 
     Raises:
         ApplyError: this version of the framework has no such name.
@@ -69,7 +69,7 @@ def on_training_step(name: Name, owner: StepOwner) -> Leave:
 
 
 class _Depth(threading.local):
-    """How many calls of modules are under way in this thread: another one may evaluate meanwhile."""
+    """How many module calls are under way in this thread; another thread may evaluate meanwhile."""
 
     value = 0
 
@@ -81,6 +81,8 @@ _graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
 def _put_call(inner: Callable[..., Any], owners: Callable[[], list[CallOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - the name that it stands for
+        # Depth alone is not enough: a checkpointed block is called again by the engine, often on autograd's own
+        # thread, where no module call is under way.
         if not _DEPTH.value and _graph_task() == -1:
             for owner in owners():
                 _told(owner.before_outermost_call, module, args, kwargs)
@@ -96,6 +98,7 @@ def _put_call(inner: Callable[..., Any], owners: Callable[[], list[CallOwner]]) 
 def _put_init(inner: Callable[..., Any], owners: Callable[[], list[OptimizerOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def __init__(optimizer: torch.optim.Optimizer, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        # Owners are notified afterwards: it is the base class's `__init__` that fills `param_groups`.
         inner(optimizer, *args, **kwargs)
         for owner in owners():
             _told(owner.after_optimizer_was_made, optimizer)
@@ -114,7 +117,7 @@ def _put_step(name: Name, inner: Callable[..., Any], owners: Callable[[], list[S
 
 
 def _told(tell: Callable[..., None], *args: Any) -> None:
-    """Tells an owner. A fault of ours there is remembered, as the program may swallow it."""
+    """Notifies an owner. An error of ours is noted first, as the program may swallow it."""
     try:
         tell(*args)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Every name of torch and of other libraries that tightfit replaces in a user's process, and every private one that it reads there.
 
-None of them is promised by its library. A name that the installed library lacks is an error that says so when it is needed: never a patch
-that is put somewhere and not called, nor one that is left out without a word. What the capture replaces in its own child process is not here.
+None of them is a stable interface. A name that the installed library lacks is an error that says so when it is needed: never a patch that
+is installed and not called, nor one that is left out silently. What the capture replaces in its own child process is not listed here.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from tightfit.errors import ApplyError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """One name: where it is, what it is needed for, and the versions of its library in which it was seen to be what is expected.
+    """One name: where it is, what it is needed for, and the versions of its library that it was tested in.
 
     `kind` is the class, or a part of the module that cannot be imported, that has it; empty for a name of the module itself.
     """
@@ -31,11 +31,11 @@ class Name:
 
     @property
     def library(self) -> str:
-        """The package that has it."""
+        """The package that the name belongs to."""
         return self.module.partition(".")[0]
 
     def holder(self) -> Any:
-        """The module or class that has the name, if need be from its base.
+        """The module or class that has the name, possibly inherited.
 
         Raises:
             ApplyError: there is no such name in the installed library.
@@ -44,6 +44,7 @@ class Name:
             holder: Any = importlib.import_module(self.module)
         except ImportError as error:
             raise self.missing() from error
+        # `torch._C._functions` is an attribute of the extension module and cannot be imported as a module.
         if self.kind:
             holder = vars(holder).get(self.kind)
         if holder is None or not any(self.name in vars(base) for base in _bases(holder)):
@@ -51,11 +52,12 @@ class Name:
         return holder
 
     def value(self) -> Any:
-        """What the name stands for now, as its holder has it and not as an instance would see it.
+        """What the name is bound to now, as its holder has it and not as an instance would see it.
 
         Raises:
             ApplyError: there is no such name in the installed library.
         """
+        # A static method or a property would be bound by `getattr`, and could not be restored as it was.
         return inspect.getattr_static(self.holder(), self.name)
 
     def missing(self) -> ApplyError:
@@ -72,6 +74,8 @@ def _bases(holder: Any) -> tuple[Any, ...]:
 
 _TORCH = "2.11 to 2.13"
 
+# torch/autograd/__init__.py imports it by name from torch.autograd.graph: both `backward` and `grad` look it up
+# here, `Tensor.backward` goes through `backward`.
 RUN_BACKWARD = Name(
     module="torch.autograd",
     name="_engine_run_backward",
@@ -99,6 +103,7 @@ LIGHTNING_STEP = Name(
     purpose="to put a plan on a LightningModule's training step",
     versions="2.6",
 )
+# The same framework under its older package name, which is still published beside the new one.
 PYTORCH_LIGHTNING_STEP = dataclasses.replace(LIGHTNING_STEP, module="pytorch_lightning.strategies.strategy")
 TRAINER_STEP = Name(
     module="transformers.trainer",
@@ -126,6 +131,7 @@ GRAPH_TASK_ID = Name(
     purpose="to tell what runs within a backward pass",
     versions=_TORCH,
 )
+
 KEEPS_GRAPH = Name(
     module="torch._C._autograd",
     name="_get_current_graph_task_keep_graph",
@@ -147,6 +153,8 @@ TENSOR_HOOK = Name(
     versions=_TORCH,
 )
 RETAIN_GRAD = dataclasses.replace(TENSOR_HOOK, name="retain_grad")
+# Saved tensors are compared by version when a node is run (torch/csrc/autograd/saved_variable.cpp): raising a
+# version finds the nodes that read a parameter, without writing a value.
 SET_VERSIONS = Name(
     module="torch._C._autograd",
     name="_unsafe_set_version_counter",

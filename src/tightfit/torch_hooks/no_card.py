@@ -1,4 +1,4 @@
-"""Hides the card while a library is imported that loads its kernels for it, where the card is a virtual one."""
+"""Hides the virtual GPU while a library is imported that would load its CUDA kernels for it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from tightfit.torch_hooks.replaced import Replaced
 
 
 class _Hiding:
-    """Who has the card hidden, for as long as it lives."""
+    """Owner of the replacement: the GPU is hidden for as long as this object exists."""
 
 
 def _put(inner: Callable[..., bool], owners: Callable[[], list[_Hiding]]) -> Callable[..., bool]:
@@ -29,6 +29,7 @@ def no_card() -> Iterator[None]:
     Raises:
         ApplyError: this torch has no such name.
     """
+    # bitsandbytes cannot be imported where torch has no CUDA and a card seems to be there (docs/adr/0006).
     hiding = _Hiding()
     leave = _IS_AVAILABLE.enter(hiding)
     try:

@@ -1,7 +1,7 @@
-"""Hooks that a program puts on the nodes of a graph (`grad_fn.register_hook`, `grad_fn.register_prehook`), told to those who wait for them.
+"""Notifies owners of hooks that a program registers on autograd nodes (`grad_fn.register_hook`, `grad_fn.register_prehook`).
 
-The classes of nodes are torch's own and cannot be changed, and a node does not tell its hooks. But each of them registers its hooks through one
-function in Python, which makes the dict that the node keeps them in; that dict is watched for as long as it lives. Without owners nothing is watched.
+The node classes are C++ types that cannot be patched, and a node does not list its hooks. But each of them registers its hooks through one
+function in Python, which makes the dict that the node keeps them in; that dict is watched as long as it exists. Without owners nothing is watched.
 """
 
 import functools
@@ -17,15 +17,15 @@ _hooks: "dict[int, weakref.ref[Any]]" = {}
 
 
 class NodeHookOwner(Protocol):
-    """Who is told of hooks on nodes. It is held weakly."""
+    """Is notified of hooks on nodes. It is held weakly."""
 
     def before_node_hook(self, hook: Any) -> None:
-        """A hook is about to be put on a node. An exception is raised where the program puts it."""
+        """A hook is about to be registered on a node. An exception is raised in the program's own call."""
         ...
 
 
 def on_node_hooks(owner: NodeHookOwner) -> Leave:
-    """Tells `owner` of hooks on nodes until what is returned is called or it is collected. Those of torch's own for modules are not told.
+    """Notifies `owner` of hooks on nodes until the returned function is called or the owner is collected. torch's own hooks for modules are left out.
 
     Raises:
         ApplyError: this torch has no such function.
@@ -34,25 +34,30 @@ def on_node_hooks(owner: NodeHookOwner) -> Leave:
 
 
 def is_any_node_hooked() -> bool:
-    """Whether a node of any graph that is alive has a hook that was registered while there was an owner."""
+    """Whether a node of any live graph has a hook that was registered while there was an owner."""
     for key, known in list(_hooks.items()):
         if known() is None:
             del _hooks[key]
+    # A handle that is removed empties its dict and leaves it with the node: an empty one counts as no hook.
     return any(known() for known in _hooks.values())
 
 
 def _put(inner: Any, owners: Callable[[], list[NodeHookOwner]]) -> Any:
-    # A static method, as torch has it: it is called through the class and through what is made of it.
+    # A static method, as in torch: it is called through the class and through instances.
     registered = inner.__func__ if isinstance(inner, staticmethod) else inner
 
     @functools.wraps(registered)
     def _register_hook(hooks: Any, hook: Any) -> Any:
         told = owners()
+        # `Module.register_full_backward_hook` puts a hook of torch's own on the nodes of its inputs and outputs
+        # (torch/utils/hooks.py, `BackwardHook`), which the techniques know of from the module.
         if not (isinstance(hook, types.FunctionType) and hook.__module__ == "torch.utils.hooks"):
             for owner in told:
                 owner.before_node_hook(hook)
         made = registered(hooks, hook)
         if told:
+            # An `OrderedDict`, unlike a plain dict, can be referred to weakly (torch/autograd/function.py,
+            # `_HookMixin._register_hook`).
             _hooks[id(made[0])] = weakref.ref(made[0])
         return made
 

@@ -1,6 +1,6 @@
-"""Names of torch that it does not promise to keep and that are read in a user's process, with what each is for; nothing is put in their place.
+"""Private names of torch that are read, but not replaced, in a user's process, with what each is for.
 
-They were seen in torch 2.11 to 2.13. Those that `manifest` looks up when they are needed are there. A test compares this list with the source.
+They were tested with torch 2.11 to 2.13. Names that are looked up when they are needed are in `manifest`. A test compares this list with the source.
 """
 
 READ: dict[str, str] = {

@@ -1,6 +1,6 @@
-"""Which tensors inside a graph somebody has hooked, or wants the gradient of: `Tensor.register_hook` and `Tensor.retain_grad` note it on the node.
+"""Which non-leaf tensors have hooks or retain their gradient: `Tensor.register_hook` and `Tensor.retain_grad` mark the tensor's node.
 
-A graph does not tell its hooks, and a backward pass that is run again would call them again. Nothing is noted while there is no owner.
+A graph does not list its hooks, and a backward pass that is run again would call them again. Nothing is marked while there is no owner.
 """
 
 import functools
@@ -12,12 +12,12 @@ from tightfit.torch_hooks.replaced import Leave, Replaced
 
 _NOTE = "tightfit: hooked"
 
-# Reading what is noted on a node makes room for notes on it: not done before there was a first one.
+# Reading a node's metadata allocates it, so it is not read before the first mark.
 _noted: list[bool] = []
 
 
 def on_tensor_hooks(owner: object) -> Leave:
-    """Has hooks on tensors inside of graphs noted for as long as `owner` lives, or until what is returned is called.
+    """Marks nodes whose tensors get hooks as long as `owner` is alive, or until the returned function is called.
 
     Raises:
         ApplyError: this torch has no such methods.
@@ -32,7 +32,7 @@ def on_tensor_hooks(owner: object) -> Leave:
 
 
 def is_hooked(node: Any) -> bool:
-    """Whether the result of this node of a graph was hooked."""
+    """Whether the result of this autograd node has had a hook registered."""
     return bool(_noted) and _NOTE in node.metadata
 
 
@@ -40,6 +40,9 @@ def _put(inner: Callable[..., Any], owners: Callable[[], list[object]]) -> Calla
     @functools.wraps(inner)
     def hooked(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if owners() and tensor.grad_fn is not None:
+            # On the node and not in a table by tensor: in-place operators give a tensor another node, and hooks
+            # stay with the one that they were registered on. `metadata` is the anomaly mode's dict
+            # (torch/csrc/autograd/python_anomaly_mode.h).
             tensor.grad_fn.metadata[_NOTE] = True
             _noted[:] = [True]
         return inner(tensor, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Weak references whose callbacks run no Python code: what died is noted by functions written in C, and worked off later.
+"""Weak references whose callbacks run no Python code: C functions log which objects were collected, and the log is worked off later.
 
 Python drops an exception that is raised in the callback of a weak reference, and it runs signal handlers between the instructions of any Python
 code: an interrupt that arrives inside of a callback written in Python is lost. `weakref.WeakKeyDictionary` and `WeakSet` have such callbacks too.
@@ -18,19 +18,22 @@ _Note = Callable[[weakref.ref[Any]], object]
 
 
 class Deaths:
-    """Notes deaths, with the time of each, until somebody asks. `note` and `note_time` are callbacks of weak references."""
+    """Logs collected objects, with the time of each, until the log is read. `note` and `note_time` are callbacks of weak references."""
 
     def __init__(self) -> None:
+        # `deque.append` is atomic and written in C: a callback may arrive between any two instructions of any
+        # thread.
         self._log: collections.deque[weakref.ref[Any] | int] = collections.deque()
         self.note: _Note = self._log.append
-        # Each `next` of this reads the clock and appends what it says; `next(times, reference)` is how a callback calls it.
+        # Each `next` of this reads the clock and logs the time; `next(times, reference)` is how a callback
+        # calls it.
         times = map(self._log.append, iter(time.time_ns, None))
         self.note_time: _Note = functools.partial(cast(Callable[..., object], next), times)
 
     def __iter__(self) -> Iterator[tuple[weakref.ref[Any], int]]:
-        """The references that were noted, in order, with the Unix time in nanoseconds, or 0 where it was not noted.
+        """The logged references, in order, with the Unix time in nanoseconds, or 0 where it was not logged.
 
-        Each is taken off when the next one is asked for, so what is interrupted meanwhile comes again: it may come twice.
+        Each is removed when the next one is asked for, so that an interrupted reader gets it again: a reference may come twice.
         """
         time_ns = 0
         while self._log:
@@ -39,13 +42,13 @@ class Deaths:
                 time_ns = entry
             else:
                 yield entry, time_ns
-            # What ran meanwhile may have asked too.
+            # The consumer may have read the log itself in between.
             if self._log and self._log[0] is entry:
                 self._log.popleft()
 
 
 class _KeyReference(weakref.ref[Key]):
-    """A weak reference that knows where its object stands in a table."""
+    """A weak reference that knows the key of its object in a table."""
 
     __slots__ = ("place",)
 
@@ -53,7 +56,7 @@ class _KeyReference(weakref.ref[Key]):
 
 
 class WeakTable(Generic[Key, Value]):
-    """Values by objects, told apart by identity, that are held weakly. The value of an object that died goes when the table is next used."""
+    """Values by weakly held objects, compared by identity. The value of a collected object is dropped when the table is next used."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[_KeyReference[Key], Value]] = {}
@@ -87,6 +90,7 @@ class WeakTable(Generic[Key, Value]):
         return (key for key, _ in self.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WeakTable[Key, Value]":
+
         new: WeakTable[Key, Value] = WeakTable()
         for key, value in self.items():
             new[key] = copy.deepcopy(value, memo)
@@ -109,13 +113,13 @@ class WeakTable(Generic[Key, Value]):
         return self[key]
 
     def items(self) -> list[tuple[Key, Value]]:
-        """The objects that live, with their values."""
+        """The live objects, with their values."""
         self._work_off()
         living = [(reference(), value) for reference, value in self._entries.values()]
         return [(key, value) for key, value in living if key is not None]
 
     def values(self) -> list[Value]:
-        """The values of the objects that live."""
+        """The values of the live objects."""
         return [value for _, value in self.items()]
 
     def _work_off(self) -> None:

@@ -1,1 +1,1 @@
-"""How the virtual GPU answers operators: what has a shape, a value or a kernel of its own, and what is run on the host."""
+"""The virtual GPU's dispatch of operators: shapes, known values, special kernels, and operators that run on the host."""

@@ -1,11 +1,11 @@
-"""Where autograd writes into a tensor that nobody else holds, a card does it in place; with tensors without data torch does not.
+"""In-place accumulation in the backward pass: autograd writes into buffers that nothing else refers to, but not for tensors without data.
 
 Two places. Where a tensor is used twice, the gradients of its uses are added, into the first of them if it has no other owner
 (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). And the backward of a selection (gather, max over a dimension, topk, sort,
 index, take, index_select, masked_select ...) fills a tensor of zeros that it has just made: in place, unless a dispatch mode is on, which
 counts as a tensor subclass (`isTensorSubclassLike`, aten/src/ATen/TensorSubclassLikeUtils.h; used so in FunctionsManual.cpp,
-TensorAdvancedIndexing.cpp and ReduceOps.cpp). The decision is made again here: what the engine itself writes into, if it is dense and its
-storage has no other owner, is overwritten.
+TensorAdvancedIndexing.cpp and ReduceOps.cpp). The decision is repeated here: a tensor that the engine itself writes into is overwritten, if it
+is dense and its storage has no other owner.
 """
 
 import sys
@@ -25,6 +25,8 @@ from tightfit.tape import Phase
 
 aten = torch.ops.aten
 
+# Frames are recognised by folder and not counted: when a wrapper was once put between dispatch and handler, no
+# gradient was accumulated in place any more (docs/log.md, 2026-11-22).
 # The dispatch itself (this file, the virtual GPU with its handlers) and torch's wrappers of it.
 _DISPATCH = (
     str(Path(__file__).parents[1]),
@@ -47,6 +49,8 @@ _IN_PLACE: dict[OpOverload, OpOverload] = {
 def _write(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     held = args[0]
     if gpu.recorder.phase == Phase.BACKWARD and _is_called_by_engine() and _can_be_overwritten(func, args):
+        # Everything but `add` writes into zeros that the formula has just made; `at::index_put` and its like
+        # take the out-of-place branch there only because a dispatch mode is on.
         func = _IN_PLACE[func]
         _run(gpu, func, args, kwargs)
         return gpu.fake.dispatch(aten.alias.default, (), (held,), {})
@@ -59,7 +63,7 @@ def _run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _is_called_by_engine() -> bool:
-    """Whether no code but the dispatch itself stands below autograd: the user's own, and what of torch is written in Python, decides by itself."""
+    """Whether the engine called the operator directly. Code in Python on the stack, the user's or torch's, has itself decided how it writes."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
         frame = frame.f_back
@@ -71,6 +75,8 @@ def _can_be_overwritten(func: OpOverload, args: Sequence[Any]) -> bool:
     if not isinstance(held, FakeTensor) or held.layout != torch.strided:
         return False
     storage = held.untyped_storage()._cdata
+    # The engine adds gradients of one tensor, which have one shape; a sum that broadcasts is some other node's
+    # own.
     if func is aten.add.Tensor and not (isinstance(args[1], FakeTensor) and args[1].shape == held.shape):
         return False
     return (

@@ -1,7 +1,7 @@
-"""Operators that torch knows no shape rule for: run for real on the host, on zeros of the same shapes, to see what they give.
+"""Operators without a shape rule for fake tensors: run for real on the host, on zeros of the same shapes, to see the shapes of their outputs.
 
-Zeros are valid indices, lengths and masks nearly everywhere, and memory that nobody writes costs nothing. Known small values are used where
-there are any. Each operator that came this way is listed among the assumptions, once per line.
+Zeros are valid indices, lengths and masks nearly everywhere. Known small values are used where there are any. Each operator that is run this
+way is listed among the assumptions, once per line.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ UNSUPPORTED = (
 
 aten = torch.ops.aten
 
+# Zeros are written on the host, so this is memory that the tracing process really takes.
 MAX_HOST_BYTES = 4 << 30
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 # Where the size of a result depends on data and zeros would give the least: the arguments that give the most.
 _LARGEST: Mapping[str, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
+    # With zeros all boxes are the same one, of which `nms` keeps a single one; a detector keeps hundreds in its
+    # first steps.
     "torchvision::nms": lambda boxes, *_: ((boxes.size(0),), torch.int64),
 }
 
 
 def run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The outputs of `func` as virtual tensors that nobody has been told of yet.
+    """The outputs of `func` as virtual tensors that are not recorded yet.
 
     Raises:
         CaptureError: the host cannot run it either, or not within `MAX_HOST_BYTES` of arguments.
@@ -70,7 +73,7 @@ def run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 
 class _HostCall:
-    """One run of an operator on the host. `is_wide`: in float32, for operators that the host has in no smaller type."""
+    """One run of an operator on the host. `is_wide`: in float32, for operators without a host kernel for smaller dtypes."""
 
     def __init__(self, gpu: VirtualGpu, *, is_wide: bool) -> None:
         self._gpu = gpu
@@ -79,7 +82,7 @@ class _HostCall:
         self._arguments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: on the host, on the card
 
     def on_host(self, value: Any) -> Any:
-        """An argument as the host is given it."""
+        """An argument converted for the host."""
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, torch.dtype):
@@ -94,7 +97,7 @@ class _HostCall:
         return host
 
     def virtual(self, value: Any) -> Any:
-        """A result as the card would give it: an argument again, a view of one, or a new tensor."""
+        """A result as the card would return it: an argument again, a view of one, or a new tensor."""
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) in self._arguments:
@@ -114,6 +117,8 @@ def _run_on_host(
     gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[_HostCall, Any]:
     failures: list[Exception] = []
+    # Many host kernels have no float16 or bfloat16 (`"..." not implemented for 'Half'`), which CUDA has: the
+    # second try computes in float32 and narrows the results again.
     for is_wide in (False, True):
         call = _HostCall(gpu, is_wide=is_wide)
         host_args, host_kwargs = tree_map(call.on_host, (tuple(args), dict(kwargs)))

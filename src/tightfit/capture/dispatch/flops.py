@@ -1,4 +1,4 @@
-"""Floating-point operations of an operator: torch's own formulas, but for attention with a causal mask.
+"""Floating-point operations of an operator: torch's own formulas, except for attention with a causal mask.
 
 Those formulas count every score. The fused kernels leave out the tiles of scores that lie wholly above the diagonal and compute the others whole
 (Dao 2023, "FlashAttention-2", section 3.1; the kernels for memory-efficient and cuDNN attention do the same): of n x n tiles n (n + 1) / 2 are left.
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 TILE = 128
 """Queries and keys of one tile: flash_fwd_launch_template.h takes 128 queries and 32 to 128 keys, by width and card."""
 
+# torch/utils/flop_counter.py says so of its own formulas: "We aren't accounting for causal attention here".
 _CAUSAL = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{way}").default
     for kernel in ("flash", "efficient", "cudnn")
@@ -21,7 +22,7 @@ _CAUSAL = {
 
 
 def formula(operator: OpOverload) -> Callable[..., int] | None:
-    """The function that counts the operations of a call of `operator`, from its arguments and `out_val`; None where nothing is counted."""
+    """The function that counts the FLOPs of a call of `operator`, from its arguments and `out_val`; None if there is no formula."""
     count = flop_registry.get(operator._overloadpacket)
     if count is None or operator not in _CAUSAL:
         return count

@@ -1,4 +1,4 @@
-"""Operators that torch's fake tensors cannot run as a card would: what crosses between host and device, and what depends on data."""
+"""Operators that torch's fake tensors do not run as a card does: copies between host and device, and data-dependent operators."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +34,8 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
 def _to_card(
     gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype, memory_format: torch.memory_format | None
 ) -> torch.Tensor:
+    # A copy that a module makes in its forward pass (position ids, a mask) is not a batch that the program
+    # loads.
     category = Category.TEMPORARIES if gpu.attribution.modules else Category.INPUTS
     out = gpu.new(source.size(), _stride_of_copy(source, memory_format), dtype, category)
     if not isinstance(source, FakeTensor) and not gpu.host.is_blank(source):
@@ -101,12 +103,14 @@ def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
 
 
 def _synchronize(gpu: VirtualGpu) -> None:
+    # With one stream nothing waits for an event: freed blocks can be reused at once, and a synchronisation
+    # would only add an event to the tape.
     if gpu.has_side_streams:
         gpu.recorder.synchronize()
 
 
 def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator whose output size depends on values: the true size where they are known, else the largest possible."""
+    """An operator with a data-dependent output size: the true size where the values are known, else the largest possible."""
     _synchronize(gpu)
     try:
         values = gpu.shadows.run(func, args, kwargs)
@@ -128,7 +132,7 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
 
 
 def _all_places(source: torch.Tensor) -> torch.Tensor:
-    """`nonzero` where nothing is zero. Its values are known then too, so that a loop over the experts that are hit meets each of them."""
+    """`nonzero` where nothing is zero. Its values are then known too, so that a loop over the experts that have tokens visits each of them."""
     if source.numel() * source.dim() * torch.int64.itemsize <= limit(torch.int64):
         return torch.ones(source.shape).nonzero()
     # CUDA's nonzero writes the columns one after the other.
@@ -181,8 +185,10 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
 
 
 def _pack_padded(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The sizes of the steps are counted from lengths on the host, and stay there."""
+    """The batch sizes of the time steps are computed from lengths on the host, and stay there."""
     padded, lengths, batch_first = args
+    # The host kernel runs on one feature per step, for the batch sizes alone; the packed data itself lies on
+    # the card.
     narrow = torch.empty(*padded.shape[:2], 1)
     packed, batch_sizes = func(narrow, lengths, batch_first)
     gpu.note_operator(func, facts(func), args, kwargs, (), None)
@@ -222,7 +228,9 @@ def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], k
 
 
 def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """GradScaler's check for infinities: the run is taken as one that finds none."""
+    """GradScaler's check for infinities: none are found in the traced run."""
+    # `found_inf` was filled with zero by the caller (torch/amp/grad_scaler.py, `unscale_`) and stays zero, so
+    # `_maybe_opt_step` steps the optimizer. A skipped step would leave the optimizer state out of the tape.
     known = facts(func)
     gpu.note_operator(func, known, args, kwargs, (), None)
     gpu.recorder.assume(gpu.attribution.where(), "gradients are taken as finite: GradScaler skips no step")

@@ -1,4 +1,4 @@
-"""Host tensors stay real, but weights made on the host are never filled.
+"""Host tensors are real, but weights made on the host are never filled.
 
 `torch.empty` of a megabyte or more only reserves addresses: pages that nobody writes cost nothing. Such a storage is *blank* until real
 data is written to it. Initialisers of a blank storage are skipped, casts and copies of one give another blank one, and so an 8B model that
@@ -22,7 +22,10 @@ aten = torch.ops.aten
 
 _Reference = weakref.ref[torch.UntypedStorage]
 
+# Below this, tensors are data: masks, labels, small tables. Weights that matter for memory are larger.
 MIN_BLANK_BYTES = 1 << 20
+# malloc maps large blocks too, but charges them against the system's commit limit: an 8B model would not fit a
+# small machine.
 MIN_MAPPED_BYTES = 1 << 28
 
 # Python 3.11 has no name for it (sys/mman.h of Linux and of macOS).
@@ -37,7 +40,11 @@ _FACTORIES = {
 }
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _RANDOM_FACTORIES = {aten.randn.default, aten.rand.default, aten.normal.float_float}
+# Drawing the numbers is what takes the time of a large `torch.randn`; where a script makes weights that way,
+# nothing ever reads them.
 _LARGE_RANDOM_BYTES = 1 << 26
+# In-place arithmetic is part of initialisers: draws are scaled, shifted and clamped. Any other in-place
+# operator on a blank tensor makes it real.
 _FILLS = {
     getattr(getattr(aten, name), overload)
     for name, overloads in {
@@ -57,6 +64,7 @@ _FILLS = {
     }.items()
     for overload in overloads
 }
+# Casts, copies, and the arithmetic of hand-written initialisation (`torch.empty(...) * scale`).
 _COPIES = {
     aten._to_copy.default,
     aten.clone.default,
@@ -69,7 +77,7 @@ _COPIES = {
 
 
 class HostMemory:
-    """Runs operators on host tensors, except where their data cannot matter."""
+    """Runs operators on host tensors, except on blank ones, whose data does not matter."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -78,7 +86,7 @@ class HostMemory:
         self._pinned: dict[int, _Reference] = {}
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing has been written to the storage of `tensor`."""
+        """Whether no real data has been written to the storage of `tensor`."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._blank
 
     @faults.hands_over
@@ -124,7 +132,7 @@ class HostMemory:
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a host tensor until it goes."""
+        """Counts the storage of a host tensor until it is freed."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -165,16 +173,18 @@ class HostMemory:
 
 
 def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference], object]:
-    """A callback that takes a dead reference out of `table`. It runs no Python code, in which an interrupt could be lost."""
+    """A callback that removes a dead reference from `table`. It runs no Python code, in which an interrupt could be lost."""
     return functools.partial(table.pop, address)
 
 
 def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """A large host tensor of zeros that reserves addresses and nothing else; a system refuses to reserve memory that it does not have."""
+    """A large host tensor of zeros that reserves addresses only; without MAP_NORESERVE a system refuses to reserve more than it has."""
     first = args[0]
     if isinstance(first, torch.Tensor):
         if first.layout != torch.strided or first.numel() * first.element_size() < MIN_BLANK_BYTES:
             return None
+        # The operator itself runs on the meta device first, to learn shape, strides and dtype from torch and
+        # not from a copy of its rules.
         args = (torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta"), *args[1:])
     shape = operator(*args, **{**kwargs, "device": "meta", "pin_memory": False})
     num_bytes = shape.untyped_storage().nbytes()

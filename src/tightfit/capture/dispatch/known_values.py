@@ -1,4 +1,4 @@
-"""Real values of small device tensors, kept beside the virtual ones so that control flow that hangs on them is right.
+"""Known values: the real contents of small device tensors, kept beside the virtual ones so that control flow that depends on them is right.
 
 A tensor that is copied from the host, or made by a factory, has known values; an operator whose inputs are all known can be run for real on
 the host when it is small. So `lengths.cuda().max().item()`, spatial shapes, time steps and masks made from indices are exact, while the
@@ -12,6 +12,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+# At 64 KiB the mask of a padded batch of 32 x 512 would be unknown, and the batch taken for one without padding
+# (docs/log.md, 2026-11-20).
 MAX_INTEGER_BYTES = 1 << 20  # the padding mask of 128k tokens
 MAX_FLOAT_BYTES = 1 << 10
 
@@ -19,7 +21,7 @@ _UNRUNNABLE = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeEr
 
 
 class Unknown(Exception):
-    """A value that is not kept."""
+    """The value is not known."""
 
 
 class Shadows:
@@ -37,6 +39,7 @@ class Shadows:
         num_bytes = storage.nbytes()
         if num_bytes > limit(virtual.dtype):
             return
+        # Plain bytes, so that a view of another dtype (`view(torch.int32)`) reads the same memory.
         self._storages[storage._cdata] = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
         self.values(virtual).copy_(values)
 
@@ -58,7 +61,7 @@ class Shadows:
         return virtual.layout == torch.strided and virtual.untyped_storage()._cdata in self._storages
 
     def forget(self, storage_address: int) -> None:
-        """The storage is gone, or was written with what is not known."""
+        """The storage was freed, or was written with unknown values."""
         self._storages.pop(storage_address, None)
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -81,7 +84,7 @@ class Shadows:
                 torch.set_rng_state(outer)
 
     def _exchange_random_state(self) -> torch.Tensor:
-        """The card has random numbers of its own: what it draws leaves those of the host as they are."""
+        """The card has a random state of its own: what it draws leaves the host's random state as it is."""
         outer = torch.get_rng_state()
         torch.set_rng_state(self._random_state)
         return outer
@@ -93,7 +96,7 @@ class Shadows:
 
 
 def limit(dtype: torch.dtype) -> int:
-    """The most bytes that are kept of a tensor: many for what indices and masks are made of, few for the rest."""
+    """The most bytes that are kept of a tensor: many for indices and masks, few for floating-point data."""
     return MAX_FLOAT_BYTES if dtype.is_floating_point or dtype.is_complex else MAX_INTEGER_BYTES
 
 

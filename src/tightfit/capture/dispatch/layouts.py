@@ -1,7 +1,7 @@
-"""Convolutions lay their results out as cuDNN does: channels-last as soon as the input or the weight lies so.
+"""Memory format of convolution outputs, as cuDNN chooses it: channels-last as soon as the input or the weight is.
 
-A build of torch without CUDA would take another backend for a `cuda` tensor and lay the result out channels-first. The layout decides which
-later operators must copy, and whether a weight's gradient can be kept as it is or is copied to the layout of the weight.
+A build of torch without CUDA takes another backend for a `cuda` tensor and returns channels-first. The memory format decides which later
+operators must copy, and whether a weight's gradient is kept as it is or copied to the format of the weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,8 @@ def _convolution(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs:
     def relaid(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return tuple(relaid(item) for item in value)
+        # The third output of `convolution_backward` is the bias's gradient, which has one dimension and no
+        # memory format.
         if isinstance(value, torch.Tensor) and value.dim() == weight.dim():
             return gpu.fake.dispatch(aten.clone.default, (), (value,), {"memory_format": layout})
         return value

@@ -1,4 +1,4 @@
-"""There is one card. A program that asks for a second one, or for a second process, is told so in one line."""
+"""One card is simulated: a program that asks for a second one, or for a second process, gets an error of one line."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ from tightfit.errors.faults import hands_over
 
 @hands_over
 def check(device: Any) -> None:
-    """Lets `cuda` and `cuda:0` pass, in whatever form a program may name them.
+    """Accepts `cuda` and `cuda:0`, in any form that a program may name them.
 
     Raises:
         CaptureError: it is another card.
@@ -31,7 +31,8 @@ def check(device: Any) -> None:
 
 
 def install() -> None:
-    """Answers what splits a batch among cards, and what joins a group of processes."""
+    """Patches `scatter`, which splits a batch among cards, and `init_process_group`."""
+    # torch.nn.DataParallel scatters its inputs even with one card (torch/nn/parallel/comm.py, `scatter`).
     setattr(torch._C, "_scatter", lambda tensor, *_args: (tensor.to("cuda"),))  # noqa: B010 - a CPU build has no such name
     if not torch.distributed.is_available():
         return
@@ -46,8 +47,10 @@ def install() -> None:
                 f"{user_line()} joins {size} processes, but one card is simulated; run the script as one process (WORLD_SIZE=1)"
             )
         if kwargs.get("store") is None and init_method is None:
+            # The default, `env://`, reads MASTER_ADDR and opens a port; one process alone needs neither.
             kwargs |= {"store": torch.distributed.HashStore(), "rank": 0}
             world_size = 1
+        # NCCL is not part of a CPU build, and would ask the driver for a card.
         begin("gloo", init_method, timeout, world_size, **kwargs)
 
     replace(torch.distributed, init_process_group=init_process_group)

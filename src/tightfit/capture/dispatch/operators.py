@@ -1,4 +1,4 @@
-"""What is worth knowing of an operator once, before it is dispatched a thousand times."""
+"""Facts about each operator, derived from its schema once and cached."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from tightfit.capture.dispatch.flops import formula
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorFacts:
-    """`is_view`: gives other names to the same storage and runs no kernel. `resizes`: may give an argument another storage size.
+    """`is_view`: returns aliases of the same storage and runs no kernel. `resizes`: may change the storage size of an argument.
 
     `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
     """
@@ -40,6 +40,7 @@ def facts(operator: OpOverload) -> OperatorFacts:
         resizes=schema.is_mutable
         and (
             schema.name.startswith("aten::resize")
+            # `out=` variants resize their output inside of the kernel, where no dispatch mode sees it.
             or schema.name == "aten::set_"
             or any(a.is_out for a in schema.arguments)
         ),
@@ -50,6 +51,8 @@ def facts(operator: OpOverload) -> OperatorFacts:
     )
 
 
+# `_unsafe_view` returns an alias that its schema does not declare (native_functions.yaml), so that autograd
+# need not track it as a view; `reshape` ends in it.
 _RENAMES = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten._reshape_alias.default,
@@ -58,7 +61,7 @@ _RENAMES = {
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operator, which nest one list deep."""
+    """The tensors among the arguments or results of an operator, which are nested at most one list deep."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

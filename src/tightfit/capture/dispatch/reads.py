@@ -1,8 +1,8 @@
 """Answers to reads of data that does not exist.
 
-Training code reads little: a loss to log it, a norm to clip by it, a flag. Where the true value is not known, a number reads as one and a
-truth as false, each with an assumption that names the line. A loop that waits for a value to change is let go by changing the answer, and
-when that does not help, the run is ended with the line that does not end.
+Training code reads little: a loss to log it, a norm to clip by it, a flag. Where the true value is not known, a number reads as 1 and a
+boolean as False, each with an assumption that names the line. A loop that waits for a value to change gets a changed answer after a while;
+when that does not help, the run ends with an error that names the line.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class Reads:
         self._num_reads: Counter[str] = Counter()
 
     def scalar(self, dtype: torch.dtype) -> bool | int | float | complex:
-        """What `.item()` gives.
+        """The result of `.item()`.
 
         Raises:
             CaptureError: the same line has read so often that its loop will not end.
@@ -44,12 +44,13 @@ class Reads:
         elif dtype.is_complex:
             answer = complex(not changed)
         else:
+            # One and not zero, since programs divide by what they read and take its logarithm.
             answer = float(not changed) if dtype.is_floating_point else int(not changed)
         self._assume(where, f"a value read back from the device is taken as {answer}")
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
-        """Gives a host tensor the policy's values; large ones are left at zero, as untouched pages."""
+        """Fills a host tensor with the policy's values; large ones stay zero, as untouched pages."""
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
         self._assume(

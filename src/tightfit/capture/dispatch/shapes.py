@@ -1,4 +1,4 @@
-"""Shape rules of torch that are narrower than the card."""
+"""Shape rules for fake tensors where torch's own are narrower than the CUDA kernels."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 aten = torch.ops.aten
 
 
+# torch/_meta_registrations.py, `_meta_grouped_mm_common`, refuses all but bfloat16. Mixture-of-experts models
+# in float32 or float16 would end there.
 def _grouped_mm(
     fake_mode: FakeTensorMode,
     _operator: Any,
@@ -39,6 +41,7 @@ def _grouped_mm(
         return first.new_empty_strided(size, stride, dtype=dtype)
 
 
+# torch/_meta_registrations.py has a rule for the fused LSTM cell and none for the GRU cell.
 def _gru_cell(
     fake_mode: FakeTensorMode,
     _operator: Any,
@@ -47,7 +50,7 @@ def _gru_cell(
     hidden: torch.Tensor,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`aten::_thnn_fused_gru_cell`: the next state, and five numbers a unit for the backward pass (RNN.cu, `GRU_WORKSPACE_MULTIPLIER`)."""
+    """`aten::_thnn_fused_gru_cell`: the next state, and five values per hidden unit for the backward pass (RNN.cu, `GRU_WORKSPACE_MULTIPLIER`)."""
     with fake_mode:
         return torch.empty_like(hidden), hidden.new_empty(hidden.size(0), hidden.size(1) * 5)
 
@@ -78,6 +81,7 @@ def install() -> None:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             register_op_impl(getattr(packet, overload))(_updates_in_place)
+    # Looked up by torch/_subclasses/fake_tensor.py before the meta kernels (`op_implementations_checks`).
     register_op_impl(aten._grouped_mm.default)(_grouped_mm)
     register_op_impl(aten._thnn_fused_gru_cell.default)(_gru_cell)
     register_op_impl(aten._thnn_fused_gru_cell_backward.default)(_gru_cell_backward)

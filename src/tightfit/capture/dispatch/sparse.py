@@ -1,4 +1,4 @@
-"""Sparse tensors (COO) on the virtual GPU: each is known by its parts, which are dense and lie in storages like any other."""
+"""Sparse tensors (COO) on the virtual GPU: each consists of two dense tensors, indices and values, with ordinary storages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def virtual_of(gpu: VirtualGpu, host: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A sparse tensor on the card of the structure of `host`; `make` gives the dense one on the card for each of its parts."""
+    """A sparse tensor on the card with the structure of `host`; `make` converts each of its dense parts."""
     made = [make(part) for part in parts(host)]
     common = {"dtype": host.dtype, "layout": host.layout, "device": torch.device("cuda", 0), "pin_memory": False}
     arguments = (host.sparse_dim(), host.dense_dim(), host.size(), *made)
@@ -40,9 +40,10 @@ def virtual_of(gpu: VirtualGpu, host: torch.Tensor, make: Callable[[torch.Tensor
 
 
 def host_of(virtual: torch.Tensor) -> torch.Tensor:
-    """A sparse host tensor of the structure of `virtual`: as many elements, at places that all differ, with zero values."""
+    """A sparse host tensor with the structure of `virtual`: as many elements, at distinct positions, with zero values."""
     values = torch.zeros(parts(virtual)[-1].size(), dtype=virtual.dtype)
     size, count = virtual.size()[: virtual.sparse_dim()], values.size(0)
+    # Equal positions would be merged by `coalesce` on the host, and the result would hold less than the card's.
     places = torch.arange(count) % max(1, torch.Size(size).numel())
     indices = torch.stack(torch.unravel_index(places, size)) if size else torch.empty(0, count, dtype=torch.int64)
     return torch.sparse_coo_tensor(

@@ -1,7 +1,7 @@
-"""Which truths that nobody knows read as true.
+"""Which booleans of unknown data read as True.
 
-A truth of unknown data reads as false: no overflow, no infinity, nothing to skip. What says the same thing the other way round must read as true:
-that all is finite, that a number equals itself, that there is no NaN.
+A condition on unknown data reads as False: no overflow, no infinity, nothing to skip. The negated forms of these conditions must read as True:
+all values are finite, a number equals itself, there is no NaN.
 """
 
 import math
@@ -14,21 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
+# `torch.distributions` validates its parameters with `.all()`: read as False, every script that makes a Normal
+# would end there (docs/log.md, 2026-11-20).
 _ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, aten.isfinite.default}
 _ANY = {aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default, aten.clone.default}
+# `mul` is an AND between booleans: `isfinite` is the composite (x == x) * (x.abs() != inf) (TensorCompare.cpp),
+# and `isnan` is x != x.
 _AND = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
 _OR = {aten.logical_or.default, aten.bitwise_or.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
 class Truths:
-    """The storages of truths that read as true, by their addresses."""
+    """The storages of booleans that read as True, by their addresses."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()
 
     def follow(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
-        """Called with the result of each operator that gives truths."""
+        """Called with the result of each operator that returns booleans."""
         if self._reads_true(operator, args):
             self._addresses.add(out.untyped_storage()._cdata)
 
@@ -48,11 +52,11 @@ class Truths:
         )
 
     def holds(self, tensor: Any) -> bool:
-        """Whether `tensor` reads as true."""
+        """Whether `tensor` reads as True."""
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._addresses
 
     def forget(self, address: int) -> None:
-        """The storage is gone."""
+        """The storage was freed."""
         self._addresses.discard(address)
 
 

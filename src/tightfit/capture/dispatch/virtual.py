@@ -2,7 +2,7 @@
 
 Only what touches a `cuda` tensor or asks for one is virtual; everything on the host runs for real. An operator's outputs come from torch's
 own fake tensors, on the device type `cuda` itself, so that C++ composites, autograd and autocast take the paths they take on a card. Every
-new storage is told to the recorder, and again when Python and autograd have let go of it.
+new storage is recorded, and recorded as freed when Python and autograd have dropped their last reference.
 """
 
 import weakref
@@ -41,8 +41,10 @@ def _names_the_card(args: Sequence[Any]) -> bool:
     return any(isinstance(a, torch.device) and a.type == "cuda" for a in args)
 
 
+# A storage and not a tensor is what the caching allocator knows: views and detached aliases share one, and its
+# end is the moment the block is freed.
 class StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which storage of the tape it is about."""
+    """A weak reference to a storage that knows the storage's index on the tape."""
 
     __slots__ = ("address", "index")
 
@@ -51,10 +53,10 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
 
 class VirtualGpu(TorchDispatchMode):
-    """The mode. `handlers` replace single operators, `kernels` says what a kernel allocates for itself.
+    """The mode. `handlers` replace single operators, `kernels` adds the scratch memory of CUDA kernels.
 
-    `composites` are the functions that torch's own composites are replaced by on a card. They are registered with torch, but inference
-    mode hands composites to a dispatch mode whole.
+    `composites` are the replacements of torch's composite operators on a card. They are registered with torch too, but under inference mode
+    composites reach a dispatch mode undecomposed.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class VirtualGpu(TorchDispatchMode):
         self.reads = Reads(self.attribution.where, recorder.assume)
         self.shadows = Shadows()
         self.host = HostMemory(recorder)
+        # Without fallback kernels: torch would run an operator without a shape rule for real
+        # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.references: dict[int, StorageReference] = {}
         self.truths = Truths()
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
-        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # told what each operator writes to
+        self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
         self._handlers = handlers
         self._kernels = kernels
         self._composites = composites
@@ -85,6 +89,9 @@ class VirtualGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Asked for each `tensor.device`, so it is answered without a dispatch. Together with keeping torch's
+        # compiler out (patches/eager.py) this took a trace of GPT-2 from 5.3 to 3.3 s (docs/log.md, "Start-up
+        # time").
         if func is _DEVICE_OF:
             return args[0].fake_device
         try:
@@ -119,9 +126,11 @@ class VirtualGpu(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         adjust: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they count."""
+        """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they are recorded."""
         known = facts(func)
         if "generator" in kwargs:
+            # The virtual card's generators are host generators (patches/torch_api.py), which fake kernels
+            # refuse for `cuda` tensors.
             kwargs = {**kwargs, "generator": None}
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
         try:
@@ -156,6 +165,7 @@ class VirtualGpu(TorchDispatchMode):
                 self._resized(tensor)
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
             self.truths.follow(func, args, out)
+        # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
         self._kernels.add(func, args, kwargs, out)
         self._follow_values(func, known, args, kwargs, outputs)
 
@@ -199,7 +209,7 @@ class VirtualGpu(TorchDispatchMode):
         return index
 
     def born(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
-        """Tells the recorder of the storage of `tensor`, if it is a new one on the device."""
+        """Records the storage of `tensor` as allocated, if it is a new one on the device."""
         if tensor.layout != torch.strided:
             for part in sparse.parts(tensor):
                 self.born(part, category)
@@ -209,12 +219,14 @@ class VirtualGpu(TorchDispatchMode):
         if address in self.references or tensor.device.type != "cuda":
             return
         num_bytes = storage.nbytes()
+        # The caching allocator hands out no block for 0 bytes (CUDACachingAllocator.cpp, `allocate`).
         if num_bytes:
             reference = StorageReference(storage, self._died)
             reference.address, reference.index = address, self.recorder.allocate(num_bytes, category)
             self.references[address] = reference
 
     def _died(self, reference: StorageReference) -> None:
+        # All that is known by the address goes with it: another storage may be made there at once.
         del self.references[reference.address]
         self.shadows.forget(reference.address)
         self.truths.forget(reference.address)
@@ -225,19 +237,21 @@ class VirtualGpu(TorchDispatchMode):
         reference = self.references.get(storage._cdata)
         if reference is None:
             self.born(tensor)
+        # Storages only grow: `resize_` to fewer elements keeps the block (aten/src/ATen/native/cuda/Resize.h,
+        # `maybe_resize_storage_cuda`).
         elif self.recorder.storages["num_bytes"][reference.index] < storage.nbytes():
             self._died(reference)
             self.born(tensor)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The tape's index of the storage that `tensor` lies in, if it is on the device."""
+        """The tape's index of the storage of `tensor`, if it is on the device."""
         if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
             return None
         reference = self.references.get(tensor.untyped_storage()._cdata)
         return reference.index if reference else None
 
     def lift(self, host: torch.Tensor) -> FakeTensor:
-        """A fake host tensor of the same shape: FakeTensorMode would remember the real one and pin its identity."""
+        """A fake host tensor of the same shape: FakeTensorMode would memoise the real one and keep it alive."""
         kwargs = {"dtype": host.dtype, "device": host.device}
         return self._empty(host.size(), host.stride(), kwargs)
 
@@ -250,7 +264,7 @@ class VirtualGpu(TorchDispatchMode):
         return out
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
-        """A tensor on the device that the recorder is not told of yet."""
+        """A tensor on the device that is not recorded yet."""
         return self._empty(size, stride, {"dtype": dtype, "device": CUDA})
 
     def _empty(self, size: Sequence[int], stride: Sequence[int], kwargs: Mapping[str, Any]) -> FakeTensor:
@@ -269,6 +283,8 @@ class VirtualGpu(TorchDispatchMode):
         first = next(tensors(args), None)
         targets = list(written(func, args, kwargs)) if known.is_mutable else []
         small = all(t.numel() * t.element_size() <= limit(t.dtype) and t.layout == torch.strided for t in outputs)
+        # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
+        # `zeros`).
         if small and (first is None or not isinstance(first, FakeTensor) or self.shadows.known(first)):
             try:
                 values = self.shadows.run(func, args, kwargs)
@@ -281,6 +297,7 @@ class VirtualGpu(TorchDispatchMode):
                     ):
                         self.shadows.adopt(tensor, value)
                 return
+        # What was written with unknown values is unknown from now on, also through every view of it.
         for tensor in targets:
             if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                 self.shadows.forget(tensor.untyped_storage()._cdata)

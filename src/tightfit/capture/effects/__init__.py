@@ -1,1 +1,1 @@
-"""What a program does on the virtual GPU besides computing: what its modules write, and who else touches its gradients."""
+"""Side effects of a program on the virtual GPU: state that its modules write, and accesses to its gradients."""

@@ -1,7 +1,7 @@
-"""Watches who touches the gradients of a program besides its backward passes, its optimizers and torch's own clipping and zeroing.
+"""Watches reads and writes of gradients outside of backward passes, optimizer steps, and torch's own clipping and zeroing.
 
 `Tensor.grad` is looked up through a property of ours in the tracing process alone, so that a line that only asks whether there is a gradient is
-seen as well. What torch's own files do is what a plan knows how to keep; so is an optimizer's own step.
+seen as well. Reads in torch's own files and in an optimizer's step are known to the techniques, and are not noted.
 """
 
 import dis
@@ -24,7 +24,7 @@ _ZEROING = frozenset({"zero_", "detach_", "requires_grad_"})
 
 
 class _Turn:
-    """What happened to one optimizer's gradients since its last step."""
+    """The backward passes that one optimizer's gradients have seen since its last step."""
 
     def __init__(self) -> None:
         self.num_backwards = 0
@@ -32,7 +32,7 @@ class _Turn:
 
 
 class GradientWatch:
-    """The effects of a program on its gradients. `is_in_step` says whether an optimizer is at work, which may read what it wants."""
+    """The effects of a program on its gradients. `is_in_step` says whether an optimizer is stepping, which may read any gradient."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], is_in_step: Callable[[], bool]) -> None:
         self._optimizers = optimizers
@@ -42,7 +42,7 @@ class GradientWatch:
         self._is_library: dict[CodeType, bool] = {}
 
     def install(self) -> None:
-        """Looks at every read of a gradient from now on, and at zeroing."""
+        """Patches `Tensor.grad` and `Optimizer.zero_grad`."""
         plain: Any = torch.Tensor.grad
         watch = self
 
@@ -55,6 +55,8 @@ class GradientWatch:
 
         @hands_over
         def put(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+            # Setting None where no optimizer waits for a gradient is zeroing by hand, as
+            # `zero_grad(set_to_none=True)` does.
             if gradient is not None or watch._is_awaited(tensor):
                 watch._touched(tensor, sys._getframe(1), "sets")
             plain.__set__(tensor, gradient)
@@ -73,7 +75,7 @@ class GradientWatch:
         replace(torch.optim.Optimizer, zero_grad=zeroed)
 
     def backward(self, leaves: Iterable[torch.Tensor], *, create_graph: bool, accumulates: bool) -> None:
-        """A backward pass begins, whose graph ends in these leaves."""
+        """A backward pass begins whose graph has these leaves."""
         reached = {id(leaf) for leaf in leaves}
         for optimizer in self._optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -88,8 +90,12 @@ class GradientWatch:
                     if line:
                         what = "has a hook of a parameter that waits for its gradient"
                         self._note(EffectKind.GRADIENT_HOOK, what, line)
+                # Accumulation over several passes: a technique that updates in the backward pass cannot know
+                # which pass is the last one before the step.
                 if turn.num_backwards > 1:
                     self._note(EffectKind.BACKWARD, "runs several backward passes for one step", user_line())
+            # A pass that does not reach this optimizer's parameters, between its own pass and its step: GANs
+            # and actor-critic loops have these.
             elif turn.num_backwards:
                 turn.others.append(user_line())
 
@@ -110,11 +116,11 @@ class GradientWatch:
             self._note(EffectKind.BACKWARD, what, line)
 
     def effects(self) -> Iterable[Effect]:
-        """All that were seen."""
+        """All effects that were observed."""
         return tuple(self._found)
 
     def _is_awaited(self, tensor: torch.Tensor) -> bool:
-        """Whether an optimizer has yet to use the gradient of `tensor`."""
+        """Whether an optimizer has not used the gradient of `tensor` yet."""
         return any(
             turn.num_backwards and any(p is tensor for group in optimizer.param_groups for p in group["params"])
             for optimizer, turn in self._turns.items()
@@ -129,6 +135,8 @@ class GradientWatch:
             return
         if not any(p is tensor for o in self._optimizers for group in o.param_groups for p in group["params"]):
             return
+        # `if p.grad is not None: p.grad.zero_()` in a loop's head is zeroing written by hand, and reads no
+        # values.
         if how == "reads" and not self._is_awaited(tensor) and _only_zeroes(frame):
             return
         line = user_line()
@@ -144,10 +152,14 @@ class GradientWatch:
 
 
 def _only_zeroes(frame: FrameType) -> bool:
-    """Whether what was read goes into a test for None, or is zeroed: by what the code does next with it."""
+    """Whether the bytecode after the read only compares the gradient with None, or zeroes it."""
+    # The frame stands at the instruction that loads the attribute. Reading the source line instead would miss
+    # what follows on the same line.
     following = [i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti][:2]
     if not following:
         return False
     if "_NONE" in following[0].opname or following[0].argval in _ZEROING:
         return True
+    # `is None` and `is not None` compile to a load of None and IS_OP in Python 3.11; newer versions have
+    # POP_JUMP_IF_NONE and its like, which the test for "_NONE" meets.
     return len(following) == 2 and following[0].argval is None and following[1].opname == "IS_OP"

@@ -1,6 +1,6 @@
-"""The line of the user's code that names something: an attribute that is written, a generator that is drawn from.
+"""Finds the line of the user's code that writes an attribute or draws from a random generator, by reading bytecode.
 
-Code is read, not run. Of several lines that name it, one that stores it comes first, then one that calls what changes things, then any other.
+Code is read, not run. Of several lines that name it, one that stores it comes first, then one that calls a mutating method, then any other.
 """
 
 import dis
@@ -16,6 +16,7 @@ import torch
 from tightfit.capture.observe.attribution import short
 from tightfit.effects.reach import is_users_file
 
+# A bound for programs that name whole libraries of their own; what is sought is close to the forward.
 _MOST_FUNCTIONS = 256
 _CHANGES = frozenset(
     {"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "setdefault"}
@@ -26,11 +27,12 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
 
 
 def line_of(module: torch.nn.Module, path: str) -> str:
-    """The line in the code of `module`, or of what is inside it, that changes what is called `path`; empty where none is found."""
+    """The line in the code of `module` or its submodules that changes `path`; empty where none is found."""
     names = [name for name in re.split(r"[^A-Za-z_0-9]+", path) if name and not name.isdigit()]
     functions = list(_functions(module))
     if path.startswith(("Python's", "numpy.")):
         return _first(_draws(function, "numpy" if path.startswith("numpy.") else "random") for function in functions)
+    # The last part of a path (`encoder.cache.keys`) says most about what is written.
     for name in reversed(names):
         found = sorted(place for function in functions for place in _places(function.__code__, name))
         if found:
@@ -39,7 +41,7 @@ def line_of(module: torch.nn.Module, path: str) -> str:
 
 
 def line_of_function(function: Any) -> str:
-    """Where a function or a method begins; empty where it is not the user's."""
+    """The first line of a function or a method; empty if it is not the user's."""
     while not isinstance(function, types.FunctionType):
         inner = getattr(function, "__func__", None) or getattr(function, "func", None)
         if inner is None:
@@ -52,7 +54,7 @@ def line_of_function(function: Any) -> str:
 
 
 def _functions(module: torch.nn.Module) -> Iterator[types.FunctionType]:
-    """The user's functions that the forward of `module` may run: methods, hooks, and what these name."""
+    """The user's functions that the forward of `module` may run: methods, hooks, and the functions that these name."""
     waiting: list[Any] = []
     for part in module.modules():
         for kind in type(part).__mro__:
@@ -98,7 +100,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _places(code: types.CodeType, name: str) -> Iterator[tuple[tuple[int, int], str]]:
-    """Each place where `name` is stored or loaded, those first that are likely to change it."""
+    """Each place where `name` is stored or loaded, ranked by how likely it is to change it."""
     for inner in _codes(code):
         instructions, line = list(dis.get_instructions(inner)), inner.co_firstlineno
         for number, instruction in enumerate(instructions):
@@ -107,7 +109,10 @@ def _places(code: types.CodeType, name: str) -> Iterator[tuple[tuple[int, int], 
                 continue
             following = [i for i in instructions[number + 1 : number + 4] if i.opname in _LOADS or "STORE" in i.opname]
             method = str(following[0].argval) if following else ""
+            # A trailing underscore is torch's convention for in-place methods.
             changes = method in _CHANGES or (method.endswith("_") and not method.endswith("__"))
+            # The constructor stores every attribute once; the line that is sought is the one that stores it
+            # again.
             is_setup = inner.co_name == "__init__"
             rank = 0 if instruction.opname in _STORES else 1 if changes else 2
             yield (rank + 10 * is_setup, line), f"{short(inner.co_filename)}:{line}"
@@ -126,6 +131,7 @@ def _draws(function: types.FunctionType, package: str) -> str:
                 is_meant = value.__name__.partition(".")[0] == package
             else:
                 generator = getattr(value, "__self__", None)
+                # `from random import shuffle` binds a method of the module's hidden generator.
                 is_meant = package == "random" and generator is random._inst  # type: ignore[attr-defined]
             if is_meant:
                 return f"{short(code.co_filename)}:{line}"

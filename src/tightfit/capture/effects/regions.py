@@ -1,7 +1,7 @@
-"""Watches every call of a module with gradients: what it writes besides its outputs, and what becomes of its inputs, outputs and parameters
-until the backward pass begins.
+"""Watches every module call with gradients: its side effects, and in-place writes to its inputs, outputs and parameters until the backward
+pass begins.
 
-Two things that modules do are no effects: the running statistics of torch's own norms, and what is made in the first call alone (a cache).
+Two side effects are not reported: the running statistics of torch's own norms, and what is written in the first call only (a cache).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _STEPS_KEPT = 2
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Region:
-    """One module: its path, and the effects of its first call, which count only if they come again."""
+    """One module: its path, and the effects of its first call, which count only if they recur."""
 
     path: str
     state: RegionState | None
@@ -39,8 +39,8 @@ class _Region:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call. The nodes of its graph have the sequence numbers `begin` to before `end`; its operators begin at `operator`, end before
-    `operator_end`. Tensors with their versions. `parameters` are those of an outermost call.
+    """One call. The nodes of its graph have the sequence numbers from `begin` up to but not including `end`; its operators are those from
+    `operator` up to but not including `operator_end`. `inputs` and `outputs` are storages. `parameters` are those of an outermost call.
     """
 
     path: str
@@ -63,7 +63,7 @@ class RegionWatch:
         self._path_of = gpu.attribution.path_of
         self._index_of = gpu.index_of
         gpu.on_write = self.wrote
-        # Tensors that forwards write to, by `id`: what stands aside for a second run.
+        # Tensors that forwards write to, by `id`: a second run gets copies of them.
         self._written_to: set[int] = set()
         # Of each storage, the operators that wrote to it besides optimizers, and their lines.
         self._writes: dict[int, list[tuple[int, int]]] = {}
@@ -77,7 +77,9 @@ class RegionWatch:
     def call(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Runs one call of `module` and watches it."""
+        """Runs one call of `module` under observation."""
+        # Calls without gradients are never recomputed, and calls within a backward pass are recomputations
+        # already.
         if not torch.is_grad_enabled() or self._recorder.phase != Phase.FORWARD:
             return run()
         region = self._regions.get(module)
@@ -85,6 +87,8 @@ class RegionWatch:
             region = self._regions[module] = self._region(module)
         before = None if region.state is None else region.state.snapshot(module, is_kept=True)
         inputs = self._storages((args, kwargs)) if region.state is not None else frozenset[int]()
+        # Autograd numbers nodes in the order in which a thread makes them: the nodes of a call are those
+        # numbered while it runs, and a backward pass that meets one of them reaches the call.
         begin, operator = torch.autograd._get_sequence_nr(), self._recorder.num_operators
         self._depth += 1
         try:
@@ -117,7 +121,8 @@ class RegionWatch:
         return out
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The last operator has written to these."""
+        """The last operator has written to these tensors."""
+        # Optimizers write to parameters in every step; that is their business.
         if self._recorder.phase in (Phase.FORWARD, Phase.OTHER):
             place = self._recorder.num_operators - 1, int(self._recorder.operators["line"][-1])
             for tensor in tensors:
@@ -130,7 +135,7 @@ class RegionWatch:
         return frozenset(storage for storage in found if storage is not None)
 
     def _written(self, storages: Iterable[int], begin: int, end: int) -> str | None:
-        """The line of the first operator from `begin` to before `end` that writes to one of these; None if there is none."""
+        """The line of the first operator in `range(begin, end)` that writes to one of these; None if there is none."""
         places = (place for storage in storages for place in self._writes.get(storage, ()))
         lines = [line for operator, line in places if begin <= operator < end]
         return self._recorder.texts[lines[0]] if lines else None
@@ -138,7 +143,10 @@ class RegionWatch:
     def _region(self, module: torch.nn.Module) -> _Region:
         path = self._recorder.texts[self._path_of(module)]
         hooks = [hook for hooks in _hooks(module) for hook in hooks.values()]
+        # The attributes of a scripted module lie in C++, where no snapshot sees them.
         is_script = isinstance(module, torch.jit.ScriptModule)
+        # Taking snapshots costs time in each call. A leaf module of torch without hooks (`Linear`, `GELU`) is
+        # known to write nothing but statistics of norms.
         has_own_code = bool(module._modules) or is_users_class(type(module)) or bool(hooks)
         for hook in hooks:
             line = line_of_function(hook)
@@ -156,6 +164,7 @@ class RegionWatch:
             self._written_to.add(id(tensor))
             if _is_statistic(module, tensor):
                 return
+        # `layers.0.cache` and `layers.1.cache` are one finding, `layers.*.cache`.
         path = re.sub(r"\.\d+(?=\.)", ".*", difference.path)
         line = line_of(module, difference.path)
         if difference.is_in_place and tensor is not None:
@@ -169,6 +178,8 @@ class RegionWatch:
             effect = Effect(module=region.path, kind=EffectKind.DRAW, what=f"draws from {path}", line=line)
         else:
             effect = Effect(module=region.path, kind=EffectKind.WRITE, what=f"changes {path}", line=line)
+        # A table that is made lazily is written in the first call only, and a second run finds it made. Random
+        # draws and in-place writes count from the first call on.
         if region.num_calls == 1 and effect.kind == EffectKind.WRITE:
             region.first.add(effect)
         else:
@@ -193,7 +204,7 @@ class RegionWatch:
                         self._replaced(call, name)
 
     def _replaced(self, call: _Call, name: str) -> None:
-        """The parameter `name` of an outermost call is another: so it is for all within that hold it."""
+        """The parameter `name` of an outermost call was replaced: this holds for all modules inside that have it."""
         full = f"{call.path}.{name.partition(' ')[0]}"
         what = f"has other values in {re.sub(r'[.][0-9]+(?=[.])', '.*', full)} when the backward pass begins"
         paths = {c.path for c in self._calls if call.begin <= c.begin and c.end <= call.end}
@@ -210,7 +221,8 @@ class RegionWatch:
         self._writes = {s: kept for s, places in self._writes.items() if (kept := [p for p in places if p[0] >= begin])}
 
     def effects(self) -> Iterable[Effect]:
-        """All that were seen."""
+        """All effects that were observed."""
+        # With a single call nothing says whether the write recurs: it is reported.
         alone = (effect for region in self._regions.values() if region.num_calls == 1 for effect in region.first)
         return dict.fromkeys((*self._found, *alone))
 
@@ -224,9 +236,9 @@ def _hooks(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
 
 
 def _parameters(module: torch.nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Who holds the place of each parameter, and what its values are: the identity, the version and the storage.
+    """By name, the identity, version and storage of each parameter and buffer.
 
-    A buffer in whose place there is another is another entry: a second run is given what the first one had.
+    A buffer that was replaced by another tensor is another entry: a second run is given the one that the first run had.
     """
     found = {
         name: (id(tensor), tensor._version, tensor.untyped_storage()._cdata)
@@ -252,7 +264,7 @@ def _is_statistic(module: torch.nn.Module, tensor: torch.Tensor) -> bool:
 
 
 def _can_stand_aside(before: Snapshot, tensor: torch.Tensor) -> bool:
-    """Whether a second run can be given a copy in the place of `tensor`: a buffer, or a plain tensor that something holds by name."""
+    """Whether a second run can be given a copy instead of `tensor`: a buffer, or a plain tensor that is held by name."""
     if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
         return False
     contents = (content.values() if isinstance(content, dict) else content for content in before.contents)

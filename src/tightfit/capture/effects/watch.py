@@ -1,4 +1,4 @@
-"""All that is watched for effects during one capture: modules, and gradients. The capture tells it what happens."""
+"""Watches for side effects during one capture, of modules and on gradients. Called by the step detector."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tightfit.tape import Effect
 
 
 class EffectWatch:
-    """Both watches; `optimizers` grows as the program makes them."""
+    """Both watches; `optimizers` is the detector's own list, which grows as the program constructs them."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class EffectWatch:
     def call(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
     ) -> Any:
-        """Runs a call of a module."""
+        """Runs a module call."""
         return self._regions.call(module, args, kwargs, run)
 
     def backward(self, roots: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -44,16 +44,16 @@ class EffectWatch:
         self._gradients.before_step(optimizer)
 
     def end_step(self) -> None:
-        """A step of the user's loop is over."""
+        """A step of the user's loop has ended."""
         self._regions.begin_step()
 
     def effects(self) -> tuple[Effect, ...]:
-        """All that were seen, those of modules first, in the order of their paths."""
+        """All observed effects, those of modules first, in the order of their paths."""
         return (*sorted(self._regions.effects(), key=lambda effect: effect.module), *self._gradients.effects())
 
 
 def _graph_of(roots: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
-    """The leaves that a graph ends in, and the sequence numbers of its other nodes in ascending order."""
+    """The leaves of a graph, and the sequence numbers of its other nodes in ascending order."""
     waiting: list[Node | None] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     seen: set[Node] = set()
     leaves, numbers = [], []
@@ -62,6 +62,8 @@ def _graph_of(roots: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # AccumulateGrad nodes all have the largest number there is, so that the engine runs them first
+        # (torch/csrc/autograd/functions/accumulate_grad.cpp): it says nothing about a call.
         leaf = getattr(node, "variable", None)
         if leaf is None:
             numbers.append(node._sequence_nr())

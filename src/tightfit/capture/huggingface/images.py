@@ -1,7 +1,7 @@
-"""Images for any Hugging Face model: the layout that it takes and the tokens that each one stands for.
+"""Images for any Hugging Face model: the layout that it takes and the number of tokens per image.
 
 Four layouts exist: plain (rows, channels, height, width), with a dimension of frames or tiles in front of the
-channels, patches cut out by the processor with a grid that says how they lay, and patches padded to a fixed
+channels, patches cut out by the processor with a grid of their positions, and patches padded to a fixed
 number. Which of them, and how many placeholder tokens the text needs, is found by running the model's own
 `get_image_features` on a twin that has shapes only, so that nothing is allocated and no figure is copied here.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIDE = 224
 """Pixels a side where neither the config nor the user says: the ImageNet crop."""
+# The tile counts that `_probe` tries.
 MAX_TILES = 8
 
 
@@ -47,6 +48,8 @@ def images(model: Any, config: Any, names: set[str], rows: int, side: int | None
         (getattr(vision, name) for name in ("num_channels", "in_channels", "in_chans") if hasattr(vision, name)), 3
     )
     frames = next((getattr(config, name) for name in ("num_frames", "frames_per_clip") if hasattr(config, name)), None)
+    # Told apart by the names of `forward`'s arguments, which models of one family share: qwen-vl's grid,
+    # siglip2's padded patches, mllama's tiles.
     if "image_grid_thw" in names:
         return _grid(vision, rows, side, channels)
     if "spatial_shapes" in names:
@@ -87,7 +90,7 @@ def _has_placeholder(config: Any) -> bool:
 
 
 def _grid(vision: Any, rows: int, side: int, channels: int) -> Images:
-    """Patches of all images behind each other, and how many in time, height and width each image has.
+    """The concatenated patches of all images, and the number of each image's patches in time, height and width.
 
     The still image is repeated to fill `temporal_patch_size` frames (Qwen2VLImageProcessor).
     """
@@ -107,7 +110,7 @@ def _grid(vision: Any, rows: int, side: int, channels: int) -> Images:
 
 
 def _padded_patches(vision: Any, rows: int, channels: int) -> Images:
-    """As many patches as the model takes at most, none of them padding."""
+    """The largest number of patches that the model takes, none of them padding."""
     torch = importlib.import_module("torch")
     cells = int(getattr(vision, "num_patches", 256) ** 0.5)
     shape = (rows, cells**2, channels * vision.patch_size**2)
@@ -123,7 +126,7 @@ def _padded_patches(vision: Any, rows: int, channels: int) -> Images:
 
 
 def _tiles(vision: Any, rows: int, side: int, channels: int) -> Images:
-    """One image cut into all the tiles there may be, read by cross attention: the text has no placeholders."""
+    """One image with the largest number of tiles, read by cross attention: the text has no placeholders."""
     torch = importlib.import_module("torch")
     tiles = vision.max_num_tiles
     return Images(
@@ -147,6 +150,8 @@ def _probe(model: Any, config: Any, image: tuple[int, ...], extra: Mapping[str, 
     """The number of tiles (None: the layout has no such dimension) and of tokens per image that the model takes."""
     torch = importlib.import_module("torch")
     with torch.device("meta"):
+        # A second model on the meta device: the first one may hold real weights, and running it would cost time
+        # and host memory.
         get_image_features = _helper(type(model)(copy.deepcopy(config)).eval())
     assert get_image_features is not None  # the twin has what the model has
     dtype = next(parameter.dtype for parameter in model.parameters())

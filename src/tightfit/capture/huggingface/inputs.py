@@ -38,7 +38,7 @@ CHARACTERS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the batches: see `HuggingFaceTarget`."""
+    """The properties of the batches: see `HuggingFaceTarget`."""
 
     labels: str
     with_images: bool
@@ -65,6 +65,7 @@ def batch_maker(model: Any, config: Any, request: Request) -> Callable[[], dict[
     if "input_ids" in names:
         fields["input_ids"] = tokens.prompt
         if images is not None and images.num_tokens:
+            # Gemma 3 refuses to train without them: its mask lets the tokens of an image see each other.
             fields |= dict.fromkeys(names & {"token_type_ids", "mm_token_type_ids"}, tokens.is_image)
     fields |= _labels(config, names, request, tokens, images)
     return lambda: {name: make() for name, make in fields.items()}
@@ -86,7 +87,7 @@ def first(config: Any, names: tuple[str, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Rows of token ids: `length` in all, of which the first few stand for an image."""
+    """Rows of token ids: `length` in total, the first few of them placeholders for an image."""
 
     shape: tuple[int, ...]
     ordinary: Tensor
@@ -98,6 +99,7 @@ class _Tokens:
     def of(cls, model: Any, config: Any, request: Request, *, num_image_tokens: int) -> _Tokens:
         text = config.get_text_config()
         placeholder = image_token(config)
+        # Qwen-VL models find the images of a row by the token in front of each (`get_rope_index`).
         before = getattr(config, "vision_start_token_id", None)
         opening = (
             *([before] if before is not None and num_image_tokens else []),
@@ -110,8 +112,11 @@ class _Tokens:
         choices = (NUM_CHOICES,) if request.labels == "choices" else ()
         return cls(
             shape=(request.batch_size, *choices, length),
+            # A padding id would be left out of the loss, and an image id would ask for a feature that the batch
+            # does not have.
             ordinary=_ordinary_ids(config, num_ids),
             opening=opening,
+            # A default config may name an end token beyond its own vocabulary.
             end=end if end is not None and end < num_ids else None,
             image_token=placeholder,
         )
@@ -132,13 +137,13 @@ class _Tokens:
         return ids
 
     def is_image(self) -> Tensor:
-        """1 where a token stands for an image, else 0."""
+        """1 for placeholder tokens of an image, else 0."""
         torch = importlib.import_module("torch")
         return torch.isin(self.prompt(), torch.tensor(self.image_token)).long()
 
 
 def image_token(config: Any) -> int | None:
-    """The id that stands for a feature of an image in the text, None for models without one."""
+    """The placeholder id for a feature of an image in the text, None for models without one."""
     token = first(config, ("image_token_id", "image_token_index", "media_token_id"))
     return token[0] if isinstance(token, list) else token
 
@@ -175,7 +180,7 @@ def _length(asked: int | None, num_positions: int | None, num_image_tokens: int,
 
 
 def _num_positions(model: Any, text: Any) -> int | None:
-    """How long a row may be where positions are looked up in a learned table, else None (rotary, relative, none).
+    """The longest row if positions are looked up in a learned table, else None (rotary, relative, none).
 
     A table may have a few rows more than there are positions: RoBERTa's starts behind the padding id, OPT's at 2.
     """
@@ -254,7 +259,7 @@ def _labels(
 
 
 def _transcript(names: set[str], request: Request, tokens: _Tokens) -> Maker:
-    """Target tokens of an encoder: as many as asked; short where alignment to the audio bounds them."""
+    """Target tokens of an encoder: as many as requested; fewer if alignment to the audio bounds them."""
     rows, length = request.batch_size, tokens.shape[-1]
     aligned = "decoder_input_ids" not in names and request.sequence_length is None
     return functools.partial(tokens.random, (rows, min(length, DEFAULT_TRANSCRIPT_TOKENS) if aligned else length))

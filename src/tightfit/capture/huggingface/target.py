@@ -3,7 +3,7 @@
 Nothing is downloaded. A source is a `config.json`, a folder that has one, a well-known size (`llama-3-8b`) or a
 bare model type (`bert`, its default config). From it come the model, by the auto class of the task, the optimizer
 and one batch per step, and a generator that does what an ordinary training script does, in the same order, so
-that objects live and die as they would there.
+that objects are allocated and freed as they would be there.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def load_config(source: str) -> Any:
 
 
 def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Tensor]:
-    """Train `target` on `device` for ever, yielding the loss (a scalar) once per step.
+    """Train `target` on `device` without end, yielding the loss (a scalar) once per step.
 
     Raises:
         UsageError: the source, the task or a length is not one that the model has.
@@ -155,15 +155,17 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     )
     make_batch = huggingface_inputs.batch_maker(model, config, request)
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    # Before the optimizer is made, as training scripts do: its states are then made on the card.
     model = _adapt(model, config, target).to(device)
     model.train()
     optimizer_class, arguments = OPTIMIZERS[target.optimizer]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = getattr(torch.optim, optimizer_class)(trained, lr=target.learning_rate, **arguments)
+    # Only float16 underflows without a loss scale; bfloat16 has float32's range.
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=target.autocast == "float16")
     while True:
         batch = make_batch()
-        batch = _move(batch, device, dtype)  # only now: the name let go of the last batch on the device before
+        batch = _move(batch, device, dtype)  # only now: rebinding the name has freed the last batch on the device
         with _autocast(target.autocast, device):
             outputs = _forward(model, batch)
             loss = _loss(outputs)
@@ -174,6 +176,8 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
         else:
             loss.backward()
             optimizer.step()
+        # After the step, as in the loops of transformers and PyTorch's tutorials: no gradient is held through
+        # the next forward pass.
         optimizer.zero_grad()
         yield loss
 
@@ -197,7 +201,7 @@ def _build(config: Any, task: huggingface_tasks.Task, target: HuggingFaceTarget)
 
 
 def _forward(model: Any, batch: dict[str, Any]) -> Any:
-    """Some models import what they need only when they run: the matcher of a detector, a fused kernel."""
+    """Runs the model; some import packages only when they run, such as the matcher of a detector or a fused kernel."""
     try:
         return model(**batch)
     except ImportError as error:
@@ -229,7 +233,7 @@ def _adapt(model: Any, config: Any, target: HuggingFaceTarget) -> Any:
 
 
 def _complete(config: Any, task: huggingface_tasks.Task) -> None:
-    """Set what a default config leaves open and a tokenizer or a checkpoint would have brought."""
+    """Set fields that a default config leaves open and a tokenizer or a checkpoint would have set."""
     if getattr(config, "architectures", None) is None:
         config.architectures = []
     text = config.get_text_config()
@@ -298,5 +302,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """Model types are spelt with `-` or `_`, as their authors liked."""
+    """A model type in one spelling: some are written with `-`, others with `_`."""
     return name.lower().replace("-", "_")

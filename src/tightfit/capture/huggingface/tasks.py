@@ -1,8 +1,8 @@
-"""What a Hugging Face model is trained for: the tasks by name, and which one a config means.
+"""Training tasks of Hugging Face models: the tasks by name, and the default one of a config.
 
 A task is an auto class of transformers together with the kind of labels that its models take. The order of the
-table is the order in which a model type that serves several tasks is read: BERT is in the causal table too, yet
-whoever names no task means masked language modelling.
+table is the priority of tasks for a model type that serves several: BERT is in the causal table too, yet without
+a task masked language modelling is meant.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def choose(config: Any, name: str | None) -> tuple[str, Task]:
 def _classes(task: Task) -> Mapping[str, str | tuple[str, ...]]:
     """Model type to class name(s), as transformers has them."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    # The bare model's table is MODEL_MAPPING_NAMES, without a task in its name.
     infix = f"{task.mapping}_" if task.mapping else ""
     return getattr(auto, f"MODEL_{infix}MAPPING_NAMES", {})
 

@@ -1,4 +1,4 @@
-"""What a real CUDA card does below the operators: which kernels it picks and what they allocate besides their outputs.
+"""The CUDA kernels below the operators: which ones a card picks, and what they allocate besides their outputs.
 
 A capture on fake `cuda` tensors sees every operator and its outputs. It cannot see the choices and the scratch memory of the CUDA kernels,
 because a CPU build of torch does not contain them. Each module here restates one of these rules as a pure function of shapes, types and a

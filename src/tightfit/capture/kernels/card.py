@@ -1,7 +1,7 @@
-"""The few properties of a card and of its libraries that kernel choice and scratch memory depend on.
+"""The properties of a card and of its libraries that kernel choice and scratch memory depend on.
 
 The capture builds one from a catalogue device. Library versions are those that the torch wheel brings, because rules such as the choice of
-an attention kernel hang on them.
+an attention kernel depend on them.
 """
 
 import dataclasses
@@ -50,6 +50,7 @@ class Card:
     @property
     def num_threads_per_multiprocessor(self) -> int:
         """Threads that one multiprocessor can hold at a time."""
+        # 2048 for the data-centre parts (7.0, 8.0, 9.0, 10.x) and older cards; the table has the others.
         return _THREADS_PER_MULTIPROCESSOR.get(self.compute_capability, 2048)
 
     @property

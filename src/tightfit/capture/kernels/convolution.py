@@ -1,9 +1,9 @@
-"""Convolutions: the layout that cuDNN chooses for the output, and the workspace it takes while it runs.
+"""Convolutions: the memory format that cuDNN chooses for the output, and its workspace.
 
-There is no public table of cuDNN's choices. The physics: its tensor-core kernels read channels-last tensors, so tensors that lie
-channels-first are converted in the workspace, input, filter and output each once, with channels padded to the width of a tensor-core load.
-On cards or types without tensor cores it runs kernels that need next to nothing, or Winograd transforms. Every number that is not from a
-source stands in `Physics`, with what it means, and can be calibrated.
+There is no public table of cuDNN's choices. The model: its tensor-core kernels read channels-last tensors, so channels-first tensors are
+converted in the workspace, input, filter and output each once, with channels padded to the width of a tensor-core load. On cards or dtypes
+without tensor cores it runs kernels that need next to nothing, or Winograd transforms. Every number without a source is a field of
+`Physics`, with its meaning, and can be calibrated.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ Direction = Literal["forward", "backward_input", "backward_weight"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """What is assumed of cuDNN's engines, in one place."""
+    """The assumptions about cuDNN's engines, in one place."""
 
     channel_bytes: int = 16  # channels are padded so that one pixel is a multiple of one 128-bit load
     alignment_bytes: int = 256  # each operand in the workspace starts aligned
@@ -44,13 +44,15 @@ class Physics:
     winograd_tile: int = 4  # output pixels of a Winograd tile along one side
 
 
+# Not fitted: on 39 networks measured on an A100 no other scale of the workspaces was better by more than the
+# noise (docs/log.md, "cuDNN's workspaces on an A100").
 PHYSICS = Physics()
 
 
 def output_memory_format(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """The layout of a convolution's output, of its input's gradient and of its weight's gradient on a card with cuDNN.
+    """The memory format of a convolution's output, of its input's gradient and of its weight's gradient on a card with cuDNN.
 
-    Channels-last if the input or the weight lies so, and never for float64. Source: `cudnn_conv_suggest_memory_format`, ConvUtils.h.
+    Channels-last if the input or the weight is, and never for float64. Source: `cudnn_conv_suggest_memory_format`, ConvUtils.h.
     """
     if torch.float64 in (tensor.dtype, weight.dtype):
         return torch.contiguous_format
@@ -89,6 +91,8 @@ def _uses_tensor_cores(dtype: torch.dtype, card: Card) -> bool:
         return card.compute_capability >= (7, 0)
     if dtype is torch.bfloat16:
         return card.compute_capability >= (8, 0)
+    # TF32 counts: torch allows it for convolutions by default (`torch.backends.cudnn.allow_tf32`), unlike for
+    # products.
     return dtype is torch.float32 and card.compute_capability >= (8, 0) and torch.backends.cudnn.allow_tf32
 
 
@@ -101,6 +105,8 @@ def _winograd_bytes(
     input_shape: Sequence[int], weight_shape: Sequence[int], output_shape: Sequence[int], physics: Physics
 ) -> int:
     tile = physics.winograd_tile
+    # An output tile of m x m needs (m + r - 1) x (m + r - 1) transformed inputs for a filter of r x r (Lavin
+    # and Gray 2015, "Fast Algorithms for Convolutional Neural Networks").
     grown = (tile + weight_shape[2] - 1) ** 2
     tiles = output_shape[0] * math.prod(-(-size // tile) for size in output_shape[2:])
     return grown * (tiles * (input_shape[1] + output_shape[1]) + weight_shape[0] * weight_shape[1]) * 4
@@ -122,8 +128,8 @@ def convolution_workspace_bytes(
 ) -> tuple[int, int, int]:
     """cuDNN's workspace of one convolution as (likely, low, high) bytes.
 
-    `low` is an engine that reads the tensors as they lie; `high` holds every converted operand twice, with the largest split of the filter's
-    gradient, or the Winograd transforms where no tensor cores run. Shapes are (batch, channels, ...), the weight's (out, in / groups, ...).
+    `low` is an engine that reads the tensors in their memory format; `high` has every converted operand twice, with the largest split of the
+    filter's gradient, or the Winograd transforms if no tensor cores are used. Shapes are (batch, channels, ...), the weight's (out, in / groups, ...).
     """
     element_bytes = dtype.itemsize
     weight_elements = math.prod(weight_shape)
@@ -153,6 +159,8 @@ def _workspace(direction: Direction, arguments: Arguments, output_shape: Sequenc
         return 0
     input_shape = tensor.shape
     if arguments["transposed"]:
+        # The forward pass of a transposed convolution is the input gradient of the plain one, and is run as
+        # that (`cudnn_convolution_transpose`).
         input_shape, output_shape = output_shape, input_shape
         swapped: dict[Direction, Direction] = {"forward": "backward_input", "backward_input": "forward"}
         direction = swapped.get(direction, direction)
@@ -200,6 +208,7 @@ def _backward(arguments: Arguments, _outputs: Outputs, card: Card) -> Iterator[i
             blocks += 1
             yield size
             yield -blocks
+    # The bias's gradient is torch's own sum over all dimensions but the channels, not cuDNN's.
     if arguments["output_mask"][2]:
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         yield from reduction_buffers(

@@ -1,4 +1,4 @@
-"""Routing of the operators that a CPU build of torch takes apart otherwise than a card does.
+"""Routes the operators that a CPU build of torch decomposes differently from a CUDA build.
 
 Three kinds. Composites that ask for a compiled CUDA kernel and fall back (attention, recurrent layers) are replaced for CUDA tensors.
 Operators that have both a CUDA kernel and a composite fallback (`silu_backward`, `mish_backward`, `_fused_rms_norm`) take the fallback where
@@ -59,9 +59,9 @@ def _never_runs(name: str) -> Callable[..., Any]:
 
 
 def composites(card: Card) -> dict[OpOverload, Callable[..., Any]]:
-    """The replaced composites, for a dispatch mode that meets them whole, as it does under `torch.inference_mode`.
+    """The replaced composites, for a dispatch mode under `torch.inference_mode`.
 
-    There every composite arrives undivided. Those listed here are to be called as they are, all others through `OpOverload.decompose`, in
+    There every composite arrives undecomposed. Those listed here are to be called as they are, all others through `OpOverload.decompose`, in
     both cases with the mode active again.
     """
     aten = torch.ops.aten
@@ -82,9 +82,13 @@ def install(card: Card) -> torch.library.Library:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch remarks on every kernel that is replaced
         for operator, function in composites(card).items():
+            # AutogradCUDA too: a composite with a CUDA kernel of its own would need a derivative formula and
+            # has none. This way autograd sees the operators that the function calls.
             for key in ("AutogradCUDA", "CUDA"):
                 library.impl(operator, function, key)
         for name in _FUSED_ON_CUDA:
+            # A CUDA build has these kernels. Registering a second one there would replace the real one for the
+            # whole process.
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
                 library.impl(name, _never_runs(name), "CUDA")
     for operator, function in _SHAPES.items():

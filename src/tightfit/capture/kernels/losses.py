@@ -1,6 +1,6 @@
 """Scratch memory of loss functions whose kernels write every element's loss before they reduce it.
 
-Composite losses (cross entropy, L1, KL divergence) show their steps to the capture and need no rule.
+Composite losses (cross entropy, L1, KL divergence) reach the capture as separate operators and need no rule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,8 @@ def _elementwise_loss(arguments: Arguments, _outputs: Outputs, card: Card) -> It
         return
     shape = torch.broadcast_shapes(tensor.shape, target.shape)
     yield shape.numel() * tensor.element_size()
+    # `tensor` stands in for the buffer of element losses, which does not exist here: that is right where both
+    # have the same shape and strides.
     if shape == tensor.shape and tensor.is_contiguous():
         yield from reduction_buffers(tensor, (), accumulate_size(tensor.dtype), card)
 

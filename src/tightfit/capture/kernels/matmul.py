@@ -1,4 +1,4 @@
-"""Scratch memory of matrix products: copies of operands whose strides cuBLAS cannot read, and of softmax and its like.
+"""Scratch memory of matrix products and of softmax: copies of operands whose strides the kernels cannot read.
 
 cuBLAS reads a matrix that is dense along one of its two dimensions; anything else is copied first (`prepare_matrix_for_cublas`,
 cuBlasCommonArgs.h; `prepare_batch_matrix_for_cublas`, Blas.cpp). The workspaces of the libraries are in `workspaces`.
@@ -16,9 +16,10 @@ aten = torch.ops.aten
 
 
 def cublas_reads(tensor: torch.Tensor) -> bool:
-    """Whether cuBLAS can take the last two dimensions as they lie."""
+    """Whether cuBLAS can read the last two dimensions with their strides."""
     rows, columns = tensor.shape[-2:]
     down, across = tensor.stride()[-2:]
+    # A leading dimension smaller than the row would make rows overlap, as in an expanded matrix.
     if across == 1 and down >= max(1, columns):
         return True
     if down == 1 and across >= max(1, rows):

@@ -33,6 +33,7 @@ def _layer_norm_backward(arguments: Arguments, outputs: Outputs, card: Card) -> 
     for operand in (arguments["grad_out"], tensor):
         if not operand.is_contiguous():
             yield num_bytes(operand)
+    # Up to 65,536 rows, or with enough columns to fill half of the card, one kernel sums each column alone.
     if weight is None or rows <= 64 * 1024 or columns // 32 >= card.num_multiprocessors // 2:
         return
     blocks = min(64 * 1024 // 2 // ceil_div(columns, 32), ceil_div(rows, 32))
@@ -59,6 +60,7 @@ def _group_norm_backward(arguments: Arguments, outputs: Outputs, _card: Card) ->
         yield num_bytes(arguments["grad_out"])
     yield samples * channels * size
     yield samples * channels * size
+    # The factors of the input's gradient; without one only the sums are taken.
     if outputs[0] is not None:
         yield samples * channels * size
         yield samples * groups * size
@@ -84,6 +86,8 @@ def channels_last_staging_bytes(tensor: torch.Tensor, values_per_channel: int) -
     block_x = min(last_power_of_two(channels), 32)
     block_y = min(last_power_of_two(ceil_div(reduction, 16)), 512 // block_x)
     grid_y = min(ceil_div(reduction, block_y * 16), 128)
+    # Below 8 blocks along the rows they are not split, and need no staging (`flexible_launch_configs` with
+    # `coop_flag`).
     return values_per_channel * channels * grid_y * 4 if grid_y >= 8 else 0
 
 
@@ -100,6 +104,7 @@ def _batch_norm(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterato
 def _batch_norm_backward(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator[int]:
     """The gradient is brought to the input's layout; then sums of dy and of dy * (x - mean) per channel."""
     tensor: torch.Tensor = arguments["input"]
+    # cuDNN's schema and torch's own differ in the name.
     grad: torch.Tensor = arguments["grad_output" if "grad_output" in arguments else "grad_out"]
     if grad.stride() != tensor.stride():
         yield num_bytes(grad)

@@ -1,8 +1,8 @@
-"""Recurrent networks on cuDNN: the routing of LSTM, GRU and RNN to `_cudnn_rnn`, and what that operator keeps for its backward pass.
+"""Recurrent networks on cuDNN: the routing of LSTM, GRU and RNN to `_cudnn_rnn`, and what that operator saves for its backward pass.
 
 A CPU build of torch unrolls a recurrent layer into products per time step. A card with cuDNN runs one operator for all of it, which saves one
-reserve block for the backward pass. cuDNN states the size of the reserve and of the workspace at run time; here they are counted from what
-the equations need: the gates, and for an LSTM the cells, of every layer, direction and time step.
+reserve block for the backward pass. cuDNN reports the sizes of reserve and workspace at run time only; here they are counted from the
+equations: the gates, and for an LSTM the cells, of every layer, direction and time step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ def reserve_bytes(
     num_directions: int,
     element_bytes: int,
 ) -> int:
-    """What cuDNN keeps of a recurrent layer's forward pass for its backward pass, in bytes, counted from the equations."""
+    """What cuDNN saves of a recurrent layer's forward pass for its backward pass, in bytes, counted from the equations."""
     per_unit = _GATES[mode] + _KEPT_BESIDES_GATES[mode]
     return num_steps * batch_size * hidden_size * num_layers * num_directions * per_unit * element_bytes
 
@@ -93,6 +93,7 @@ def cudnn_rnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         num_directions=directions,
         element_bytes=tensor.element_size(),
     )
+    # In evaluation cuDNN runs `cudnnRNNForward` in inference mode, without a reserve (`_cudnn_rnn`, RNN.cpp).
     reserve = tensor.new_empty(kept if call["train"] else 0, dtype=torch.uint8)
     return output, hidden, cell, reserve, call["weight"][0].new_empty(0)
 
@@ -103,6 +104,8 @@ def cudnn_rnn_backward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     weights: list[torch.Tensor] = call["weight"]
     grads: list[torch.Tensor] = []
     if call["output_mask"][3]:
+        # cuDNN writes the gradients of all weights into one buffer of the layout of its own parameters: as long
+        # as one of them is alive, all are.
         flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
         grads = [
             part.view(weight.shape)
@@ -117,12 +120,16 @@ def _run(operator: OpOverload, mode: int, args: Sequence[Any], kwargs: dict[str,
     call = bind(operator, args, kwargs)
     params: list[torch.Tensor] = call["params"]
     hidden, cell = (call["hx"][0], call["hx"][1]) if mode == LSTM else (call["hx"], None)
+    # params[1] is `weight_hh_l0`, of (gates * hidden, hidden), or (gates * hidden, projection) with a
+    # projection.
     hidden_size = params[1].shape[0] // _GATES[mode]
     proj_size = hidden.shape[2] if hidden.shape[2] != hidden_size else 0
     per_layer = (4 if call["has_biases"] else 2) + (1 if proj_size else 0)
     sizes = (mode, hidden_size, proj_size, call["num_layers"], call.get("batch_first", False), call["dropout"])
     packed = call["batch_sizes"].tolist() if "batch_sizes" in call else []
     tensor = call["data"] if "data" in call else call["input"]
+    # A card looks whether the weights lie in one flat buffer, as torch.nn.RNNBase lays them out
+    # (`try_get_weight_buf`, RNN.cpp); then nothing is copied. `weight_buf=None` stands for that here.
     return aten._cudnn_rnn.default(
         tensor, params, per_layer, None, hidden, cell, *sizes, call["train"], call["bidirectional"], packed, None
     )

@@ -1,4 +1,4 @@
-"""Scratch memory of reductions: large ones are split over thread blocks, which meet in global memory.
+"""Scratch memory of reductions: large ones are split over thread blocks, which combine their results in global memory.
 
 Restates `setReduceConfig` and `gpu_reduce_kernel` of aten/src/ATen/native/cuda/Reduce.cuh (the header is part of every torch wheel): the block
 shape, the split, and from them the buffer of partial results and the semaphores. The dimension order is that of TensorIterator.
@@ -29,7 +29,7 @@ _MAX_VALUES_PER_THREAD = 256
 
 
 def _iteration_order(shape: Sequence[int], strides: Sequence[int], reduced: set[int]) -> list[tuple[int, int, int]]:
-    """Dimensions as TensorIterator runs over them: (size, output stride, input stride), fastest first, reduced ones in front, merged."""
+    """Dimensions in TensorIterator's order: (size, output stride, input stride), fastest first, reduced ones in front, merged."""
     kept = [size for dim, size in enumerate(shape) if dim not in reduced]
     output_strides = []
     position = 0
@@ -40,6 +40,9 @@ def _iteration_order(shape: Sequence[int], strides: Sequence[int], reduced: set[
             output_strides.append(math.prod(kept[position + 1 :]))
             position += 1
 
+    # `TensorIteratorBase::reorder_dimensions` (aten/src/ATen/TensorIterator.cpp): an insertion sort whose
+    # comparison may be undecided (0), in which case the next operand's strides decide. Restated step by step,
+    # since a comparison that is no total order gives another result with another sort.
     def before(first: int, second: int) -> int:
         if (output_strides[first] == 0) != (output_strides[second] == 0):
             return 1 if output_strides[second] == 0 else -1
@@ -61,6 +64,7 @@ def _iteration_order(shape: Sequence[int], strides: Sequence[int], reduced: set[
                 moving = j
             elif comparison < 0:
                 break
+    # `coalesce_dimensions`: neighbours that can be walked as one dimension are one.
     merged: list[tuple[int, int, int]] = []
     for dim in order:
         size, output_stride, input_stride = shape[dim], output_strides[dim], strides[dim]
@@ -90,7 +94,7 @@ def _output_vector(sizes: int, others: Sequence[int], offset: int) -> int:
 def reduction_buffers(
     tensor: torch.Tensor, dims: Sequence[int], accumulator_bytes: int, card: Card, *, input_vector: int = 4
 ) -> tuple[int, int]:
-    """The partial results and the semaphores of one reduction, in bytes; (0, 0) where one pass over shared memory does.
+    """The partial results and the semaphores of one reduction, in bytes; (0, 0) where thread blocks need not combine.
 
     `dims` are the reduced dimensions (empty: all), `accumulator_bytes` the size of the kernel's `arg_t`, `input_vector` its vector width along
     a contiguous reduction. Source: Reduce.cuh, `setReduceConfig`, `global_memory_size`, `semaphore_size`.
@@ -102,10 +106,12 @@ def reduction_buffers(
     num_reduced = sum(1 for _, output_stride, _ in order if output_stride == 0)
     num_inputs = math.prod(tensor.shape[dim] for dim in reduced)
     num_outputs = tensor.numel() // num_inputs
+    # `reduction_on_fastest_striding_dimension`; `wide` and `tall` are its `dim0` and `dim1`.
     along = not order or num_reduced == len(order) or order[0][2] < order[num_reduced][2]
     fastest = (order[0][2] if along else order[num_reduced][2]) if order else 1
     wide, tall = (num_inputs, num_outputs) if along else (num_outputs, num_inputs)
     vector = 1
+    # The header's strides are in bytes; here they are in elements.
     if fastest == 1:
         if along and wide >= 128 and num_reduced == 1:
             wide //= input_vector
@@ -113,26 +119,34 @@ def reduction_buffers(
             others = [stride for dim, (_, _, stride) in enumerate(order) if dim != num_reduced]
             vector = _output_vector(order[num_reduced][0], others, int(tensor.storage_offset()))
             wide //= vector
+    # `mnt_wrapper`: 256 threads for complex<double>, whose registers are too many for 512.
     max_threads = (_MAX_THREADS // 2 if tensor.dtype == torch.complex128 else _MAX_THREADS) // vector
+    # `set_block_dimension`: a row of at most one warp first, then as high as the block allows, then wider if
+    # height is left over.
     wide_power = last_power_of_two(wide) if wide < max_threads else max_threads
     tall_power = last_power_of_two(tall) if tall < max_threads else max_threads
     height = min(tall_power, max_threads // min(wide_power, 32))
     width = min(wide_power, max_threads // height)
     step_input, step_output = (width, 1) if along else (1, width)
+    # `split_across_warps` is false: each warp has an output of its own, and thread blocks are never combined.
     if ceil_div(num_inputs, step_input) < min(height * 16, _MAX_VALUES_PER_THREAD):
         return 0, 0
     step_input *= height
     values_per_thread = ceil_div(num_inputs, step_input)
+    # `target_grid_size`: as many blocks as can be resident at a time.
     target = card.num_multiprocessors * (card.num_threads_per_multiprocessor // (width * height))
     grid = ceil_div(num_outputs // vector, step_output)
     if values_per_thread < _MAX_VALUES_PER_THREAD or grid > target:
         return 0, 0
+    # `ctas_per_output`, the smaller of the first two counts but no fewer than the third.
     splits = max(
         min(ceil_div(target, grid), ceil_div(values_per_thread, _MIN_VALUES_PER_THREAD)),
         ceil_div(values_per_thread, _MAX_VALUES_PER_THREAD),
     )
     if splits <= 1:
         return 0, 0
+    # `global_memory_size`: without a reduction inside of the block each thread column leaves a value of its
+    # own.
     return accumulator_bytes * num_outputs * splits * (1 if along else width * vector), 4 * grid
 
 
@@ -146,6 +160,8 @@ def _dims(arguments: Arguments) -> list[int]:
 def _sum(arguments: Arguments, outputs: Outputs, card: Card) -> Iterator[int]:
     """sum, mean, prod, norms: integers are first converted to the output's type (`make_reduction_from_out_ty`, ReduceOpsUtils.h)."""
     tensor, output = arguments["self"], outputs[0]
+    # A half-precision input with a float32 output is read as it is; no converted copy is made
+    # (`make_reduction`, ReduceOpsUtils.h).
     low_to_float = tensor.element_size() == 2 and output is not None and output.dtype == torch.float32
     if output is not None and output.dtype != tensor.dtype and not low_to_float and not tensor.is_complex():
         yield tensor.numel() * output.element_size()

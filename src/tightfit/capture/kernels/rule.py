@@ -1,7 +1,7 @@
-"""What a scratch rule is, and the small arithmetic that all rules share.
+"""Scratch rules: their interface, and arithmetic that they share.
 
-A rule yields what a CUDA kernel tells the caching allocator, in order: `n` asks for n bytes, `-k` frees the k-th block that the rule asked for
-(counting from one). What was not freed is freed when the operator returns. The order relative to the outputs is not told: outputs come first.
+A rule yields a CUDA kernel's requests to the caching allocator, in order: `n` allocates n bytes, `-k` frees the k-th block that the rule
+allocated (counting from one). Blocks that remain are freed when the operator returns. Outputs are taken to be allocated before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from tightfit.capture.kernels.card import Card
 
 
 class Uncertain(int):
-    """A number of bytes that is likely, and the range it is in; the likely one may be 0."""
+    """A likely number of bytes with its range; the likely number may be 0."""
 
     low_bytes: int
     high_bytes: int
@@ -58,13 +58,14 @@ def accumulate_size(dtype: torch.dtype) -> int:
         return 4
     if dtype.is_floating_point or dtype.is_complex:
         return max(4, dtype.itemsize)
+    # Integers and booleans accumulate in int64.
     return 8
 
 
 def contiguous_copy(
     tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Iterator[int]:
-    """The copy that `tensor.contiguous(memory_format)` makes inside a kernel; none where the tensor already lies that way."""
+    """The copy that `tensor.contiguous(memory_format)` makes inside a kernel; none if the tensor already has that memory format."""
     if not tensor.is_contiguous(memory_format=memory_format) and tensor.numel():
         yield num_bytes(tensor)
 

@@ -1,6 +1,6 @@
-"""Scratch memory of CUDA kernels: what an aten operator asks the caching allocator for besides its outputs.
+"""Scratch memory of CUDA kernels: what an aten operator allocates besides its outputs.
 
-`SCRATCH` maps an operator to its rule. Operators without a rule take no scratch memory worth telling (elementwise kernels, softmax of
+`SCRATCH` maps an operator to its rule. Operators without a rule take no scratch memory worth counting (elementwise kernels, softmax of
 contiguous tensors, pooling, views) or are listed as unknown in docs/how-it-works/cuda-rules.md.
 """
 
@@ -33,10 +33,10 @@ SCRATCH: dict[OpOverload, Rule] = {
 def scratch_events(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, card: Card
 ) -> tuple[int, ...]:
-    """What the kernel of one call tells the caching allocator besides its outputs.
+    """The requests of one call's kernel to the caching allocator, besides its outputs.
 
-    Returns requested bytes in order; `-k` frees the k-th block of this call, counting from one. Blocks that are not freed live until the
-    operator returns. `outputs` is what the operator returned (a tensor, or a sequence that may hold `None`); only shapes, strides and types
+    Returns requested bytes in order; `-k` frees the k-th block of this call, counting from one. Blocks that are not freed stay allocated until
+    the operator returns. `outputs` is what the operator returned (a tensor, or a sequence that may hold `None`); only shapes, strides and types
     are read.
     """
     rule = SCRATCH.get(operator)
@@ -44,6 +44,7 @@ def scratch_events(
         return ()
     listed = outputs if isinstance(outputs, tuple | list) else (outputs,)
     tensors: Outputs = [value if isinstance(value, torch.Tensor) else None for value in listed]
+    # An uncertain size of 0 stays: its range may reach further up.
     return tuple(
         event for event in rule(bind(operator, args, kwargs), tensors, card) if event or isinstance(event, Uncertain)
     )
@@ -52,7 +53,7 @@ def scratch_events(
 def scratch_bytes(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any, card: Card
 ) -> tuple[int, ...]:
-    """The blocks of scratch memory that live together at the call's highest moment, in the order they were asked for, in bytes.
+    """The blocks of scratch memory that are allocated at the call's peak, in order of allocation, in bytes.
 
     Taking them all, and freeing them all when the operator returns, gives the same peak as the exact order of `scratch_events`.
     """

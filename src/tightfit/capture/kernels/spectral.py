@@ -31,10 +31,13 @@ def _fft(arguments: Arguments, outputs: Outputs, _card: Card) -> Iterator[int]:
     dims = [dim % tensor.dim() for dim in arguments["dim"]]
     data = max([num_bytes(tensor), *(num_bytes(output) for output in outputs if output is not None)])
     trailing = sorted(dims) == list(range(tensor.dim() - len(dims), tensor.dim()))
+    # cuFFT transforms trailing dimensions of dense data. A transform to real numbers needs a copy as well,
+    # since it overwrites its input (cuFFT documentation).
     if not trailing or not tensor.is_contiguous() or "last_dim_size" in arguments:
         yield num_bytes(tensor)
     lengths = [tensor.shape[dim] for dim in dims]
     if not all(_is_smooth(length) for length in lengths):
+        # Bluestein's algorithm pads a length n to at least 2n - 1, in two complex buffers.
         yield _BLUESTEIN_FACTOR * data
     elif len(dims) > 1 or any(length & (length - 1) or length > _LENGTH_IN_SHARED_MEMORY for length in lengths):
         yield data

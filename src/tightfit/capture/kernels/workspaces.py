@@ -1,4 +1,4 @@
-"""Workspaces that cuBLAS keeps: one per library handle and stream, taken from the caching allocator at the first product and never returned.
+"""cuBLAS workspaces: one per library handle and stream, allocated from the caching allocator at the first product and never freed.
 
 PyTorch hands cuBLAS its workspace itself (aten/src/ATen/cuda/CublasHandlePool.cpp). A handle belongs to a host thread, so a training step
 holds two: one for the thread of the forward pass, one for the autograd thread of the device. Recordings of training steps show exactly two,
@@ -45,12 +45,13 @@ _PRODUCTS = frozenset(
     )
     for operator in (getattr(packet, overload) for overload in packet.overloads())
 )
+# Scaled and int8 products have no path through plain cuBLAS.
 _ALWAYS_LT = frozenset((aten._scaled_mm.default, aten._int_mm.default))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """A workspace that an operator needs. A persistent one is allocated once for its kind, host thread and stream, and kept."""
+    """A workspace that an operator needs. A persistent one is allocated once for its kind, host thread and stream, and retained."""
 
     kind: Literal["cublas", "cublaslt"]
     num_bytes: int
@@ -95,7 +96,7 @@ def workspaces(
     environ: Mapping[str, str],
     torch_version: str = torch.__version__,
 ) -> tuple[Workspace, ...]:
-    """What an operator needs of the matrix libraries, in the order of allocation; empty for operators that do not call them.
+    """The workspaces that an operator needs, in the order of allocation; empty for operators that do not call cuBLAS.
 
     From torch 2.11 cuBLASLt works in cuBLAS's workspace unless `TORCH_CUBLASLT_UNIFIED_WORKSPACE=0` (PR 168175); before, and with that
     setting, it keeps its own of `CUBLASLT_WORKSPACE_SIZE` KiB (1024).

@@ -1,1 +1,1 @@
-"""What a capture writes down: the tape, whose code it was, streams, and what kernels allocate."""
+"""What a capture records: the tape, attribution to modules and lines, streams, and memory of kernels."""

@@ -1,4 +1,4 @@
-"""Who asks: the module that runs, and the line of the user's own code that it runs for.
+"""Attributes each operator to a module and to a line of the user's own code.
 
 Modules are followed by wrapping `Module.__call__`. In a backward pass there is no module and, on autograd's own thread, no user frame
 either; there the place of the forward operator that made the node is taken, found by the node's sequence number, which autograd assigns
@@ -33,7 +33,7 @@ _LIBRARY_FOLDERS = tuple(
 
 
 class Attribution:
-    """Answers `locate()` with the indices of the module path and of the user's line for what is dispatched now."""
+    """Finds the module path and the user's line of the operator that is being dispatched."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -46,6 +46,8 @@ class Attribution:
     def locate(self) -> tuple[int, int]:
         """The place of the operator that is being dispatched: (module, line), as indices of strings."""
         in_backward = self.recorder.phase == Phase.BACKWARD
+        # In a backward pass a module runs only in a recomputation, and then the frames on the stack say more
+        # than the node.
         if in_backward and not self.modules:
             node = torch._C._current_autograd_node()
             if node is not None:
@@ -54,13 +56,16 @@ class Attribution:
         if in_backward:
             line = place[1] or self._forward_places.get(_sequence_number_of_running_node(), (0, 0))[1]
             place = (place[0], line)
+            # With create_graph=True, or in a recomputation, operators of a backward pass make nodes as well.
             self._forward_places[torch.autograd._get_sequence_nr() - 1] = place
         elif torch.is_grad_enabled():
+            # The first operator that finds a number as the latest is the one that it was assigned for;
+            # operators without gradients after it find the same number.
             self._forward_places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
     def forget_graph(self) -> None:
-        """The graph has been run backwards: its sequence numbers mean nothing any more."""
+        """The backward pass is over: the sequence numbers of its graph are no longer needed."""
         self._forward_places.clear()
 
     def line(self) -> int:
@@ -87,11 +92,13 @@ class Attribution:
         return self.recorder.texts[index] or "(a library)"
 
     def path_of(self, module: torch.nn.Module) -> int:
-        """The path of `module`, one of those that run now, as an index of strings."""
+        """The path of `module`, which is being called, as an index of strings."""
         index = self._paths.get(module)
         if index is None:
             root = self.modules[0]
             prefix = type(root).__name__
+            # `named_modules` leaves out a module that it has named before: a shared one has the first of its
+            # paths.
             for name, child in root.named_modules():
                 self._paths.setdefault(child, self.recorder.intern(f"{prefix}.{name}" if name else prefix))
             # What a forward makes for itself (a loss function, often) is a part of the module that runs it.
@@ -119,6 +126,8 @@ def _is_user_file(filename: str) -> bool:
     return not filename.startswith("<") and not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 
+# Unlike `_LIBRARY_FOLDERS` without site-packages: another library that reads gradients (a trainer, a clipper)
+# is reported.
 _OF_TORCH = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
@@ -131,6 +140,6 @@ def is_users_or_other(filename: str) -> bool:
 
 
 def short(filename: str) -> str:
-    """A file as it is shown: relative to the folder that the program was called in, where it lies below it."""
+    """A file name for display: relative to the working folder if it is inside of it."""
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative

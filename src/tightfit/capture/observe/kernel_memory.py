@@ -1,6 +1,6 @@
-"""What CUDA kernels and libraries allocate besides the outputs of an operator, told to the recorder.
+"""Records what CUDA kernels and libraries allocate besides the outputs of an operator.
 
-Scratch space lives within one operator. A library's workspace stays: one per library handle, which belongs to a host thread, and stream.
+Scratch memory is freed within the operator. A library's workspace is retained: one per library handle, which belongs to a host thread, and stream.
 """
 
 import os
@@ -21,7 +21,7 @@ _SOURCES = {"cublas": Source.CUBLAS, "cublaslt": Source.CUBLASLT}
 
 
 class KernelMemory:
-    """Adds scratch space and workspaces to the record of an operator that has just been run."""
+    """Adds scratch memory and workspaces to the record of the operator that has just run."""
 
     def __init__(self, recorder: Recorder, card: Card) -> None:
         self._recorder = recorder
@@ -32,6 +32,9 @@ class KernelMemory:
         """Called when the operator's outputs have been allocated."""
         recorder = self._recorder
         for workspace in workspaces(operator, args, kwargs, card=self._card, environ=os.environ):
+            # PyTorch keeps workspaces by (handle, stream), and pools handles by thread
+            # (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd's thread here is torch's own, so its identity
+            # is the true one.
             key = (workspace.kind, threading.get_ident(), recorder.stream)
             if key not in self._kept:
                 self._kept.add(key)

@@ -1,7 +1,7 @@
 """Collects a tape while a workload runs: appends to plain lists, and turns them into columns once at the end.
 
-Also the live view that `torch.cuda.memory_allocated` and its like are answered from: it replays the events so far through the simulated
-allocator when somebody asks, and costs nothing when nobody does.
+Also the live view behind `torch.cuda.memory_allocated` and similar functions: it replays the events so far through the simulated allocator when
+it is queried, and costs nothing otherwise.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ from tightfit.tape import (
 
 
 class Recorder:
-    """What has been seen so far. The hot methods are `operator`, `allocate` and `free`."""
+    """The trace so far. The hot methods are `operator`, `allocate` and `free`."""
 
     def __init__(self) -> None:
         self.strings: dict[str, int] = {"": 0}
@@ -46,6 +46,7 @@ class Recorder:
         self.host_bytes = 0
         self.host_peak_bytes = 0
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
+        # Bound once: dict lookups by name would be a good part of what a row costs.
         self._operator_columns = tuple(self.operators.values())
         self._storage_columns = tuple(self.storages.values())
         self._event_columns = tuple(self.events.values())
@@ -84,7 +85,7 @@ class Recorder:
         return index
 
     def free(self, storage: int) -> None:
-        """The last reference to a storage has gone."""
+        """The last reference to a storage was dropped."""
         self._event(EventKind.FREE, storage)
 
     def use(self, storage: int, stream: int) -> None:
@@ -107,17 +108,17 @@ class Recorder:
         values.append(value)
 
     def span(self, name: str, kind: SpanKind) -> None:
-        """What follows belongs to the span `name`, until the next one begins."""
+        """Starts the span `name`, which lasts until the next one starts."""
         self.spans.append((name, kind, len(self._event_columns[0])))
 
     def mark(self, storages: Iterable[int], category: Category) -> None:
-        """It has turned out what these storages are for."""
+        """Sets the category of these storages, once it is known."""
         categories = self.storages["category"]
         for index in storages:
             categories[index] = category
 
     def assume(self, where: str, what: str) -> None:
-        """Something could not be known; said once per place."""
+        """Notes an assumption, once per place."""
         self.assumptions.setdefault((where, what))
 
     def hold_host(self, num_bytes: int) -> None:
@@ -126,7 +127,7 @@ class Recorder:
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def tape(self, *, target: str, versions: Mapping[str, str], traced_for: str) -> Tape:
-        """Everything seen so far."""
+        """The trace so far as a tape."""
         num_events = len(self._event_columns[0])
         ends = [*(begin for _, _, begin in self.spans[1:]), num_events]
         spans = [
@@ -146,16 +147,18 @@ class Recorder:
             spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
             assumptions=tuple(Assumption(where=where, what=what) for where, what in self.assumptions),
             host_peak_bytes=self.host_peak_bytes,
+            # A program with both a framework's loop and its own has no one loop whose step a plan could split.
             loop=next(iter(self.loops)) if len(self.loops) == 1 else "",
         )
 
 
 class LiveMemory:
-    """The simulated allocator, brought up to date whenever it is asked."""
+    """The simulated allocator, brought up to date when it is queried."""
 
     def __init__(self, recorder: Recorder, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._recorder = recorder
+        # Incremental: a script that logs memory in every step replays each event once.
         self._replay = TapeReplay(CachingAllocator(AllocatorSettings()))
         self._position = 0
 

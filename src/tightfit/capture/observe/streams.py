@@ -1,6 +1,6 @@
-"""Streams and events of the virtual GPU: names for orders of work, which matter to the allocator because its pools are per stream.
+"""Streams and events of the virtual GPU. Streams matter to the allocator, because its pools are per stream.
 
-Time does not pass here: an event is over as soon as it is asked about, and a wait for one orders nothing that the tape must know.
+Time does not pass here: an event is complete as soon as it is queried, and waiting for one orders nothing that the tape needs.
 """
 
 import itertools
@@ -27,15 +27,16 @@ class VirtualEvent:
         """Orders `stream` after this event."""
 
     def query(self) -> bool:
-        """Whether the event is over: always."""
+        """Whether the event is complete: always."""
         return True
 
     def elapsed_time(self, end_event: Self) -> float:
         """Milliseconds between two events: one, since nothing is run."""
+        # Not 0: programs divide by it to log a throughput.
         return 1.0
 
     def synchronize(self) -> None:
-        """Waits for the event, which is over."""
+        """Waits for the event, which is complete."""
 
 
 class VirtualStream:
@@ -48,6 +49,7 @@ class VirtualStream:
         self.stream_id = next(self._numbers) if stream_id is None else stream_id
         self.device = torch.device("cuda", 0)
         self.device_index = 0
+        # c10/core/DeviceType.h: CUDA.
         self.device_type = 1
         self.cuda_stream = self.stream_id
         self.priority = priority

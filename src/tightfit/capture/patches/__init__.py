@@ -1,1 +1,1 @@
-"""What the traced process has in the place of torch's own functions, and of other libraries'."""
+"""Patches of torch and of other libraries in the traced process."""

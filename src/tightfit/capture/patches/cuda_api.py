@@ -1,6 +1,6 @@
-"""What a program may ask of `torch.cuda` and `torch.accelerator`, answered for the card that is being imitated.
+"""Patches `torch.cuda` and `torch.accelerator` to answer for the simulated card.
 
-Figures about memory come from the simulated allocator as it stands, so a script that logs `max_memory_allocated` logs the prediction.
+Memory statistics come from the simulated allocator, so a script that logs `max_memory_allocated` logs the prediction.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _NO_STATISTICS: dict[str, Any] = {
 
 
 class CudaApi:
-    """The answers, as methods; `install` puts them in the place of torch's."""
+    """The answers, as methods; `install` replaces torch's functions with them."""
 
     def __init__(self, recorder: Recorder, live: LiveMemory, device: Device) -> None:
         self.recorder = recorder
@@ -72,6 +72,7 @@ class CudaApi:
             max_threads_per_multi_processor=device.max_threads_per_multiprocessor,
             L2_cache_size=device.l2_bytes,
             shared_memory_per_multiprocessor=device.shared_memory_bytes,
+            # A register has 4 bytes.
             regs_per_multiprocessor=device.register_file_bytes // 4,
         )
 
@@ -85,6 +86,8 @@ class CudaApi:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """`torch.cuda.mem_get_info`: free and total bytes of the card."""
+        # Without the memory of other processes: the card is simulated as free except for this process's
+        # context.
         used = self.live.allocator().reserved_bytes + self.device.context_bytes
         return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
@@ -110,6 +113,7 @@ class CudaApi:
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_lazy_init": lambda: None,
+            # torch defers calls such as seeding until CUDA is initialised; here there is nothing to seed.
             "_lazy_call": lambda function, **_: None,
             "init": lambda: None,
             "device_count": lambda: 1,
@@ -169,6 +173,9 @@ class CudaApi:
             "seed": lambda: None,
             "seed_all": lambda: None,
             "initial_seed": lambda: 0,
+            # The card's Philox state: a seed and an offset of 8 bytes each
+            # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `get_state`). Programs save and restore it, and nothing
+            # is drawn from it.
             "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
             "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
             "set_rng_state": lambda state, device="cuda": None,
@@ -200,7 +207,7 @@ class CudaApi:
         }
 
     def install(self) -> None:
-        """Answers in torch's place from now on; a process that has done this is not used for anything else."""
+        """Replaces torch's functions; a process that has done this is not used for anything else."""
         streams.VirtualStream.recorder = self.recorder
         _replace((torch.cuda,), self._answers())
         _replace((torch.cuda, torch.cuda.memory), self._memory_answers())
@@ -212,6 +219,8 @@ class CudaApi:
         )
         _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
         _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
+        # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
+        # `native.pretend_cuda_is_built`, which tells the two builds apart by it.
         torch.version.cuda = torch.version.cuda or CUDA_VERSION
         torch.backends.cudnn.version = lambda: CUDNN_VERSION
         torch.backends.cudnn.is_available = lambda: True
@@ -243,5 +252,7 @@ def _no_range(message: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
 def _replace(modules: tuple[Any, ...], answers: dict[str, Callable[..., Any]]) -> None:
     for module in modules:
         for name, answer in answers.items():
+            # Names come and go between releases of torch (`current_device_idx` became `current_device_index`);
+            # what a release lacks no program can ask for.
             if hasattr(module, name):
                 setattr(module, name, answer)

@@ -1,7 +1,7 @@
-"""Keeps torch's compiler out of the traced process until somebody really uses it.
+"""Keeps torch's compiler from being imported until it is really used.
 
-Optimizers and fake tensors import `torch._dynamo` only to ask one setting and to switch it off, and loading it takes as long as loading
-torch. Until an attribute or a submodule other than its settings is wanted, a stand-in answers; then the real package takes its place.
+Optimizers and fake tensors import `torch._dynamo` only to read one setting and to switch it off, and importing it takes as long as importing
+torch. A stand-in module answers until an attribute or a submodule other than its settings is accessed; then the real package replaces it.
 """
 
 import importlib
@@ -24,7 +24,7 @@ _LIGHT_SUBMODULES = ("config", "_trace_wrapped_higher_order_op")
 
 
 class _StandIn(types.ModuleType):
-    """`torch._dynamo` while nobody compiles anything."""
+    """`torch._dynamo` as long as nothing is compiled."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -32,7 +32,7 @@ class _StandIn(types.ModuleType):
 
     @staticmethod
     def disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **_kwargs: Any) -> Any:
-        """Nothing is compiled, so there is nothing to keep from it."""
+        """Nothing is compiled, so nothing has to be excluded."""
         return fn if fn is not None else lambda function: function
 
     @staticmethod
@@ -51,7 +51,7 @@ class _StandIn(types.ModuleType):
 
     @staticmethod
     def graph_break(msg: str = "") -> None:
-        """There is no graph."""
+        """Does nothing: there is no graph."""
 
     @staticmethod
     def is_compiling() -> bool:
@@ -59,13 +59,14 @@ class _StandIn(types.ModuleType):
         return False
 
     def __getattr__(self, name: str) -> Any:
+        # `inspect`, pickling and doctest probe modules for dunder names; that is no use of the compiler.
         if name.startswith("__"):
             raise for_torch(AttributeError(name))
         return getattr(_load_real(), name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the light submodules where they are; the import of any other loads the real package first."""
+    """Finds the light submodules in their files; the import of any other one loads the real package first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -85,10 +86,12 @@ _finder = _Finder()
 
 
 def keep_compiler_out() -> None:
-    """Puts the stand-in in place, unless the compiler has been loaded already."""
+    """Installs the stand-in module, unless the compiler is imported already."""
     if _NAME in sys.modules:
         return
     sys.meta_path.insert(0, _finder)
+    # Both, since `import torch._dynamo` looks in sys.modules and `torch._dynamo` is an attribute of the
+    # package.
     sys.modules[_NAME] = stand_in = _StandIn()
     setattr(torch, "_dynamo", stand_in)  # noqa: B010 - its type is not the real one
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: what would be captured is run as it is. A replay launches kernels and allocates nothing, so it does nothing here."""
+"""CUDA graphs: a capture runs its operators eagerly. A replay launches kernels and allocates nothing, so it does nothing here."""
 
 import contextlib
 from types import TracebackType
@@ -29,7 +29,7 @@ class VirtualGraph:
         """Launches the captured kernels again, on the same memory."""
 
     def reset(self) -> None:
-        """Lets the graph go."""
+        """Frees the graph."""
 
     def pool(self) -> tuple[int, int]:
         """The id of the graph's memory pool."""
@@ -40,6 +40,8 @@ class VirtualCapture(contextlib.AbstractContextManager["VirtualCapture"]):
     """Answers to `torch.cuda.graph`, a context on a side stream."""
 
     def __init__(self, cuda_graph: VirtualGraph, pool: Any = None, stream: Any = None, **_kwargs: Any) -> None:
+        # torch captures on a side stream, since the legacy default stream cannot be captured: its blocks come
+        # from that stream's pools.
         self._stream = stream or VirtualStream()
 
     def __enter__(self) -> Self:
@@ -53,7 +55,7 @@ class VirtualCapture(contextlib.AbstractContextManager["VirtualCapture"]):
 
 
 def install() -> None:
-    """Puts the stand-ins in torch's place."""
+    """Replaces torch's classes and functions."""
     answers: dict[str, Any] = {
         "CUDAGraph": VirtualGraph,
         "graph": VirtualCapture,

@@ -1,4 +1,4 @@
-"""The old names of tensor types, `torch.cuda.FloatTensor` and its kin: constructors, types to convert to, and types to ask about."""
+"""The legacy tensor types, such as `torch.cuda.FloatTensor`: constructors, conversion targets, and types for `isinstance`."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ _DTYPES = {
 
 
 def install() -> None:
-    """Puts the types in torch's place."""
+    """Replaces torch's types."""
     types = {name: _LegacyType(name, (), {"dtype": dtype}) for name, dtype in _DTYPES.items()}
     for name, kind in types.items():
         setattr(torch.cuda, name, kind)
@@ -48,6 +48,8 @@ def install() -> None:
 
     @hands_over
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Tensor.type resolves such names in C++ only for types that the build knows; a CPU build knows no CUDA
+        # ones.
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
             dtype = types[dtype.removeprefix("torch.cuda.")]
         if isinstance(dtype, _LegacyType):

@@ -1,7 +1,7 @@
-"""What other libraries ask to find out whether tensors are fake, and are answered as on a card. None is imported for it.
+"""Patches functions of other libraries that check for fake tensors, so that they take the path of a real card. No library is imported for it.
 
-A library that a workload imports is met at its import: when the module that asks has run, its question gets our answer. Where a release has no
-such question there is nothing to answer. `tests/cpu/test_libraries.py` names what is relied on.
+A library that a workload imports is patched at its import, after the module with the check has run. A release without such a check needs no
+patch. `tests/cpu/test_libraries.py` names the functions that are relied on.
 """
 
 import importlib.abc
@@ -24,7 +24,7 @@ ANSWERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 
 
 def install() -> None:
-    """Answers in the modules that are loaded, and in the others when they are."""
+    """Patches modules that are loaded already, and others when they are imported."""
     for name in ANSWERS:
         if name in sys.modules:
             _answer(sys.modules[name])
@@ -38,13 +38,14 @@ def _answer(module: types.ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Leaves the finding to the others, and has the module answered for when it has run."""
+    """Delegates to the other finders, and patches the module after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in ANSWERS:
             return None
+        # `find_spec` walks the same list of finders: with this one in it, it would call itself.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(fullname)

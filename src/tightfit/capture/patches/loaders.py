@@ -1,4 +1,4 @@
-"""Data loaders that have no batch, which a loop that waits for its first one would read for ever."""
+"""Detects data loaders without batches, which a loop that waits for its first batch would iterate forever."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _MAX_READINGS_BETWEEN_STEPS = 100
 
 
 def install(num_steps: Callable[[], int]) -> None:
-    """Has a loop end that reads a loader without batches again and again; `num_steps` says how many steps are over."""
+    """Ends a loop that iterates an empty loader again and again; `num_steps` returns the number of finished steps."""
     begin = DataLoader.__iter__
     readings: Counter[tuple[int, int]] = Counter()
 

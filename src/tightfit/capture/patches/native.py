@@ -1,10 +1,10 @@
-"""What torch's C++ core must believe before `cuda` tensors without data can run forward and backward where there is no card.
+"""Makes torch's C++ core run `cuda` tensors without data, forward and backward, on a machine without a card.
 
-Two beliefs. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as an accelerator
-that is there (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this, which a CUDA build without
-a card installs when asked, and which a CPU build installs once it has been shown a guard with zero devices. The three questions `isBuilt`,
-`isAvailable` and `hasPrimaryContext` of the CUDA hooks are answered with yes. Two pointers are set; no code is patched and nothing is
-compiled. This is the only file that knows about it; `tests/cpu/test_native.py` names what it relies on.
+Two things are needed. A device guard must be registered for CUDA (autograd switches devices around every node), and CUDA must count as an
+available accelerator (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this, which a CUDA build
+without a card installs on request, and which a CPU build installs once it is shown a guard with zero devices. The virtual functions
+`isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return true. Two pointers are set; no machine code
+is patched and nothing is compiled. This is the only file that knows about it; `tests/cpu/test_native.py` names what it relies on.
 
 Sources: c10/core/impl/DeviceGuardImplInterface.{h,cpp}, aten/src/ATen/detail/AcceleratorHooksInterface.h and CUDAHooksInterface.cpp,
 aten/src/ATen/DeviceAccelerator.cpp.
@@ -21,12 +21,16 @@ from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError
 
 _CUDA = 1  # c10/core/DeviceType.h
+# The registry has one slot for each device type of c10/core/DeviceType.h; only that of CUDA is touched.
 _NUM_DEVICE_TYPES = 22
 # Itanium C++ ABI: two words precede the address point of a vtable, and a virtual destructor takes two slots.
 _NUM_WORDS_BEFORE_VTABLE = 2
 _NUM_HOOK_SLOTS = 96
+# The order of declaration in AcceleratorHooksInterface.h, after the destructor's two slots.
 _ANSWERED_SLOTS = (2, 3, 4)  # isBuilt, isAvailable, hasPrimaryContext
 
+# torch reads the table and calls through it for the rest of the process: were they collected, it would call
+# freed memory.
 _kept_alive: list[object] = []
 
 
@@ -66,6 +70,8 @@ def _install_guard() -> None:
     )
     zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _this: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
+    # Every slot returns 0: whichever of them `deviceCount` is, it says that there are no devices. torch calls
+    # nothing else of this guard, and then replaces it.
     vtable = (ctypes.c_void_p * 64)(*[address] * 64)
     guard_without_devices = ctypes.c_void_p(ctypes.addressof(vtable))
     registry[_CUDA] = ctypes.addressof(guard_without_devices)
@@ -84,6 +90,8 @@ def _install_hooks() -> None:
     assert vtable_of_hooks.value is not None
     start = vtable_of_hooks.value - _NUM_WORDS_BEFORE_VTABLE * ctypes.sizeof(ctypes.c_void_p)
     num_words = _NUM_WORDS_BEFORE_VTABLE + _NUM_HOOK_SLOTS
+    # The whole table is copied, with the words before it (offset to top, type information), so that everything
+    # else behaves as before; only this one object's pointer is set to the copy.
     vtable = (ctypes.c_void_p * num_words)(*(ctypes.c_void_p * num_words).from_address(start))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _this: True)
     for slot in _ANSWERED_SLOTS:

@@ -1,6 +1,6 @@
-"""Has code that is written for a card run on the host instead, for the rest of a process that is used for nothing else.
+"""Runs code that is written for a card on the host, for the rest of a process that is used for nothing else.
 
-Whatever is asked for on "cuda" is made on "cpu"; `torch.cuda.is_available()` says no, as it does on a machine without a card.
+Tensors requested on "cuda" are made on "cpu"; `torch.cuda.is_available()` returns False, as on any machine without a card.
 """
 
 import functools
@@ -22,7 +22,7 @@ _WAITS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed"
 
 
 def install() -> None:
-    """Begins; nothing takes it back."""
+    """Patches torch for the rest of the process."""
     for name in _FACTORIES:
         replace(torch, **{name: _host(getattr(torch, name))})
     for name in ("to", *_NEW):
@@ -35,6 +35,8 @@ def install() -> None:
         replace(torch.cuda, **{name: _nothing(getattr(torch.cuda, name))})
 
 
+# Names are replaced and no TorchFunctionMode is used: one is off inside of `backward`, where code that runs
+# again would ask for the card (docs/log.md, 2026-11-22).
 def _host(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with the host for every device that is a card."""
 
@@ -55,7 +57,7 @@ def _own(value: Any) -> Any:
 
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of `function`: what it is called on. torch's compiler wants each of its functions to be another one."""
+    """A replacement of `function` that returns what it is called on. A new function each time: torch's compiler wants them to be distinct objects."""
 
     @functools.wraps(function, updated=())
     def itself(value: Any, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a script saves and may load again. Virtual tensors hold no data, so nothing is written; loads of the same name are answered from memory.
+"""Patches saving and loading. Virtual tensors hold no data, so nothing is written; loads of the same name are answered from memory.
 
 An object is pickled with its tensors taken out. If one of them is virtual the pickle is kept here under the file's name (or, for a buffer, under
 a token that is written to it); if none is, torch saves as always.
@@ -26,7 +26,7 @@ _TOKEN = b"tightfit: a save of virtual tensors, number "
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Unsaved:
-    """A virtual tensor as it is remembered: everything but its storage."""
+    """The metadata of a virtual tensor that was saved."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -37,14 +37,14 @@ class _Unsaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Saved:
-    """A pickle, and what was taken out of it."""
+    """A pickle, and the tensors that were taken out of it."""
 
     pickled: bytes
     taken: tuple[Any, ...]
 
 
 def install(gpu: VirtualGpu) -> None:
-    """Answers saves and loads; a process that has done this is not used for anything else."""
+    """Patches saving and loading; a process that has done this is not used for anything else."""
     setattr(FakeTensor, "__reduce_ex__", _reduce)  # noqa: B010 - the type checker is right that it is not ours
     saves = _Saves(gpu)
     replace(torch, save=saves.save, load=saves.load)
@@ -53,6 +53,8 @@ def install(gpu: VirtualGpu) -> None:
 
 
 def _reduce(tensor: torch.Tensor, protocol: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    # Plain pickling (`copy.deepcopy` of some objects, `pickle.dumps`) makes a new tensor on the card, as it
+    # would there.
     return _restore, (_unsaved(tensor),)
 
 
@@ -86,6 +88,7 @@ class _Pickler(pickle.Pickler):
             return None
         if id(obj) not in self._places:
             self._places[id(obj)] = len(self.taken)
+            # Temporary objects are pickled too, and a later one may get the id of one that was freed.
             self._alive.append(obj)
             self.has_virtual |= isinstance(obj, FakeTensor)
             self.taken.append(_unsaved(obj) if isinstance(obj, FakeTensor) else obj)
@@ -137,7 +140,7 @@ class _Saves:
         return _Unpickler(saved, torch.device(map_location) if is_place else torch.device("cuda")).load()[0]
 
     def install_safetensors(self) -> None:
-        """The functions of `safetensors.torch`, before anybody imports them by name."""
+        """Patches `safetensors.torch`, before any code imports its functions by name."""
         import safetensors.torch as library
 
         save_file, load_file, save, load = library.save_file, library.load_file, library.save, library.load
@@ -185,7 +188,7 @@ class _Saves:
 
 
 def _take_apart(values: Iterable[Any], whole: Any = None) -> _Saved | None:
-    """What is to be remembered of `whole` (else of the one value), or None where nothing in it is virtual."""
+    """The pickle of `whole` (else of the one value) with its tensors taken out, or None if none of them is virtual."""
     values = list(values)
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -204,6 +207,7 @@ def _write_token(f: Any, number: int) -> str:
 
 
 def _read_token(f: Any) -> str:
+    # The position is restored: where it is no token of ours, torch reads the file from there.
     place = f.tell()
     start = f.read(len(_TOKEN) + 20)
     f.seek(place)

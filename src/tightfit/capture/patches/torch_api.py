@@ -1,7 +1,7 @@
-"""The places outside `torch.cuda` where torch looks at the kind of a tensor, and a virtual one must pass for a real one.
+"""Patches outside of `torch.cuda` where torch checks the type of a tensor, and a virtual tensor must pass for a real one.
 
-The chief of them is identity: `module.to("cuda")` on a card changes each parameter in place, so an optimizer made before the move, and
-weights that are tied, go on holding the same objects. Here the contents of the object are exchanged for those of a virtual tensor.
+The most important one is identity: `module.to("cuda")` on a card changes each parameter in place, so an optimizer made before the move, and
+weights that are tied, keep the same objects. Here the contents of the object are swapped with those of a virtual tensor.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tightfit.errors.faults import for_torch, hands_over
 
 
 def install(gpu: VirtualGpu) -> None:
-    """Lets virtual tensors pass; a process that has done this is not used for anything else."""
+    """Applies all patches; a process that has done this is not used for anything else."""
     _keep_identity_on_moves()
     _skip_initialisers(gpu)
     _treat_as_plain_tensors()
@@ -48,8 +48,12 @@ def install(gpu: VirtualGpu) -> None:
 
 
 def _construct_above_modes(gpu: VirtualGpu) -> None:
-    """Has numbers that become a tensor moved to the card where a mode sees it. The switch is a thread's own, and autograd has one for the card."""
+    """Makes `torch.tensor(..., device="cuda")` build on the host and copy, which a mode sees. The switch is thread-local; autograd has its own thread."""
+    # FakeTensorMode sets the same switch while it is entered (torch/_subclasses/fake_tensor.py, `__enter__`);
+    # here it stays.
     torch._C._set_only_lift_cpu_tensors(True)
+    # A first backward pass makes the engine's thread for the card, and a hook runs on it: there is no other way
+    # to set a switch of that thread.
     with gpu.fake:
         here = torch.zeros((), device="cuda", requires_grad=True)
         there = here * 1
@@ -58,11 +62,13 @@ def _construct_above_modes(gpu: VirtualGpu) -> None:
 
 
 def become(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between tensors of one kind."""
+    """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between ordinary tensors."""
     is_parameter, requires_grad = isinstance(target, torch.nn.Parameter), target.requires_grad
     names = {
         k: v
         for k, v in target.__dict__.items()
+        # What FakeTensor keeps in its `__dict__` belongs to the contents; attributes that the program has set
+        # belong to the object.
         if k not in ("fake_mode", "fake_device", "constant", "item_memo", "_is_param")
     }
     other = value.detach().requires_grad_(requires_grad)
@@ -76,6 +82,8 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
         held = getattr(target, name)
         setattr(target, name, getattr(other, name))
         setattr(other, name, held)
+    # As torch.utils.swap_tensors does, which refuses tensors that something refers to weakly: optimizers and
+    # hooks do.
     torch._C._swap_tensor_impl(target, other)
 
 
@@ -123,7 +131,7 @@ def _apply(
 
 
 def _move_when_made(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A lazy module does not know its shape yet: what was asked of it is done when it does."""
+    """Defers a move or cast of a lazy parameter until its shape is known."""
 
     def materialize(shape: Any, device: Any = None, dtype: Any = None) -> None:
         del tensor.materialize
@@ -166,6 +174,9 @@ def _skip_initialisers(gpu: VirtualGpu) -> None:
 
 
 def _treat_as_plain_tensors() -> None:
+    # `type(p) in _foreach_supported_types` (torch/optim/optimizer.py, torch/utils/_foreach_utils.py) decides
+    # over the foreach kernels, whose temporaries are as large as all parameters; a subclass would get the
+    # for-loop.
     optimizer_types.append(FakeTensor)
     foreach_types.append(FakeTensor)
 
@@ -177,8 +188,9 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
             gpu.has_side_streams = True
             gpu.recorder.use(index, stream.stream_id)
 
+    # A CUDA generator cannot be made without a driver.
     class Generator(torch.Generator):
-        """A generator that says it is where it was asked to be; random data on the device does not exist."""
+        """A host generator that reports the device it was made for; random data on the device does not exist."""
 
         def __new__(cls, device: Any = "cpu") -> torch.Generator:
             return torch._C.Generator.__new__(cls, device="cpu")  # pyrefly: ignore[unexpected-keyword]
@@ -200,7 +212,7 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
 
 
 def _install_reading() -> None:
-    """What prints a number or hands it to numpy looks at the kind of the tensor first."""
+    """Patches formatting and conversion to numpy, which check the type of the tensor first."""
     write, to_numpy = torch.Tensor.__format__, torch.Tensor.numpy
 
     @hands_over
@@ -234,7 +246,7 @@ def _install_reading() -> None:
 
 
 def _install_construction() -> None:
-    """`torch.tensor` reads the numbers in a list itself, below every mode; those that are virtual tensors are read before."""
+    """`torch.tensor` reads the numbers in a list in C++, below every mode; virtual tensors among them are converted before."""
 
     def reading(construct: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @hands_over
@@ -254,7 +266,7 @@ def _install_construction() -> None:
 
 
 def _install_ctc_loss(gpu: VirtualGpu) -> None:
-    """On a card the lengths are read by the host first; beneath a mode torch takes another path, which wants them on the card."""
+    """On a card the host reads the lengths first; under a dispatch mode torch takes another path, which wants them on the card."""
     plain = torch.ctc_loss
 
     @hands_over

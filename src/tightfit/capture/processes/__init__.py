@@ -1,1 +1,1 @@
-"""Processes of ours: they do one thing, begin fast, and never outlive the process that asked for them."""
+"""Child processes: they do one thing, start fast, and never outlive their parent."""

@@ -1,7 +1,7 @@
-"""Processes of ours that do one thing, and never outlive the process that asked for it, however that ends.
+"""Child processes that do one thing and never outlive their parent, however it ends.
 
-The asking process kills them when it is interrupted or told to end, and removes the folder that it shares with them. Where it is killed itself, Linux
-kills them; elsewhere a thread in them sees that the other end of their standard input has been closed.
+The parent kills them when it is interrupted or terminated, and removes the folder that it shares with them. If it is killed itself, Linux
+kills them; elsewhere a thread in them sees that the other end of their standard input was closed.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class _ToldToEnd(BaseException):
-    """A signal that ends a process has come: what is open is closed first."""
+    """A terminating signal has arrived: open contexts are left first."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -31,14 +31,16 @@ class _ToldToEnd(BaseException):
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder to share with a child, that is gone when the block is left, also where a signal ends this process meanwhile."""
+    """A folder to share with a child. It is removed when the block is left, also if a signal ends this process meanwhile."""
     with _signals_close_first(), tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
 def _signals_close_first() -> Iterator[None]:
-    """Signals that nobody handles end this process as ever, but only after what was opened inside of the block has been closed."""
+    """Signals without a handler end this process as usual, but only after the contexts inside of the block were left."""
+    # Python allows only the main thread to set signal handlers. A handler that the program has set is the
+    # program's decision.
     is_main = threading.current_thread() is threading.main_thread()
     unhandled = [number for number in _ENDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
 
@@ -56,6 +58,7 @@ def _signals_close_first() -> Iterator[None]:
         for number in unhandled:
             signal.signal(number, signal.SIG_DFL)
     if ended is not None:
+        # With the default handler again: the shell sees that the process was ended by the signal.
         signal.raise_signal(ended)
 
 
@@ -63,7 +66,7 @@ def _signals_close_first() -> Iterator[None]:
 def child(
     module: str, request: Path, *, environment: Mapping[str, str] | None = None, reads_errors: bool
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The process `python -m module REQUEST`, which calls `die_with_parent` first. It is dead when the block is left, with what it has started.
+    """The process `python -m module REQUEST`, which calls `die_with_parent` first. It is killed, with its own children, when the block is left.
 
     With `reads_errors` its stderr is a pipe, to be read; else it is ours.
     """
@@ -72,6 +75,8 @@ def child(
         env=environment,
         stdin=subprocess.DEVNULL if _IS_LINUX else subprocess.PIPE,
         stderr=subprocess.PIPE if reads_errors else None,
+        # A group of its own, so that data loader workers and other children of the program can be killed with
+        # it.
         process_group=None if sys.platform == "win32" else 0,
     )
     try:
@@ -89,10 +94,10 @@ def child(
 
 
 def die_with_parent(parent: int) -> None:
-    """Called first of all by a child: from now on it ends when `parent`, the process that has started it, ends."""
+    """To be called first by a child: from then on it ends when `parent`, the process that started it, ends."""
     if _IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Too late to be told.
+        # The parent ended before the call: there will be no signal.
         if os.getppid() != parent:
             os._exit(1)
         return

@@ -1,8 +1,8 @@
-"""Children that begin with torch already imported: a server process imports it once, and forks for each child that is asked for.
+"""Children that begin with torch already imported: a server process imports it once, and forks for each child that is requested.
 
-To import torch takes longer than to trace a small program, and a plan traces many times. A server is kept for each thread that asks, as long as what
-its environment has for the interpreter and for torch is the same. It ends with that thread, and after a while without work. Where there is no `fork`, or
-the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
+Importing torch takes longer than tracing a small program, and a plan traces many times. A server is kept for each requesting thread, as long as
+the part of the environment that the interpreter and torch read is the same. It ends with that thread, and after a while without work. Without
+`fork`, or if the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
 
     python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE,...
 """
@@ -30,7 +30,8 @@ from tightfit.capture.processes.children import child, die_with_parent
 
 _IDLE_SECONDS = 60
 _IS_SUPPORTED = sys.platform == "linux"
-# What is read when Python starts or when torch and numpy are imported; all else is given to each child anew.
+# Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
+# each child.
 _READ_AT_START = re.compile(
     "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
@@ -54,7 +55,7 @@ class ForkedChild:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end.
+        """Waits for the child to end.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
@@ -69,7 +70,7 @@ class ForkedChild:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[None, bytes | None]:
-        """What it wrote to stderr, where that is read, once it has ended.
+        """Its output to stderr, if that is read, once it has ended.
 
         Raises:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
@@ -88,9 +89,10 @@ class ForkedChild:
 
 
 class _Server:
-    """The asking side of one server process."""
+    """The client side of one server process."""
 
     def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> None:
+        # Packets, so that one `recv` is one message, and a closed end reads as empty.
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = environment
         self.preloaded = preloaded
@@ -111,14 +113,14 @@ class _Server:
             )
 
     def end(self) -> None:
-        """Ends the process; in a process that was forked from the one that asked for it, only lets go of it."""
+        """Ends the process; in a process that was forked from its owner, only closes the connection."""
         self.connection.close()
         if self.asked_by == os.getpid():
             self.process.kill()
             self.process.wait()
 
     def serves(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> bool:
-        """Whether a child of this one begins as one with that environment would."""
+        """Whether a child forked from this server begins as a fresh process with that environment would."""
         names = environment.keys() | self.environment.keys()
         changed = [name for name in names if environment.get(name) != self.environment.get(name)]
         return (
@@ -130,7 +132,7 @@ class _Server:
         )
 
     def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> int | None:
-        """Has a child call `module`'s `main(*arguments, pid of the server)`. Its process number; None where the server does not answer."""
+        """Forks a child that calls `module`'s `main(*arguments, pid of the server)`. Returns its process id; None if the server does not answer."""
         self.is_busy = True
         try:
             order = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
@@ -148,7 +150,7 @@ class _Server:
         return int(said)
 
 
-# By the thread that asked, with whose end Linux ends them.
+# With the thread that made each one, since Linux ends a server with that thread.
 _servers: list[tuple[int, _Server]] = []
 
 
@@ -162,7 +164,7 @@ def _end_all() -> None:
 def forked_child(
     module: str, request: Path, *, environment: Mapping[str, str], reads_errors: bool, preloaded: Sequence[str]
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
-    """As `tightfit.capture.processes.children.child`, but faster: `preloaded` modules have been imported when it begins, by a server that serves again."""
+    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules."""
     server = _server(environment, preloaded) if _IS_SUPPORTED else None
     pipe, write = os.pipe() if reads_errors else (None, 2)
     pid = None
@@ -196,6 +198,8 @@ def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
 
 
 def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server:
+    # Linux sends the parent's death signal when the thread that started the child ends, not the process
+    # (prctl(2), PR_SET_PDEATHSIG): a server belongs to the thread that made it.
     thread = threading.get_native_id()
     for owner, known in _servers[:]:
         if owner == thread and known.serves(environment, preloaded):
@@ -212,9 +216,9 @@ def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server
 
 
 def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
-    """Imports what is to be there, and forks for each order, one child at a time, until nothing has been asked for a while."""
+    """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
     for name in preloaded:
-        # What is missing or broken is the child's to tell.
+        # A missing or broken module is reported by the child.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     folder = os.getcwd()
@@ -232,7 +236,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
             _run(order, descriptors, server, folder)
         for descriptor in descriptors:
             os.close(descriptor)
-        # Before anybody can want to end its group.
+        # Before the pid is sent, so that the client can kill the group.
         os.setpgid(pid, pid)
         connection.send(str(pid).encode())
         _, status = os.waitpid(pid, 0)
@@ -240,7 +244,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
 
 
 def _run(order: dict[str, object], descriptors: Sequence[int], server: int, folder: str) -> None:
-    """What a forked process does with an order; it ends with it."""
+    """Runs one request in the forked process and ends it."""
     code = 1
     try:
         for number, descriptor in enumerate(descriptors, 1):
@@ -251,7 +255,7 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(order["folder"]))
-        # What the server may have looked up in its own environment, and what it has listed of folders that have got files since.
+        # Caches of the server: its temporary folder, and listings of folders that have got new files since.
         tempfile.tempdir = None
         importlib.invalidate_caches()
         # As `python -m` has it.

@@ -1,1 +1,1 @@
-"""Where a step begins and ends, whose loop it is, and which calls repeat themselves."""
+"""Detection of steps, of the training loop that runs them, and of repeated calls."""

@@ -1,7 +1,7 @@
-"""Where a step begins and ends, what the run is doing meanwhile, and what has turned out to be a parameter, a gradient or a state.
+"""Detects steps and phases, and marks storages as parameters, gradients, optimizer state or activations.
 
-In a generator a step ends at each `yield`. In a script it ends when an optimizer has stepped; where there are several optimizers, when the
-one that steps least often has. A script that has no optimizer ends its steps with each backward pass.
+In a generator a step ends at each `yield`. In a script it ends when an optimizer has stepped; with several optimizers, when the one that
+steps least often has. In a script without an optimizer each backward pass ends a step.
 """
 
 import functools
@@ -25,16 +25,20 @@ from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.repetition import Repetition
 from tightfit.tape import Category, Effect, Phase, SpanKind
 
+# A loop that steps one optimizer several times for each step of another one (a critic, gradient accumulation by
+# two optimizers) is within this; an optimizer that is further behind has stopped.
 MAX_STEPS_OF_ONE_OPTIMIZER = 8
+# More micro-batches than anybody accumulates; beyond it the optimizer that exists is taken for one that never
+# steps.
 MAX_BACKWARDS_WITHOUT_STEP = 256
 
 
 class EndOfCapture(BaseException):
-    """Enough has been seen; not an error, and not for a script to catch."""
+    """Enough steps were traced. A BaseException, so that a script's `except Exception` does not catch it."""
 
 
 class StepWatch:
-    """Follows phases through torch's own entry points. `on_end` is called once, when `num_steps` steps are over, before the run is ended.
+    """Follows phases through torch's own entry points. `on_end` is called once, after `num_steps` steps, before the run is ended.
 
     `on_step` is called whenever a step is over.
     """
@@ -59,11 +63,11 @@ class StepWatch:
         self._effects: EffectWatch | None = None
 
     def watch_effects(self) -> None:
-        """Has modules and gradients watched for effects from now on; before `install`."""
+        """Watches modules and gradients for side effects; to be called before `install`."""
         self._effects = EffectWatch(self.gpu, self._optimizers, lambda: self.gpu.recorder.phase == Phase.OPTIMIZER)
 
     def effects(self) -> tuple[Effect, ...]:
-        """What was seen; nothing where it was not watched."""
+        """The observed effects; empty if they were not watched."""
         return () if self._effects is None else self._effects.effects()
 
     def install(self) -> None:
@@ -79,6 +83,7 @@ class StepWatch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             recorder = self.gpu.recorder
             outer = recorder.phase
+            # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
             if outer == Phase.BACKWARD:
                 return run_backward(*args, **kwargs)
             self._begin_step()
@@ -111,6 +116,7 @@ class StepWatch:
 
         def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
+            # A subclass may call the base constructor twice; `in` would compare optimizers by equality.
             if not any(known is optimizer for known in self._optimizers):
                 self._optimizers.append(optimizer)
 
@@ -133,11 +139,13 @@ class StepWatch:
                 self._after_optimizer_step(optimizer)
 
         replace(torch.optim.Optimizer, __init__=constructed)
+        # torch's global hooks see the step of every optimizer class that goes through
+        # `Optimizer.profile_hook_step`, which each subclass's `step` is wrapped in.
         register_optimizer_step_pre_hook(before)
         register_optimizer_step_post_hook(after)
 
     def _follow_closure(self, value: Any) -> Any:
-        """What a closure runs inside the step of an optimizer is the user's own turn: its phases are those outside of a step."""
+        """Wraps a closure that an optimizer's step calls: inside it, phases are those outside of an optimizer step."""
         if not callable(value):
             return value
         recorder = self.gpu.recorder
@@ -172,6 +180,8 @@ class StepWatch:
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
                 self._enter_root(module)
+                # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
+                # yields for each step, and there are three.
                 if not (self._by_yield or torch.is_grad_enabled()):
                     return repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
             return inside(module, *args, **kwargs)
@@ -205,7 +215,7 @@ class StepWatch:
         self.gpu.recorder.span(f"step {self.num_ended + 1}", SpanKind.STEP)
 
     def end_step(self) -> None:
-        """One turn of the user's loop is over."""
+        """One iteration of the user's loop has ended."""
         self.num_ended += 1
         if self._effects is not None:
             self._effects.end_step()
@@ -218,7 +228,7 @@ class StepWatch:
                 self.settle()
 
     def settle(self) -> None:
-        """Closes the books, once: the tape can be taken."""
+        """Ends the trace, once: the tape can be taken."""
         if not self.has_ended:
             self.has_ended = True
             self._on_end()
@@ -259,7 +269,7 @@ class StepWatch:
         )
 
     def _watch_leaves(self, losses: Iterable[torch.Tensor]) -> None:
-        """A script without optimizers and modules has parameters too: what its gradients are accumulated in."""
+        """A script without optimizers and modules has parameters too: the leaves that its gradients are accumulated in."""
         if self._optimizers or self._roots:
             return
         waiting = [loss.grad_fn for loss in losses]
@@ -294,6 +304,9 @@ class StepWatch:
         self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
 
     def _mark_parameters(self) -> None:
+        # Models that are never called as a root hold parameters too: an average of the weights, a target
+        # network. `issubclass` of the type, since `isinstance` asks objects for `__class__`, which runs code in
+        # proxies and lazy modules.
         modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
         tables = itertools.chain.from_iterable(
             (m.__dict__.get("_parameters", {}), m.__dict__.get("_buffers", {})) for m in modules
@@ -305,7 +318,7 @@ class StepWatch:
         self._mark_gradients()
 
     def _settle_forward(self) -> None:
-        """What was born in a forward pass and is alive when the backward pass begins waits for it: an activation."""
+        """Marks what was allocated in a forward pass and is alive when the backward pass begins as activations."""
         recorder = self.gpu.recorder
         categories, operators = recorder.storages["category"], recorder.storages["operator"]
         alive = [reference.index for reference in self.gpu.references.values()]
@@ -314,7 +327,7 @@ class StepWatch:
 
 
 def _with_inner(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors that hold memory for one that may only wrap others."""
+    """The tensors that hold the memory of a tensor that may be a wrapper."""
     if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return [tensor]

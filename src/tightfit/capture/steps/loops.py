@@ -1,7 +1,8 @@
-"""Whose loop trains: the program's own, or that of a framework, which shows in the functions that a backward pass is run from.
+"""Detects whose training loop runs, the program's own or a framework's, from the call stack of a backward pass.
 
-A framework that computes the loss of a batch in one method, and runs it backwards itself, lets a plan put that method in parts, also where the
-model returns no loss. Lightning's manual optimization runs backwards inside of the user's own step, and is a loop of the program's own.
+A framework that computes the loss of a batch in one method and runs the backward pass itself allows a plan to split that method into
+micro-batches, also if the model returns no loss. Lightning's manual optimization calls `backward` in the user's own step, and counts as a
+loop of the program's own.
 """
 
 from types import FrameType

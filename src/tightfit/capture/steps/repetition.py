@@ -1,8 +1,8 @@
-"""Evaluation and sampling loops that do the same over and over: a call that has been seen a few times is answered from memory.
+"""Skips repeated calls in evaluation and sampling loops: a call that was traced a few times is answered with fresh outputs.
 
-A call is the same when the same module is called without gradients from the same line with arguments of the same shapes. Once three such calls in
-a row have left the same events on the tape, a further one gets fresh outputs of the same shapes and runs nothing. What the call holds at its
-peak is on the tape already; it is put there again whenever more has come alive around it since.
+A call is repeated when the same module is called without gradients from the same line with arguments of the same shapes. Once three such calls
+in a row have left the same events on the tape, further ones return new outputs of the same shapes and run nothing. The call's peak is on the
+tape already; its events are repeated whenever the allocated memory around it has grown since.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.replace import replace
 from tightfit.tape import EventKind
 
+# The first call differs often (caches, autocast's casts); two equal ones after it show that the call has
+# settled.
 NUM_CALLS_TRACED = 3
 MIN_GROWTH = 1e-3
 """By how much the memory around a call must have grown before its events count again."""
@@ -28,7 +30,7 @@ Key = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
-    """One leaf of what a call returns: a view of a storage of its own (`group`), or a plain value."""
+    """One leaf of a call's return value: a view of a storage of its own (`group`), or a plain value."""
 
     group: int
     num_elements: int
@@ -41,7 +43,7 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What a call did: its rows of events, its outputs, and the sizes of what the cache of autocast kept."""
+    """What a call did: its rows of events, its outputs, and the sizes of what autocast's cache retained."""
 
     begin: int
     end: int
@@ -51,13 +53,13 @@ class _Call:
     kept: tuple[int, ...]
 
     def is_like(self, other: "_Call") -> bool:
-        """Whether both did the same."""
+        """Whether both calls did the same."""
         return (self.sizes, self.outputs, self.kept) == (other.sizes, other.outputs, other.kept)
 
 
 @dataclasses.dataclass(slots=True)
 class _History:
-    """The calls with one key: the latest, how many in a row were like it, and the most memory that was alive around one."""
+    """The calls with one key: the latest, how many in a row were equal to it, and the most memory that was allocated around one."""
 
     call: _Call | None = None
     num_alike: int = 0
@@ -65,7 +67,7 @@ class _History:
 
 
 class Repetition:
-    """Answers calls of root modules, from memory where it can."""
+    """Runs calls of root modules, or skips those that repeat earlier ones."""
 
     def __init__(self, gpu: VirtualGpu) -> None:
         self._gpu = gpu
@@ -74,7 +76,7 @@ class Repetition:
         self._kept: list[torch.Tensor] = []
 
     def install(self) -> None:
-        """Follows the end of autocast's contexts, where its half-precision copies of weights are dropped."""
+        """Follows the end of autocast contexts, where the cached half-precision copies of weights are freed."""
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -102,6 +104,8 @@ class Repetition:
         if None in described:
             return None
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        # Inside an autocast context the first call of a module makes the casts of its weights, and later ones
+        # find them in the cache.
         is_first = bool(autocast) and id(module) not in self._called_in_context
         modes = (module.training, autocast, is_first, self._gpu.recorder.stream)
         return (id(module), self._gpu.attribution.line(), modes, str(structure), *described)
@@ -124,10 +128,12 @@ class Repetition:
         return result
 
     def _observe(self, result: Any, begin: int, first_storage: int) -> _Call | None:
-        """What the call did, or None where it did something that cannot be repeated from memory."""
+        """The record of the call, or None if it did something that cannot be repeated without running it."""
         recorder = self._gpu.recorder
         kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
         born = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
+        # Streams, synchronisation, and frees of what was there before the call: none of these would be right in
+        # another call.
         if any(kind not in (EventKind.ALLOCATE, EventKind.FREE) for kind in kinds) or any(
             s < first_storage for s in storages
         ):
@@ -143,6 +149,7 @@ class Repetition:
         if kept and not torch.is_autocast_enabled("cuda"):
             return None
         sizes = tuple(
+            # Storages relative to the call's first one, so that two calls can be compared; negative for frees.
             num_bytes[s] if k == EventKind.ALLOCATE else first_storage - s - 1
             for k, s in zip(kinds, storages, strict=True)
         )
@@ -158,6 +165,8 @@ class Repetition:
                 outputs.append(_Output(group=-1, num_elements=0, size=(), stride=(), offset=0, dtype=None, value=leaf))
                 continue
             index = self._gpu.index_of(leaf)
+            # Outputs with known values decide over control flow (a token that ends a generation); such a call
+            # is always run.
             if index is None or index not in alive or self._gpu.shadows.known(leaf):
                 return None
             outputs.append(
@@ -218,7 +227,7 @@ class Repetition:
 
 
 def _describe(leaf: Any) -> Any:
-    """What of an argument decides over shapes; None where that is not known."""
+    """The properties of an argument that output shapes depend on; None if these are not known."""
     if isinstance(leaf, torch.Tensor):
         is_dense = leaf.layout == torch.strided and leaf.is_contiguous()
         return ("tensor", leaf.is_cuda, leaf.dtype, leaf.layout, tuple(leaf.size()), is_dense)

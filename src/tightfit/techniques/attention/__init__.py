@@ -1,1 +1,1 @@
-"""Attention without its scores in memory."""
+"""Attention without materialised scores."""

@@ -1,8 +1,8 @@
-"""Attention written by hand, or chosen as eager, computed by the kernels of `scaled_dot_product_attention`, which hold no scores.
+"""Runs hand-written or eager attention with the kernels of `scaled_dot_product_attention`, which do not materialise the scores.
 
-While the `forward` of a chosen module runs, the product of queries and keys gives scores that are not computed (`deferred_scores`); where the
-module multiplies their softmax with the values, one call takes the place of all. No model is known: that of Hugging Face and a plain one look
-the same from here.
+While the `forward` of a chosen module runs, the product of queries and keys returns deferred scores (`deferred_scores`); where the module
+multiplies their softmax with the values, one fused call replaces all of it. Nothing is specific to a model: Hugging Face's and a plain one are
+treated alike.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,24 +25,24 @@ from tightfit.techniques.wrappers.forwards import are_forwards_plain
 
 @final
 class Attention(AbstractTechnique):
-    """One kernel in place of the products, the masks and the softmax of an attention."""
+    """Replaces the products, masks and softmax of an attention by one fused kernel."""
 
     name = "attention"
     exact = True
     exactness = "the same up to the order of sums; in half precision with fewer roundings, as scores are never rounded"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One option for all modules whose attention leaves its scores behind."""
+        """One option for all modules whose attention materialises its scores."""
         yield from attention_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts the deferral around the `forward` of the modules that the choices name."""
+        """Wraps the `forward` of the modules that the choices name."""
         places = [place for choice in chosen for place in choice.settings["modules"]]
         for place, module in [(place, session.module(place)) for place in places]:
             session.wrap_forward(module, _Deferring(place, session.verdict))
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """Calls of `scaled_dot_product_attention` that no kernel but the plain one can serve."""
+        """Advice on calls of `scaled_dot_product_attention` that only the plain kernel can run."""
         num_bytes = math_attention_bytes(profile)
         if num_bytes:
             yield Advice(
@@ -55,7 +55,7 @@ class Attention(AbstractTechnique):
 
 
 class _Start(TorchFunctionMode):
-    """Watches for the product of queries and keys."""
+    """Intercepts the product of queries and keys."""
 
     def __init__(self, refuse: Refuse) -> None:
         super().__init__()
@@ -70,6 +70,8 @@ class _Start(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum") and not are_forwards_plain():
+            # Deferred scores among the operands: their own class handles the call, as the product with the
+            # values.
             is_plain = not any(hasattr(arg, "_attention") for arg in (*args, *given.values()))
             scores = started(func, tuple(args), given, self._refuse) if is_plain else None
             if scores is not None:
@@ -78,7 +80,7 @@ class _Start(TorchFunctionMode):
 
 
 class _Deferring:
-    """The code around the forward of one module."""
+    """The wrapper around the forward of one module."""
 
     def __init__(self, where: str, verdict: Verdict) -> None:
         self._where = where
@@ -88,6 +90,7 @@ class _Deferring:
         return _Deferring(self._where, Verdict())
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # A function mode and a tensor subclass would end up in the compiled graph, or inside of the transform.
         if torch.compiler.is_compiling() or are_transforms_active():
             return forward(*args, **kwargs)
         with _Start(self._refusal):

@@ -1,8 +1,8 @@
-"""What is done to attention scores before their softmax, masks and biases, and what a fused kernel takes for it where that means the same.
+"""Masks and biases of attention scores, and their equivalent for a fused kernel.
 
-Scores that are filled with a number, or have one added, are no more than weights of zero as long as their row has others. In a row that is
-masked whole, the numbers decide: a softmax of equal ones is even, one of minus infinities is no number, and kernels give zeros, or wrong
-gradients, for both. So every row is looked at, in every call.
+Scores that are masked by a low number have weight zero as long as their row has others. In a row that is masked completely, the numbers matter: a
+softmax of equal scores is uniform, one of minus infinities is NaN, and kernels return zeros, or wrong gradients, for both. So every row is
+checked, in every call.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.value_checks import has_values
 
-# In place of scores, so low that nothing is left of them after a softmax; what is written instead of minus infinity.
+# Scores at or below this have weight zero after a softmax; models use it instead of minus infinity.
 _NEARLY_MINUS_INFINITY = -1e9
 # A bias within this leaves the scores that it is added to their digits.
 _LARGEST_BIAS = 1e3
@@ -22,7 +22,7 @@ _LARGEST_BIAS = 1e3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """`value` in place of the scores where `hidden` is True."""
+    """Replaces the scores by `value` where `hidden` is True."""
 
     hidden: torch.Tensor
     value: float
@@ -30,25 +30,25 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
-    """Fills and tensors that are added, in the order in which they were written."""
+    """Fills and additive biases, in the order of the program."""
 
     steps: tuple[Fill | torch.Tensor, ...] = ()
 
     def then(self, step: Fill | torch.Tensor) -> "Masks":
-        """These and one more."""
+        """These masks and one more."""
         return Masks(steps=(*self.steps, step))
 
     @property
     def has_numbers(self) -> bool:
-        """Whether scaling the scores later is not the same as scaling them before: something finite is in their place, or added."""
+        """Whether scaling the scores afterwards differs from scaling them before: finite numbers were filled in or added."""
         return any(not isinstance(step, Fill) or step.value != float("-inf") for step in self.steps)
 
     def for_kernel(
         self, query: torch.Tensor, arithmetic: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The query and the mask with which a kernel gives what the scores would, in `arithmetic`; None where none does.
+        """The query and the mask with which a kernel gives the same result as the scores, in `arithmetic`; None if there are none.
 
-        The mask is True where a score counts, or it is what is added.
+        The mask is boolean, True where a score counts, or an additive bias.
         """
         if not self.steps:
             return query, None
@@ -71,14 +71,15 @@ class Masks:
 
 
 def is_low(value: float, dtype: torch.dtype) -> bool:
-    """Whether nothing is left, after a softmax, of scores of this type that have become `value`."""
+    """Whether scores of this dtype that were set to `value` have weight zero after a softmax."""
     return value <= max(_NEARLY_MINUS_INFINITY, torch.finfo(dtype).min)
 
 
 def _is_each_row_seen(query: torch.Tensor, hidden: torch.Tensor | None, biases: list[torch.Tensor]) -> bool:
-    """Whether each row has a score that is not hidden and to which little is added, so that all that is hidden weighs nothing."""
+    """Whether each row has a score that is not masked and whose bias is small, so that masked scores have weight zero."""
     if not has_values(query):
         return True
+    # Reading a value back would end the capture of a CUDA graph with an error.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     # A look at values is no part of a run that is compared with another one of the same code.
@@ -92,6 +93,6 @@ def _is_each_row_seen(query: torch.Tensor, hidden: torch.Tensor | None, biases: 
         found = [bias.amax() <= _LARGEST_BIAS for bias in biases]
         added = functools.reduce(operator.add, [bias.detach() for bias in biases])
         added = added if hidden is None else added.masked_fill(hidden, float("-inf"))
-        # Asked so that what is no number is not seen.
+        # Compared this way round, NaN counts as masked.
         found.append((added.amax(-1) >= -_LARGEST_BIAS).all())
         return bool(torch.stack(found).all())

@@ -1,8 +1,8 @@
-"""Attention scores that are not computed yet: a tensor that knows the queries and keys it would come from.
+"""Deferred attention scores: a tensor subclass that records the queries and keys that it would be computed from.
 
-What models write by hand between the two products of an attention (a scale, masks, a softmax, casts, a dropout that drops nothing) is only written
-down; the second product then becomes one call of `scaled_dot_product_attention`, which never holds scores of length squared. Anything else
-first computes what was written down as it was written, graph and all.
+Operators that models apply between the two products of an attention (a scale, masks, a softmax, casts, a dropout with rate 0) are recorded; the
+second product then becomes one call of `scaled_dot_product_attention`, which never holds scores of length squared. Any other operator first
+materialises the scores by replaying the recorded calls, with their autograd graph.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
 class _Scores:
-    """Stands in a written call for the scores that the previous call gave."""
+    """Placeholder in a recorded call for the scores of the previous call."""
 
 
 _SCORES = _Scores()
@@ -32,10 +32,10 @@ _SCORES = _Scores()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What has been written down: `calls`, each on the result of the one before, and what they come to for one attention call.
+    """The recorded `calls`, each on the result of the one before, and their meaning for one attention call.
 
-    `query` and `key` have shape `(..., T, D)` and `(..., S, D)`. `masks` is what is done to the scaled scores. `meta` has the shape, strides and
-    type of the result.
+    `query` and `key` have shape `(..., T, D)` and `(..., S, D)`. `masks` are applied to the scaled scores. `meta` has the shape, strides and
+    dtype of the result.
     """
 
     calls: tuple[_Call, ...]
@@ -49,10 +49,10 @@ class Attention:
     versions: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Makes sure that all that was given is what it was when it was given.
+        """Checks that the tensors of the recorded calls have not changed.
 
         Raises:
-            ApplyError: some of it was written to since, as a mask that is kept and changed.
+            ApplyError: one was written to since, such as a mask that the program keeps and changes.
         """
         if self.versions != _versions(self.tensors()):
             raise self.refuse(
@@ -61,12 +61,12 @@ class Attention:
             )
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that the calls were given."""
+        """All tensors among the arguments of the calls."""
         leaves = tree_leaves([(args, dict(kwargs)) for _, args, kwargs in self.calls])
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def replayed(self, instead: Mapping[int, torch.Tensor] | None = None) -> torch.Tensor:
-        """All of it done as it was written; with tensors replaced by those that `instead` has for their identities."""
+        """The result of running the recorded calls; with tensors replaced by those that `instead` has for their identities."""
         self.check()
         out: Any = None
         for func, args, kwargs in self.calls:
@@ -76,7 +76,7 @@ class Attention:
         return out
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Attention | None":
-        """What there is after a call whose arguments have `_SCORES` for the scores; None if it has to be done at once."""
+        """The record after a further call whose arguments have `_SCORES` for the scores; None if the scores must be materialised."""
         read = _WRITTEN_DOWN.get(name_of(func))
         changed = None if read is None else read(self, args, kwargs)
         if changed is None:
@@ -85,6 +85,8 @@ class Attention:
         if meta.shape != self.meta.shape:
             return None
         if name_of(func) == "softmax" and _autocast_type(self.query) is not None:
+            # torch.amp runs softmax in float32 and returns that (its list "CUDA Ops that can autocast to
+            # float32").
             meta = _on_meta(torch.Tensor.float, ((meta,), {}))  # what autocast makes of it
         is_narrower = torch.finfo(meta.dtype).max < torch.finfo(self.meta.dtype).max
         if is_narrower and not self.is_softmax and self.masks.has_numbers:
@@ -93,7 +95,7 @@ class Attention:
         return dataclasses.replace(after, versions=(*self.versions, *_versions(after.tensors())[len(self.versions) :]))
 
     def applied_to(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The attention of shape `(..., T, D)` that these weights give with `value`, `(..., S, D)`; None if one call cannot give it."""
+        """The attention output of shape `(..., T, D)` for `value`, `(..., S, D)`; None if one fused call cannot compute it."""
         fits = value.shape[:-2] == self.key.shape[:-2] and value.shape[-2] == self.key.shape[-2]
         arithmetic = _autocast_type(value)
         if not self.is_softmax or not fits or (arithmetic is None and value.dtype != self.key.dtype):
@@ -104,6 +106,7 @@ class Attention:
             return None
         (query, mask), key = taken, self.key
         mask = mask if mask is None else torch.atleast_2d(mask)
+        # The kernels take four dimensions; (batch * heads, T, D), as `bmm` wants it, is a batch with one head.
         if query.dim() == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
@@ -112,10 +115,12 @@ class Attention:
 
 
 class _Defer(torch.autograd.Function):
-    """Makes the deferred tensor a node of the graph, for code that hands it to autograd without asking it anything."""
+    """Makes the deferred tensor a node of the graph, for code that passes it to autograd without any operator."""
 
     @staticmethod
     def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> "DeferredScores":
+        # Nothing is saved for backward: the scores are recomputed from the recorded calls if their own gradient
+        # is ever needed.
         ctx.attention, ctx.refuse = attention, attention.refuse
         return DeferredScores.of(attention)
 
@@ -133,7 +138,7 @@ class _Defer(torch.autograd.Function):
 
 
 class DeferredScores(torch.Tensor):
-    """Scores or weights of an attention that have no data yet."""
+    """Attention scores or weights without data."""
 
     _attention: Attention
     _settled: torch.Tensor | None
@@ -150,20 +155,24 @@ class DeferredScores(torch.Tensor):
         return out
 
     def settled(self) -> torch.Tensor:
-        """The ordinary tensor that this stands for, computed once."""
+        """The materialised tensor, computed once."""
         if self._settled is None:
+            # The program may read the scores under no_grad; whether they have a graph was decided when they
+            # were made.
             with torch.set_grad_enabled(fact(torch.Tensor.requires_grad.__get__, self)):  # pyrefly: ignore
                 self._settled = self._attention.replayed()
         return self._settled
 
     def _after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The attention, or scores still deferred; None where `func` needs the values."""
+        """The attention output, or scores that are still deferred; None if `func` needs the values."""
         product = apply_weights(name_of(func), args, kwargs, self)
         if product is not None:
             value, given_back = product
             out = self._attention.applied_to(value)
             return None if out is None else given_back(out)
         name = name_of(func)
+        # An in-place operator changes what this object records: every alias of it sees the new scores, as with
+        # a real tensor.
         usual = _IN_PLACE.get(name)
         args, kwargs = _without(self, args, kwargs)
         attention = self._attention.after(func if usual is None else usual, args, kwargs)
@@ -203,7 +212,7 @@ class DeferredScores(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
+        # Below autograd only values are needed: `_Defer` is the node of the graph.
         def values(member: DeferredScores) -> torch.Tensor:
             with torch.no_grad():
                 return member._attention.replayed() if member._settled is None else member._settled.detach()
@@ -213,7 +222,7 @@ class DeferredScores(torch.Tensor):
 
 
 def deferred_scores(attention: Attention) -> DeferredScores:
-    """What `attention` comes to, not computed."""
+    """The deferred tensor of `attention`."""
     out = _Defer.apply(attention, *attention.tensors())
     assert isinstance(out, DeferredScores)
     return out
@@ -222,7 +231,7 @@ def deferred_scores(attention: Attention) -> DeferredScores:
 def started(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], refuse: Refuse = ApplyError
 ) -> DeferredScores | None:
-    """The scores of a product of queries and keys; None if the call is no such product."""
+    """The deferred scores of a product of queries and keys; None if the call is no such product."""
     found = scores_of(name_of(func), args, kwargs)
     if found is None:
         return None
@@ -251,7 +260,7 @@ def _autocast_type(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def _on_meta(func: Callable[..., Any], given: Any) -> torch.Tensor:
-    """The shape, strides and type of the result. No operator of the program's: a mode that counts or keeps operators is not to see it."""
+    """The result on the meta device, for its shape, strides and dtype. Hidden from modes that count or record the program's operators."""
     with _disable_current_modes():
         args, kwargs = tree_map_only(torch.Tensor, _as_meta, given)
         return func(*args, **kwargs)
@@ -266,6 +275,8 @@ def _scale(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return None
     first, second = args
     factor = second if first is _SCORES else first
+    # A tensor may carry a gradient of its own (a learned temperature), and a scale of zero or less turns masks
+    # around.
     if type(factor) not in (int, float) or factor <= 0 or (divides and first is not _SCORES):
         return None
     return {"scale": attention.scale / factor if divides else attention.scale * factor}

@@ -1,4 +1,4 @@
-"""What it would save and cost not to hold the scores of a run's attentions."""
+"""The memory and time of attention without materialised scores, estimated from a traced run."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _FLOPS_OF_KERNEL = 3.5
 
 
 def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
-    """One option for all modules together; none where the scores are nothing beside the rest."""
+    """One option for all modules together; none if their scores are a negligible share of the activations."""
     anatomy = profile.modules
     runs = [run for run in profile.score_runs if not run.is_kernel]
     if not runs:
@@ -48,7 +48,7 @@ def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
 
 
 def _output(anatomy: Anatomy, run: ScoreRun) -> Change | None:
-    """The result of an attention, which its kernel keeps for the backward pass."""
+    """The output of an attention, which its kernel saves for backward."""
     if not run.back:
         return None
     begin, end = int(anatomy.event_of(run.end)), int(anatomy.event_of(run.back[0]))
@@ -68,7 +68,7 @@ def _added_seconds(profile: Profile, run: ScoreRun) -> float:
 
 
 def math_attention_bytes(profile: Profile) -> int:
-    """Bytes of scores that the plain kernel of `scaled_dot_product_attention` holds in one step."""
+    """Bytes of scores that the math backend of `scaled_dot_product_attention` saves for backward in one step."""
     anatomy = profile.modules
     scores = {s for run in profile.score_runs if run.is_kernel for s in run.scores if anatomy.waits[s]}
     return anatomy.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps

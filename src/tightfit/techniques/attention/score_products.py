@@ -1,4 +1,4 @@
-"""The two products of an attention as models write them: `matmul`, `@`, `bmm`, and `einsum` with any order of the leading dimensions."""
+"""Recognises the two products of an attention: `matmul`, `@`, `bmm`, and `einsum` with any order of the leading dimensions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ _MATMUL = ("matmul", "__matmul__", "bmm")
 
 
 def scores_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Queries `(..., T, D)` and keys `(..., S, D)` of a call that gives `(..., T, S)`; None if it is none, or broadcasts."""
+    """Queries `(..., T, D)` and keys `(..., S, D)` of a call that returns `(..., T, S)`; None if it is no such product, or broadcasts."""
     if name in _MATMUL and len(args) == 2 and not kwargs:
         query, key = args[0], args[1].transpose(-2, -1) if args[1].dim() > 1 else args[1]
     elif name == "einsum":
@@ -31,7 +31,7 @@ def scores_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 def apply_weights(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], weights: torch.Tensor
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
-    """Values `(..., S, D)` of a call that multiplies `weights`, `(..., T, S)`, with them, and what makes its result of `(..., T, D)`."""
+    """Values `(..., S, D)` of a call that multiplies `weights`, `(..., T, S)`, with them, and a function from `(..., T, D)` to its result."""
     if name in _MATMUL and len(args) == 2 and not kwargs and args[0] is weights:
         return args[1], lambda out: out
     read = _read_einsum(args) if name == "einsum" else None
@@ -48,11 +48,13 @@ def apply_weights(
 
 
 def _read_einsum(args: tuple[Any, ...]) -> tuple[tuple[str, str, str], torch.Tensor, torch.Tensor] | None:
+    # torch.functional.einsum still takes its operands as one list too, its older interface.
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     if len(operands) != 2 or not isinstance(args[0], str):
         return None
     inputs, arrow, out = args[0].replace(" ", "").partition("->")
     first, comma, second = inputs.partition(",")
+    # An ellipsis, a repeated letter or an implicit output: not read here, and not seen in models' attention.
     if (
         not arrow
         or not comma

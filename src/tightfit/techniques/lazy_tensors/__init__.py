@@ -1,1 +1,1 @@
-"""Tensors and gradients whose values are computed when somebody asks for them."""
+"""Lazy tensors and gradients, whose values are computed when they are read."""

@@ -1,6 +1,6 @@
-"""What tensors that are not computed yet have in common: what can be told of them without their values, and what would change them.
+"""Shared code of deferred tensors: which properties need no values, and which calls write.
 
-Torch hands every call on such a tensor to its class, by the function called; properties arrive as the `__get__` of their descriptor.
+Torch passes every call on such a tensor to its class as `__torch_function__`; properties arrive as the `__get__` of their descriptor.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,19 +10,19 @@ import torch
 
 
 def fact(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Asks the tensor itself, past its class."""
+    """Calls `func` without the dispatch to the tensor's class."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name of what is called; of a property the property's."""
+    """The name of the function, or of the property."""
     name = func.__name__
     return func.__self__.__name__ if name == "__get__" else name  # pyrefly: ignore
 
 
 def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call writes to a tensor that it is given."""
+    """Whether the call writes to one of its arguments."""
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
 

@@ -1,8 +1,8 @@
-"""Gradients that are not kept: what stands on `p.grad` in place of one, answers what is known of it, and has it made again for whoever reads more.
+"""Lazy gradients on `p.grad`: they answer norms and scalings without their elements, and recompute these for other reads.
 
-Of a gradient its 2-norm is kept, and what it was multiplied by since: so clipping by norm works as it is written, with `clip_grad_norm_`, with
-`get_total_norm` and `clip_grads_with_norm_`, or by hand. Any other operator makes the gradients of that backward pass again, all of them, while
-that is possible; of a gradient that an update has used up, it is an error.
+Of a gradient its 2-norm is kept, and the factors it was multiplied by since: so clipping by norm works as written, with `clip_grad_norm_`, with
+`get_total_norm` and `clip_grads_with_norm_`, or by hand. Any other operator recomputes all gradients of that backward pass, as long as that is
+possible; for a gradient that an update has consumed, it raises an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,17 @@ from tightfit.techniques.lazy_tensors.lazy_tensor import NOT_ANSWERED, AbstractS
 State = Literal["deferred", "made", "zero", "used"]
 
 _aten = torch.ops.aten
+# The in-place operators of `clip_grads_with_norm_` and of loops that divide by a world size or a loss scale;
+# recorded, since a factor changes the norm by itself.
 _SCALING = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})
 
 
 @final
 class Deferred(AbstractSource):
-    """A gradient of the shape, strides, type and device of `like`. `make_all` makes those of its backward pass again; `refuse` gives the error for
-    who reads one that is used up.
+    """A gradient of the shape, strides, dtype and device of `like`. `make_all` recomputes those of its backward pass; `refuse` makes the error for
+    reads of a consumed one.
 
-    States: deferred (it can be made again), made (it is there), zero (it was filled with zeros), used (an update has used it up).
+    States: deferred (it can be recomputed), made (it is materialised), zero (it was filled with zeros), used (an update has consumed it).
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class Deferred(AbstractSource):
 
     @classmethod
     def zeros(cls, like: torch.Tensor) -> "Deferred":
-        """A gradient of zeros, which takes no memory until somebody asks for it."""
+        """A gradient of zeros, which takes no memory until its elements are read."""
         made = cls(like)
         made.state = "zero"
         return made
 
     def put(self, parameter: torch.Tensor) -> None:
-        """Has this stand on `parameter` in place of the gradient that is there."""
+        """Replaces the gradient of `parameter` by this one."""
         assert parameter.grad is not None
         parameter.grad = LazyTensor(self, parameter.grad)
 
@@ -66,6 +68,8 @@ class Deferred(AbstractSource):
             return self.whole()
         if self.state == "used":
             raise self._refuse(f"a gradient is read {self._why_used}")
+        # Not here: inside of an operator autograd cannot run. `LazyTensor.__torch_function__` catches this,
+        # runs the pass, and calls the operator again.
         raise ElementsNeeded(self)
 
     def held(self) -> Sequence[torch.Tensor]:
@@ -82,23 +86,23 @@ class Deferred(AbstractSource):
             raise self._refuse("a gradient is read whose backward pass is gone")
 
     def changed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient`, the one that this stands for, after what was done to it since, in place."""
+        """Applies the recorded in-place changes to `gradient`, the recomputed one."""
         for operator, other in self.changes:
             operator(gradient, other)
         return gradient
 
     def is_made(self, gradient: torch.Tensor) -> None:
-        """The gradient is there now, with the changes made to it."""
+        """Sets the materialised gradient, with the changes applied."""
         self.state, self._made, self.norm = "made", gradient, None
         self.changes.clear()
 
     def is_zero(self) -> None:
-        """The gradient was filled with zeros."""
+        """Marks the gradient as filled with zeros."""
         self.state, self.norm, self._made = "zero", None, None
         self.changes.clear()
 
     def is_used(self, why: str, norm: torch.Tensor | None = None) -> None:
-        """The gradient is gone for good; `why` ends the sentence of the error, `norm` is what is still known of it."""
+        """Marks the gradient as consumed; `why` ends the error message, `norm` is its 2-norm if it is still known."""
         self.state, self.norm, self._made, self._why_used = "used", norm, None, why
         self.was_asked = False
         self.changes.clear()
@@ -121,9 +125,9 @@ class Deferred(AbstractSource):
         if operator is _aten.zero_.default:
             self.is_zero()
             return args[0]
-        self.was_asked = True  # whatever was asked, an update at once would have changed the answer
+        self.was_asked = True  # an update in the first pass would have changed this result
         if operator in _SCALING:
-            # The script may write to what it multiplied by.
+            # The script may write to the factor later.
             other = args[1].detach().clone() if isinstance(args[1], torch.Tensor) else args[1]
             self.changes.append((operator, other))
             return args[0]
@@ -132,7 +136,7 @@ class Deferred(AbstractSource):
 
 
 def deferred_gradient(parameter: torch.Tensor) -> Deferred | None:
-    """What stands on a parameter in place of its gradient; None where a tensor or nothing is there."""
+    """The lazy gradient of a parameter; None if it has an ordinary one or none."""
     gradient = parameter.grad
     if isinstance(gradient, LazyTensor) and isinstance(gradient.source, Deferred):
         return gradient.source
@@ -140,7 +144,7 @@ def deferred_gradient(parameter: torch.Tensor) -> Deferred | None:
 
 
 def settle(parameter: torch.Tensor) -> None:
-    """Puts the tensor itself on a parameter where somebody has had a gradient made, which all aliases share."""
+    """Replaces a lazy gradient that was materialised by the tensor itself, which all aliases share."""
     deferred = deferred_gradient(parameter)
     if deferred is not None and deferred.state == "made":
         parameter.grad = deferred.whole()

@@ -1,7 +1,7 @@
-"""Tensors without storage, whose elements are made when an operator asks for them.
+"""Lazy tensors: wrapper subclasses without storage, whose elements are computed when an operator reads them.
 
-A wrapper subclass of torch's: shape, type and device are there, and every operator on it comes to `__torch_dispatch__`, whoever calls it. So what
-a technique keeps in another form, or not at all, is never read as something else without a word.
+Shape, dtype and device are known, and every operator on it reaches `__torch_dispatch__`, whoever calls it. So a tensor that a technique keeps in
+another form, or not at all, is never silently read as something else.
 """
 
 import abc
@@ -17,40 +17,40 @@ _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class AbstractSource(abc.ABC):
-    """What stands behind a lazy tensor and all of its aliases."""
+    """The source of a lazy tensor's elements, shared by all of its aliases."""
 
     @abc.abstractmethod
     def whole(self) -> torch.Tensor:
-        """The elements, as a tensor of torch's own.
+        """The elements, as an ordinary tensor.
 
         Raises:
             ElementsNeeded: they cannot be made within an operator.
         """
 
     def make(self) -> None:  # noqa: B027 - most have nothing to make
-        """Makes the elements, outside of any operator, so that `whole` has them; called where that has raised `ElementsNeeded`."""
+        """Computes the elements outside of any operator, so that `whole` returns them; called after it has raised `ElementsNeeded`."""
 
     def form_is_read(self) -> None:  # noqa: B027 - most have nothing to do with it
-        """Somebody asks whether the tensor is sparse."""
+        """Called when `is_sparse` is read."""
 
     def was_written(self, whole: torch.Tensor) -> None:  # noqa: B027 - most have nothing to make of it
-        """An operator has written to what `whole` gave."""
+        """Called after an operator has written to the result of `whole`."""
 
     def held(self) -> Sequence[torch.Tensor]:
-        """The tensors that take memory for it."""
+        """The tensors that hold its memory."""
         return ()
 
     def answers(self, operator: Any, others: Sequence[Any]) -> bool:
-        """Whether `answer` knows the result of an operator with these arguments after the lazy tensor."""
+        """Whether `answer` can compute an operator with these arguments after the lazy tensor."""
         return False
 
     def answer(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator on one lazy tensor, its first argument, without the elements; `NOT_ANSWERED` where they are needed."""
+        """The result of an operator on a lazy tensor, its first argument, without the elements; `NOT_ANSWERED` if they are needed."""
         return NOT_ANSWERED
 
 
 class ElementsNeeded(Exception):
-    """An operator reads a lazy tensor whose elements take a backward pass to make, which cannot run within an operator."""
+    """An operator reads a lazy tensor whose elements need a backward pass, which cannot run inside of an operator."""
 
     def __init__(self, source: AbstractSource) -> None:
         super().__init__("a gradient was read that was not kept; leave updates in the backward pass out of the plan")
@@ -58,7 +58,7 @@ class ElementsNeeded(Exception):
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of which `source` has the elements."""
+    """A tensor whose elements come from `source`."""
 
     source: AbstractSource
 
@@ -78,6 +78,8 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Optimizers ask for it first, of every gradient (torch/optim/adam.py, `_init_group`), before they read
+        # or write anything.
         if func == _IS_SPARSE:
             args[0].source.form_is_read()
         # Here autograd still works, which it does not within an operator.
@@ -91,6 +93,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        # `.data` and `.detach()` are aliases of the same memory: one source for all of them.
         if func is torch.ops.aten.detach.default:
             return LazyTensor(args[0].source, args[0])
         if (apart := one_by_one(func, args, kwargs)) is not NOT_ANSWERED:
@@ -110,7 +113,7 @@ class LazyTensor(torch.Tensor):
             return self.source.whole()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy is a plain tensor: it belongs to somebody else."""
+        """A copy is an ordinary tensor: it does not belong to the session."""
         if id(self) not in memo:
             memo[id(self)] = copy.deepcopy(self.whole().detach(), memo)
         return memo[id(self)]
@@ -118,9 +121,11 @@ class LazyTensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.whole().detach().__reduce_ex__(proto)
 
-    # What torch's wrapper subclasses say of the tensors inside, for those who count memory.
+    # The interface of torch's wrapper subclasses for their inner tensors, which tools that count memory use.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
+        # Tools that measure memory (torch.distributed's memory trackers, and our own recorder) look inside of
+        # wrapper subclasses by these names.
         return ["first_held", "second_held"][: len(self.source.held())], None
 
     @staticmethod
@@ -129,12 +134,12 @@ class LazyTensor(torch.Tensor):
 
     @property
     def first_held(self) -> torch.Tensor:
-        """The first of the tensors that take memory for it."""
+        """The first of the tensors that hold its memory."""
         return self.source.held()[0]
 
     @property
     def second_held(self) -> torch.Tensor:
-        """The second one."""
+        """The second of the tensors that hold its memory."""
         return self.source.held()[1]
 
     # What reads memory past the dispatcher.
@@ -175,7 +180,7 @@ _EACH: dict[Any, Any] = {
 
 
 def one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a foreach operator whose single form may be answered without elements."""
+    """The result of a foreach operator whose single-tensor form may be answered without elements."""
     single: Callable[..., Any] | None = _EACH.get(func)
     if single is None or kwargs:
         return NOT_ANSWERED

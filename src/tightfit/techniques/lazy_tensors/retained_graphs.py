@@ -1,10 +1,10 @@
-"""A backward pass whose graph is kept so that it can be run again, once the script has said what is to become of its gradients.
+"""A backward pass whose graph is retained and run again, once the script has read, scaled, cleared or used its gradients.
 
-The first run keeps of each gradient its norm and its sum. A later one makes the same gradients one after the other, for updates or because somebody
-reads them; only the parameters that wait for theirs get any, so nothing else is accumulated twice. That it makes the same gradients is compared.
+The first run keeps the norm and the sum of each gradient. A later run computes the same gradients one after the other, for updates or because they
+are read; only parameters whose gradient is still wanted get one, so that nothing else is accumulated twice. The gradients of both runs are compared.
 
-A parameter may be updated once its gradient is there and nobody else holds its memory: what the graph saved of it on the way to its gradient is freed
-by then, so whoever still has a view of it may read it later in the pass. Then its gradient stays, for the step itself to use.
+A parameter may be updated once its gradient is complete and nothing else refers to its memory: tensors that the graph saved of it on the way to its
+gradient are freed by then, so a remaining view may be read later in the pass. Then its gradient is kept for the optimizer step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -34,10 +34,10 @@ _SAME_NORM_ON_A_CARD = 1e-3
 
 
 class KeptPass:
-    """The graph of `backward`, and what stands for its gradients.
+    """The retained graph of `backward`, and its lazy gradients.
 
-    `buffers` are those of the model: what a further run writes to them (batch norms in a recomputation) is taken back. `others` are tensors that
-    the pass may read and the program may write to, such as its batch.
+    `buffers` are those of the model: writes of a further run (batch norms in a recomputation) are undone. `others` are tensors that the pass may
+    read and the program may write to, such as its batch.
     """
 
     def __init__(
@@ -60,18 +60,20 @@ class KeptPass:
     def run_first(
         self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
     ) -> Any:
-        """Runs the pass and keeps what stands for the gradients of `parameters`; those in `zeroed` held zeros, to which they are added.
+        """Runs the pass and replaces the gradients of `parameters` by lazy ones; those in `zeroed` held zeros, to which they are added.
 
-        `make_all` is what a reader of one calls to have them made.
+        `make_all` is called by a lazy gradient whose elements are read.
         """
 
         def keep(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
+            # A sparse gradient (of an embedding) is small already, and has no lazy form.
             if gradient is None or gradient.layout != torch.strided:
                 return
             deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
             self._sums[parameter] = _sum(gradient)
             if parameter in zeroed:
+                # As an addition to zeros would: negative zeros become positive ones.
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
             self.gradients[parameter] = deferred
             deferred.put(parameter)
@@ -91,7 +93,7 @@ class KeptPass:
 
     @property
     def waiting(self) -> dict[torch.Tensor, Deferred]:
-        """The gradients that are still wanted: neither cleared, nor made, nor used up, nor filled with zeros."""
+        """The gradients that are still wanted: not cleared, materialised, consumed or filled with zeros."""
         return {
             parameter: deferred
             for parameter, deferred in self.gradients.items()
@@ -99,7 +101,7 @@ class KeptPass:
         }
 
     def make_all(self) -> None:
-        """Makes the gradients that wait, and leaves them where the script finds them."""
+        """Materialises the waiting gradients on their parameters."""
         waiting = self.waiting
         if not waiting:
             return
@@ -112,17 +114,17 @@ class KeptPass:
         self.check_same()
 
     def give_up(self, why: str) -> None:
-        """The gradients that wait cannot be made any more."""
+        """Marks the waiting gradients as lost."""
         for deferred in self.waiting.values():
             deferred.is_used(f"that cannot be made again: {why}")
 
     def use(
         self, update: Told, mine: Collection[torch.Tensor], why: str, *, through_host: bool
     ) -> dict[torch.Tensor, None]:
-        """Makes the gradients that wait, and calls `update` with each parameter of `mine` while its gradient is there, which is gone then.
+        """Recomputes the waiting gradients, and calls `update` with each parameter of `mine` while its gradient exists, which is freed afterwards.
 
-        The gradients of others are left where the script finds them, and so are those of parameters whose memory somebody else holds as well.
-        With `through_host` nothing is updated before all gradients have come: they wait in the host's memory, and return one by one. Returns the
+        The gradients of other parameters are materialised, and so are those of parameters whose memory something else refers to. With
+        `through_host` nothing is updated before all gradients are computed: they wait in host memory, and return one by one. Returns the
         parameters that were updated.
 
         Raises:
@@ -158,15 +160,15 @@ class KeptPass:
         return updated
 
     def may_be_other(self) -> bool:
-        """Whether anything that the pass is known to read was written to since its first run."""
+        """Whether a tensor that the pass is known to read was written to since its first run."""
         return self._contents is None or self._contents.have_changed()
 
     def runs_own_code(self) -> bool:
-        """Whether the graph has an autograd function in Python that is neither torch's nor ours: its backward pass may read what it likes."""
+        """Whether the graph has an autograd function in Python that is neither torch's nor ours: its backward may read any tensor."""
         return any(_is_own(node) for node in self.backward.nodes())
 
     def try_out(self) -> bool:
-        """Runs the pass once more for nothing but its norms, with other numbers in each parameter from its gradient on; whether the gradients are
+        """Runs the pass once more as a trial, with each parameter overwritten as soon as its gradient is complete; returns whether the gradients are
         the same, so that parameters could be updated there.
         """
         waiting = self.waiting
@@ -179,9 +181,12 @@ class KeptPass:
             assert parameter.grad is not None
             self._compare(parameter, parameter.grad, deferred)
             deferred.put(parameter)
-            # As an update would: whatever needs this parameter from here on is told by torch, or makes other gradients.
+            # As an update would: a node that still needs this parameter raises torch's error about its version,
+            # or gives other gradients.
             bits, key = _bits_and_key(parameter)
             disturbed.append((bits.bitwise_xor_(key), key))
+            # torch compares the versions of saved tensors when a node reads them: with another one, a node that
+            # still needs this parameter raises instead of computing with wrong numbers.
             set_versions((parameter,), (before[parameter] + 1,))
 
         try:
@@ -197,7 +202,7 @@ class KeptPass:
             self._differ.clear()
 
     def check_unchanged(self) -> None:
-        """Does nothing where no parameter was written to since the pass.
+        """Checks that no parameter was written to since the pass.
 
         Raises:
             ApplyError: one was, so the pass cannot be run again.
@@ -208,7 +213,7 @@ class KeptPass:
             )
 
     def check_same(self) -> None:
-        """Does nothing where the norms of all that was compared were those of the first run.
+        """Checks that all gradients compared so far are equal to those of the first run.
 
         Raises:
             ApplyError: they were not.
@@ -219,6 +224,8 @@ class KeptPass:
             )
 
     def _found_other(self) -> bool:
+        # Collected on the device and read back together: one synchronisation for all parameters, not one for
+        # each.
         differ, self._differ = self._differ, []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for each in differ:
@@ -226,7 +233,7 @@ class KeptPass:
         return any(bool(torch.stack(of_device).any()) for of_device in by_device.values())
 
     def _compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
-        """The gradient that has come, compared with the first one, and changed as that was."""
+        """The recomputed gradient, compared with the first one, and with its recorded changes applied."""
         assert parameter.grad is not None
         self._compare(parameter, parameter.grad, deferred)
         return deferred.changed(parameter.grad)
@@ -238,8 +245,9 @@ class KeptPass:
         is_same = torch.isclose(
             _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
         )
-        # Another direction of the same length is told by the sum.
+        # The sum finds gradients of another direction and the same norm.
         other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
+        # Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
         is_same &= ~(other.abs() > bound)
         self._differ.append(~is_same)
 
@@ -255,12 +263,14 @@ class KeptPass:
             came.add(parameter)
             told(parameter)
 
-        # Whoever is frozen meanwhile still has its gradient.
+        # A parameter that was frozen in between still gets its gradient.
         frozen = [parameter for parameter in waiting if not parameter.requires_grad]
         for parameter in waiting:
+            # Emptied first, or the engine would add to the lazy gradient that stands there.
             parameter.grad = None
             parameter.requires_grad_(True)
         try:
+            # A script may step inside of `inference_mode`, in which no graph can be run.
             with told_of_gradients(waiting, tell), _as_before(self._buffers), torch.inference_mode(mode=False):
                 self.backward.run_again(keeps_graph=keeps_graph, inputs=tuple(waiting))
         except BaseException as error:
@@ -284,7 +294,7 @@ class KeptPass:
 
 @contextmanager
 def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterator[None]:
-    """While this lasts, `told` is called with each of `parameters` whose gradient has just been accumulated."""
+    """Calls `told` with each of `parameters` whose gradient has just been accumulated."""
     handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in parameters]
     try:
         yield
@@ -295,8 +305,8 @@ def told_of_gradients(parameters: Iterable[torch.Tensor], told: Told) -> Iterato
 
 @contextmanager
 def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
-    """Tensors that are written to while this lasts are given the elements that they had."""
-    # What was never written to since it was made, such as a mask, is not going to be.
+    """Restores the elements of tensors that are written to inside."""
+    # A buffer that was never written to, such as a mask, is not saved.
     before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if tensor._version]
     try:
         yield
@@ -308,7 +318,7 @@ def _as_before(tensors: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 def is_held_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether anything but `parameter` itself has its memory: a view, an alias, an array, a graph that has saved one."""
+    """Whether anything but `parameter` refers to its memory: a view, an alias, an array, a graph that has saved one."""
     if isinstance(parameter, FakeTensor):
         return False
     storage = parameter.untyped_storage()
@@ -323,9 +333,9 @@ def _is_own(node: Any) -> bool:
 
 
 def _bits_and_key(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of a parameter, and what changes them all, twice of which changes nothing.
+    """The bits of a parameter, and a key whose XOR with them changes every element and can be undone by applying it again.
 
-    Numbers about as large as most become none (NaN), so that not even a product with zero hides who reads them.
+    Elements of typical magnitude become NaN, so that not even a product with zero hides a read.
     """
     whole = parameter.detach()
     whole = torch.view_as_real(whole) if whole.is_complex() else whole

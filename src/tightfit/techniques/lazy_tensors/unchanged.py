@@ -1,4 +1,4 @@
-"""Whether tensors are what they were, also where they were written to past their versions (`.data`, numpy, another process)."""
+"""Detects writes to tensors, also those that do not change their version (`.data`, numpy, another process)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +10,10 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Contents:
-    """What `tensors` have in them now: where, in which version, and a sum over their bits."""
+    """The address, version and sum of bits of each of `tensors`, at construction."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # What has no storage of its own is a matter of whoever made it.
+        # Wrapper subclasses have no storage of their own.
         self._tensors = [t for t in dict.fromkeys(tensors) if type(t) in _PLAIN and t.layout == torch.strided]
         self._places = [_place(tensor) for tensor in self._tensors]
         self._sums = _sums(self._tensors)

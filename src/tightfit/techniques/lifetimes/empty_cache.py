@@ -1,7 +1,7 @@
-"""Empties the allocator's cache where one phase of a step ends: what the next one asks for then need not lie beside what the last one left.
+"""Empties the allocator's cache between two phases of a step, so that segments that were split for one phase are not kept beside those of the next.
 
-The blocks of a forward pass are of other sizes than those of an optimizer's step, and a segment that is cut for the one may not hold the other.
-What it is worth is found by replaying the traced run with the cache emptied there.
+The blocks of a forward pass have other sizes than those of an optimizer step, and a segment that is split for the one may not fit the other.
+The saving is found by replaying the traced run with the cache emptied there.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,20 +33,21 @@ SMALLEST_SHARE = 0.02
 
 @final
 class EmptyCache(AbstractTechnique):
-    """Trades calls of the driver, and a wait for the card, for memory that is reserved and that nobody holds."""
+    """Trades driver calls, and a wait for the card, for memory that is reserved but unused."""
 
     name = "empty_cache"
     exact = True
     exactness = "bit for bit: the same blocks at other addresses"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One for each border of phases at which it lowers the peak of what is reserved."""
+        """One for each phase border at which it lowers the reserved peak."""
         with_workspaces = with_workspaces_of(profile.device, profile.tape)
         plain = replay_levels(with_workspaces, AllocatorSettings())
         if not len(plain.reserved):
             return
         highest = int(plain.reserved.max())
         smallest = SMALLEST_SHARE * highest
+        # The gap between reserved and allocated is all that an emptied cache could save.
         if highest - int(plain.allocated.max()) < smallest:
             return
         run = profile.optimizer
@@ -71,7 +72,7 @@ class EmptyCache(AbstractTechnique):
                 )
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Hooks the optimizers, or stands around the model's forward."""
+        """Registers optimizer hooks, or wraps the model's forward."""
         (choice,) = chosen
         border = choice.settings["border"]
         if border in ("before the optimizer", "after the optimizer"):
@@ -90,6 +91,8 @@ def _empty(*_: Any) -> None:
 
 
 def _before(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Forwards without gradients (evaluation, generation) come in long loops, and each call of cudaFree waits
+    # for the card.
     if torch.is_grad_enabled():
         torch.cuda.empty_cache()
     return forward(*args, **kwargs)
@@ -103,7 +106,7 @@ def _after(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _borders(run: OptimizerProfile) -> Mapping[str, list[int]]:
-    """Events at which each border lies, one for each time that it is crossed."""
+    """The events of each border, one for each time that it is crossed."""
     num_events = len(run.tape.events)
     backward = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     begins = {

@@ -1,7 +1,7 @@
-"""What a loop keeps alive by accident: the outputs of a step until the next one rebinds their names, and lists that grow from step to step.
+"""Finds tensors that a loop keeps alive by accident: outputs of a step until their names are rebound, and lists that grow from step to step.
 
-A name keeps its value until it is bound again. `outputs = model(batch)` therefore holds the last step's logits through the whole next forward, and
-`losses.append(loss)` holds every step's. A plan does not change a user's loop; it says which line it is.
+A name keeps its value until it is rebound. `outputs = model(batch)` therefore keeps the last step's logits alive through the whole next forward,
+and `losses.append(loss)` keeps every step's. A plan does not change a user's loop; it names the line.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ _DEEP = 0.8
 
 @final
 class KeptAlive(AbstractTechnique):
-    """Trades nothing, and is advice alone: the lines whose values outlive their step."""
+    """Advice only: the lines whose values outlive their step."""
 
     name = "kept_alive"
     exact = True
     exactness = "bit for bit: nothing is computed otherwise"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """None: the loop is the user's."""
+        """No options: the loop is the user's."""
         return ()
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """A row for each line, those that keep most first."""
+        """Advice for each line, the largest first."""
         run = profile.optimizer
         steps = profile.tape.spans.kind == SpanKind.STEP
         begins, ends = profile.tape.spans.begin[steps], profile.tape.spans.end[steps]
@@ -65,13 +65,13 @@ class KeptAlive(AbstractTechnique):
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
-        """There is nothing to put on a model."""
+        """Nothing can be applied to a model."""
         raise ApplyError("it is advice about the program's own lines, and nothing that a plan could put on a model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A line of the user's code with what it keeps: `num_storages` of `num_bytes` in all, most of it made by `module`."""
+    """A line of the user's code with the storages that it keeps alive: `num_storages` of `num_bytes` in total, most of it made by `module`."""
 
     line: str
     module: str
@@ -80,7 +80,7 @@ class _Line:
 
     @property
     def made(self) -> str:
-        """What is kept, in words."""
+        """The storages in words."""
         by = f" of {self.module}" if self.module else ""
         return f"{self.num_storages} tensors{by}" if self.num_storages > 1 else f"a tensor{by}"
 
@@ -100,7 +100,7 @@ def _of_lingering(line: _Line) -> str:
 
 
 def _own(run: OptimizerProfile) -> Column:
-    """What the passes make and no one is known to need: no parameters, gradients, states, inputs or workspaces."""
+    """Storages made in the passes that are no parameters, gradients, states, inputs or workspaces."""
     storages = run.tape.storages
     kinds = np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES)) & (
         storages.source == Source.TENSOR
@@ -111,7 +111,7 @@ def _own(run: OptimizerProfile) -> Column:
 
 
 def _lingering(run: OptimizerProfile, begins: Column, ends: Column) -> Column:
-    """What the last step but one made and is alive deep inside the forward of the last one."""
+    """Storages of the last step but one that are alive deep inside the forward of the last one."""
     own = _own(run)
     passes = [p for p in passes_of(run) if p[0] >= begins[-1]]
     if not passes:
@@ -132,12 +132,13 @@ def _lingering(run: OptimizerProfile, begins: Column, ends: Column) -> Column:
 
 
 def _growing(run: OptimizerProfile, ends: Column) -> Column:
-    """What the last step but one made and outlives the last, where the step before that left as much of the same."""
+    """Storages of the last step but one that outlive the last, if the step before it left as many of the same kind."""
     own = _own(run)
     last = int(ends[-1]) - 1
     born, stays = run.born[own], run.died[own] > last
     edges = [0, *ends.tolist()]
     made = [own[stays & (born >= edges[i]) & (born < edges[i + 1])] for i in (-4, -3)]
+    # What one step alone leaves may be a cache that is filled late; what two steps leave grows.
     earlier = {_kind(run, storage) for storage in made[0].tolist()}
     return np.array([s for s in made[1].tolist() if _kind(run, s) in earlier], dtype=np.int64)
 
@@ -149,7 +150,7 @@ def _kind(run: OptimizerProfile, storage: int) -> tuple[int, int, int, int]:
 
 
 def _by_line(run: OptimizerProfile, storages: Column) -> list[_Line]:
-    """The storages by the line that made them, those that keep most first."""
+    """The storages by the line that made them, the largest first."""
     tape, groups = run.tape, {}
     for storage in storages.tolist():
         operator = int(tape.storages.operator[storage])

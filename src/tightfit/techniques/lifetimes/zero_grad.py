@@ -1,8 +1,8 @@
-"""Gradients are freed where a script only fills them with zeros: between the two nothing is gained by holding them.
+"""Frees gradients that a script only fills with zeros: from then to the next backward pass they need no memory.
 
 `zero_grad(set_to_none=False)`, and torch before 2.0 by default, keep every gradient through the next forward pass, and the next backward
-pass makes new ones to add to them. What stands on a parameter instead is zeros to whoever reads it, adds to it or steps with it, and takes memory
-from then on only. A gradient that somebody else has a name or a view of is filled where it is.
+pass allocates new ones to add to them. A lazy gradient of zeros takes its place: it takes memory only once it is read, added to or stepped with.
+A gradient that something else refers to is filled in place.
 """
 
 import functools
@@ -28,8 +28,8 @@ from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
-# What refers to a gradient that nobody else keeps, while `_is_shared` looks at it: the parameter, two names and an argument; and to its storage:
-# the gradient and a name.
+# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, two names and
+# an argument; and to its storage: the gradient and a name.
 _OWN_REFERENCES = 4
 _OWN_USES = 2
 _ZEROING = ("aten.zero_", "aten._foreach_zero_")
@@ -37,7 +37,7 @@ _ZEROING = ("aten.zero_", "aten._foreach_zero_")
 
 @final
 class ZeroGrad(AbstractTechnique):
-    """Trades nothing: has `zero_grad` free gradients, whatever the script asked for."""
+    """Trades nothing: `zero_grad` frees gradients, whatever its arguments."""
 
     name = "zero_grad"
     exact = True
@@ -45,7 +45,7 @@ class ZeroGrad(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One where gradients are zeroed and kept."""
+        """One option if gradients are filled with zeros and kept."""
         run = profile.optimizer
         kept = _kept(run)
         zeroing = _zeroing(profile.tape)
@@ -70,9 +70,11 @@ class ZeroGrad(AbstractTechnique):
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts a `zero_grad` that frees on the model and on every optimizer."""
+        """Replaces `zero_grad` of the model and of every optimizer."""
         freed = _Freed()
         for optimizer in session.optimizers:
+            # On the object and weakly, so that the optimizer does not become part of a reference cycle and is
+            # freed when the program drops it.
             session.set(optimizer, "zero_grad", functools.partial(_zero_optimizer, weakref.ref(optimizer), freed))
             # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
             update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
@@ -87,20 +89,20 @@ class ZeroGrad(AbstractTechnique):
 
 
 class _Freed:
-    """The parameters whose gradients were freed in place of being filled with zeros; what stands for these is zeros to whoever reads or adds."""
+    """The parameters whose gradients were freed instead of filled with zeros, and have lazy gradients of zeros."""
 
     def __init__(self) -> None:
         self._zeroed: dict[torch.Tensor, None] = {}
 
     def zero(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Has gradients of zeros on these parameters, for which no memory is held."""
+        """Replaces the gradients of these parameters by lazy zeros."""
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             deferred = deferred_gradient(parameter)
             if deferred is not None or _is_shared(gradient):
-                # What is deferred already answers itself; a view of the script's own buffer is filled where it is.
+                # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
                 with torch.no_grad():
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
                     gradient.zero_()
@@ -113,7 +115,7 @@ class _Freed:
         return self._zeroed
 
     def around_backward(self, backward: BackwardPass) -> Any:
-        """Has new gradients take the place of zeros; where none comes, they stay."""
+        """New gradients replace the zeros; a parameter that gets none keeps its zeros."""
         if not backward.accumulates:
             return backward.run()
         standing = {}
@@ -122,6 +124,7 @@ class _Freed:
             if deferred is not None and deferred.state == "zero":
                 standing[parameter], parameter.grad = parameter.grad, None
         try:
+            # A gradient with a graph must not be changed in place: it stays as the engine made it.
             with told_of_gradients(() if backward.creates_graph else standing, _add_to_zeros):
                 return backward.run()
         finally:
@@ -130,7 +133,7 @@ class _Freed:
                     parameter.grad = zeros
 
     def end(self) -> None:
-        """Makes the zeros."""
+        """Materialises the zeros."""
         for parameter in self._zeroed:
             if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
                 deferred.whole()
@@ -139,13 +142,13 @@ class _Freed:
 
 
 def _add_to_zeros(parameter: torch.Tensor) -> None:
-    """Negative zeros become positive ones, as where they are added to zeros."""
+    """Adds zero: negative zeros become positive ones, as in an addition to a gradient of zeros."""
     if parameter.grad is not None and parameter.grad.layout == torch.strided:
         parameter.grad.add_(0.0)
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:
-    """Whether more than the parameter knows this memory: it is a view or has one, or somebody keeps the tensor."""
+    """Whether anything but the parameter refers to this memory: it is a view or has one, or the program keeps the tensor."""
     if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
         return True
     storage = gradient.untyped_storage()
@@ -154,7 +157,7 @@ def _is_shared(gradient: torch.Tensor) -> bool:
 
 
 def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
-    """Makes zeros, within a step, for what the script has zeroed and no backward pass has reached."""
+    """Materialises, within a step, zeros that no backward pass has replaced."""
     optimizer = known()
     for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
@@ -166,7 +169,7 @@ def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
 
 
 def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
-    """In place of `Optimizer.zero_grad`."""
+    """Replaces `Optimizer.zero_grad`."""
     optimizer = known()
     assert optimizer is not None
     if set_to_none:
@@ -176,7 +179,7 @@ def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, 
 
 
 def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_none: bool = True) -> None:
-    """In place of `Module.zero_grad`."""
+    """Replaces `Module.zero_grad`."""
     module = known()
     assert module is not None
     if set_to_none:
@@ -186,7 +189,7 @@ def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_no
 
 
 def _kept(run: OptimizerProfile) -> Column:
-    """The gradients that live on from one step to the next."""
+    """The gradients that stay allocated from one step to the next."""
     spans = run.tape.spans
     ends = spans.end[spans.kind == SpanKind.STEP]
     gradients = run.tape.storages.category == Category.GRADIENTS
@@ -214,7 +217,7 @@ def _gaps(run: OptimizerProfile, zeroing: Column) -> list[tuple[int, int]]:
 
 
 def _until_made_again(run: OptimizerProfile, kept: Column, begin: int, back: int) -> list[tuple[int, int, int]]:
-    """Stretches of events from the zeroing to where each gradient comes again: as far into the backward pass as in the first one."""
+    """Ranges of events from the zeroing to where each gradient is made again: as far into the backward pass as in the first one."""
     passes = runs_of(run.tape.operators.phase == Phase.BACKWARD)
     starts = dict(passes)
     first, first_end = passes[0]

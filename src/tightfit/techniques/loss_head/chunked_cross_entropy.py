@@ -1,9 +1,9 @@
-"""The linear head and its cross-entropy in one autograd function, chunk by chunk, so that the logits never exist whole.
+"""The linear head and its cross-entropy in one autograd function, chunk by chunk, so that the full logits are never materialised.
 
-Two ways to the gradients. `forward`: each chunk of tokens leaves its share of all gradients at once, as the whole gradient with respect to the
-loss is one number that can be multiplied in later; three matrix products, as without chunks. `backward`: the forward pass keeps one
-log-sum-exp per token and the backward pass computes the logits again, a slice of the vocabulary at a time; a fourth product, but no
-gradient of the weight waits anywhere, and it is summed over all tokens at once as in the plain model.
+Two ways to the gradients. `forward`: each chunk of tokens computes its share of all gradients at once, as the incoming gradient of the loss is
+one number that can be multiplied in later; three matrix products, as without chunks. `backward`: the forward pass saves one log-sum-exp per
+token and the backward pass recomputes the logits, a slice of the vocabulary at a time; a fourth product, but no gradient of the weight is held
+until then, and it is summed over all tokens at once as in the plain model.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Tanh:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """A change of the element type."""
+    """A change of dtype."""
 
     source: torch.dtype
     target: torch.dtype
@@ -48,7 +48,7 @@ Pointwise: TypeAlias = Scale | Tanh | Cast
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What is asked for: the arithmetic type of the head, what happens to the logits, and the arguments of the cross-entropy.
+    """The loss to compute: the arithmetic dtype of the head, the operators on the logits, and the arguments of the cross-entropy.
 
     `gradients_in` is None where no gradients are wanted.
     """
@@ -65,24 +65,24 @@ class Loss:
 
     @property
     def result_type(self) -> torch.dtype:
-        """The type of the logits that the cross-entropy sees, and so of the loss."""
+        """The dtype of the logits that the cross-entropy sees, and so of the loss."""
         casts = [change.target for change in self.pointwise if isinstance(change, Cast)]
         return casts[-1] if casts else self.head_type
 
     @property
     def wide_type(self) -> torch.dtype:
-        """The type that probabilities are computed in: float32, or float64 for doubles."""
+        """The dtype that probabilities are computed in: float32, or float64 for doubles."""
         return torch.promote_types(self.result_type, torch.float32)
 
     @property
     def sum_type(self) -> torch.dtype:
-        """The type that gradients are summed in."""
+        """The dtype that gradients are summed in."""
         return torch.promote_types(self.head_type, torch.float32)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Gradients:
-    """The sums that chunks are added to; those of half precision are kept in float32, but for the hidden states', which have one term each."""
+    """The sums that chunks are added to. Gradients in half precision are summed in float32, except the hidden states', which have one term each."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -92,8 +92,8 @@ class _Gradients:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """`apply(hidden, weight, bias, target, loss)`: `(N, H)`, `(V, H)`, `(V,)` or None, `(N,)` of classes; a scalar, or `(N,)` unreduced.
 
-    The way through the forward pass is the one of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); the one through the backward pass keeps
-    what Cut Your Losses (Wijmans et al. 2024, arXiv:2411.09009) keeps, without its skipping of small gradients.
+    Gradients in the forward pass are the method of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); those in the backward pass save what Cut Your
+    Losses (Wijmans et al. 2024, arXiv:2411.09009) saves, without its skipping of small gradients.
     """
 
     @staticmethod
@@ -105,8 +105,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         target: torch.Tensor,
         loss: Loss,
     ) -> torch.Tensor:
-        """The loss; where `loss.gradients_in` is "forward", the gradients are left on `ctx` too."""
+        """The loss; if `loss.gradients_in` is "forward", the gradients are stored on `ctx` too."""
         with torch.autocast(hidden.device.type, enabled=False):
+            # Autocast is off: the casts are part of `loss`, taken when the head was called, and in the backward
+            # pass autocast may not be on any more.
             rows, log_sums, gradients = _through_tokens(ctx, hidden, weight, bias, target, loss)
             ctx.loss = loss
             ctx.refuse = loss.refuse
@@ -117,13 +119,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 return rows
             total = rows.sum(dtype=loss.wide_type)
             if loss.reduction == "mean":
+                # Without a clamp: the mean over no targets is NaN, as in torch.
                 total = total / (target != loss.ignore_index).sum()
             return total.to(loss.result_type)
 
     @staticmethod
     @first_order("chunked_loss")
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        """The gradients left by the forward pass, or those computed now; a graph that is kept is computed again the second time."""
+        """The gradients from the forward pass, or recomputed ones; a retained graph recomputes them in every pass."""
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
         (gradient,) = grad_outputs
         with torch.autocast(hidden.device.type, enabled=False):
@@ -150,10 +153,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Tokens:
-    """What the loop over tokens reads and writes: `rows` and `log_sums` per token, `places` the class that its logit is looked up at.
+    """The loop over chunks of tokens: `rows` and `log_sums` have one value per token, `places` the class whose logit is looked up.
 
-    Gradients are those of the sum of all losses: what the loss is divided by, or scaled with, is multiplied in by the backward pass. So nothing
-    vanishes in half precision, and ignored tokens can be taken out of the smaller factor of each product.
+    Gradients are those of the sum of all losses: the backward pass multiplies by the incoming gradient and the mean's divisor. So nothing
+    underflows in half precision, and ignored tokens can be removed from the smaller factor of each product.
     """
 
     loss: Loss
@@ -167,7 +170,7 @@ class _Tokens:
     gradients: _Gradients | None
 
     def chunk(self, chunk: slice) -> None:
-        """The loss of these tokens, and their share of the gradients if these are computed here."""
+        """Computes the loss of these tokens, and their share of the gradients if these are computed in the forward pass."""
         part = self.hidden[chunk].to(self.loss.head_type)
         where = self.places[chunk]
         logits, kept = _forward(functional.linear(part, self.weight, self.bias), self.loss.pointwise)
@@ -180,6 +183,7 @@ class _Tokens:
         rows = _smoothed(logs, of_target, self.loss)
         self.rows[chunk] = torch.where(self.is_counted[chunk], rows, 0).squeeze(1)
         if self.gradients is not None:
+            # In place: log-probabilities become probabilities, without a third tensor of this size.
             slope = _slope(logs.exp_(), where, 1 - self.loss.label_smoothing, self.loss).to(self.loss.result_type)
             del logs
             slope = _backward(slope, self.loss.pointwise, kept)
@@ -198,7 +202,7 @@ class _Tokens:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Vocabulary:
-    """What the loop over the vocabulary reads and writes."""
+    """The loop over slices of the vocabulary."""
 
     loss: Loss
     hidden: torch.Tensor
@@ -211,7 +215,7 @@ class _Vocabulary:
     gradients: _Gradients
 
     def slice(self, begin: int, end: int) -> None:
-        """What the classes from `begin` to before `end` add to the gradients."""
+        """Adds the contribution of the classes in `range(begin, end)` to the gradients."""
         part = self.weight[begin:end].to(self.loss.head_type)
         bias = None if self.bias is None else self.bias[begin:end].to(self.loss.head_type)
         logits, kept = _forward(functional.linear(self.hidden, part, bias), self.loss.pointwise)
@@ -244,6 +248,7 @@ def _through_tokens(
         weight=weight.to(loss.head_type),
         bias=None if bias is None else bias.to(loss.head_type),
         is_counted=is_counted,
+        # Ignored targets (-100) are no index: looked up as class 0, and masked afterwards.
         places=torch.where(is_counted, target.unsqueeze(1), 0),
         rows=torch.empty(num_tokens, dtype=loss.result_type, device=device),
         log_sums=torch.empty((num_tokens, 1), dtype=loss.wide_type, device=device) if loss.gradients_in else None,
@@ -289,7 +294,7 @@ def _through_vocabulary(
 
 
 def _forward(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What the cross-entropy sees, and what `_backward` needs: the outputs of each `Tanh`."""
+    """The logits that the cross-entropy sees, and the outputs of each `Tanh`, which `_backward` needs."""
     kept = []
     for change in changes:
         match change:
@@ -304,12 +309,12 @@ def _forward(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> tuple[torc
 
 
 def changed_logits(logits: torch.Tensor, changes: tuple[Pointwise, ...]) -> torch.Tensor:
-    """What the cross-entropy sees of the logits of a head."""
+    """The logits of a head after the pointwise operators."""
     return _forward(logits, changes)[0]
 
 
 def _backward(slope: torch.Tensor, changes: tuple[Pointwise, ...], kept: list[torch.Tensor]) -> torch.Tensor:
-    """The gradient with respect to the head's own output, in its type."""
+    """The gradient with respect to the head's own output, in its dtype."""
     for change in reversed(changes):
         match change:
             case Scale():
@@ -363,6 +368,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         return
     size = -(-len(left) // NUM_WEIGHT_BLOCKS)
     for begin in range(0, len(left), size):
+        # A block of rows at a time: the product in half precision is a temporary of that size.
         total[begin : begin + size].add_(left[begin : begin + size] @ right)
 
 

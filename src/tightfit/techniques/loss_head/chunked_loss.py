@@ -1,7 +1,7 @@
-"""The linear head and its cross-entropy in chunks, in models that know nothing of it.
+"""Computes the linear head and its cross-entropy in chunks, in unmodified models.
 
-The head's `forward` returns logits that are not computed (`deferred_logits`); the model's own code does to them what it does, and where they
-reach a cross-entropy it is worked out chunk by chunk (`chunked_cross_entropy`).
+The head's `forward` returns deferred logits (`deferred_logits`); the model's own code applies its operators to them, and where they reach a
+cross-entropy it is computed chunk by chunk (`chunked_cross_entropy`).
 """
 
 import functools
@@ -26,7 +26,7 @@ from tightfit.torch_hooks.weak_references import WeakTable
 
 @final
 class ChunkedLoss(AbstractTechnique):
-    """The linear head and its cross-entropy without whole logits."""
+    """The linear head and its cross-entropy without materialised logits."""
 
     name = "chunked_loss"
     exact = True
@@ -34,11 +34,11 @@ class ChunkedLoss(AbstractTechnique):
     exactness = "the same up to the order of sums and one rounding; the gradient of a weight in half precision is summed in float32"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Per head some numbers of chunks, with the gradients in either pass."""
+        """For each head several numbers of chunks, with the gradients in either pass."""
         yield from loss_head_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts the deferral around the head's `forward`, and has optimizers tell before they change its weight."""
+        """Wraps the head's `forward`, and registers hooks on optimizers that change its weight."""
 
         def check(choice: Choice) -> torch.nn.Module:
             head = session.module(choice.where)
@@ -63,6 +63,7 @@ class ChunkedLoss(AbstractTechnique):
             )
             session.wrap_forward(head, deferral)
 
+        # One hook for all heads, so that a weight that two heads share is copied once (`Copies`).
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies = Copies()
             for origin in list(origins):
@@ -74,7 +75,7 @@ class ChunkedLoss(AbstractTechnique):
 
 
 class _Deferral:
-    """What runs in place of the head's `forward`."""
+    """The wrapper around the head's `forward`."""
 
     def __init__(
         self,
@@ -107,18 +108,19 @@ class _Deferral:
 
 
 def _linear_of(forward: Callable[..., Any]) -> torch.nn.Linear | None:
-    """The module whose own `forward` this is; None if something else has been put around that."""
+    """The module whose own `forward` this is; None if that is wrapped by something else."""
     if isinstance(forward, functools.partial) and forward.func is torch.nn.Linear.forward:
         return forward.args[0]
     return None
 
 
 def has_plain_weight(linear: torch.nn.Module) -> bool:
-    """Whether the weight and the bias are parameters, and not computed at each read, or set by a hook."""
+    """Whether the weight and the bias are parameters, and not computed by a parametrization or set by a hook."""
     return linear._parameters.get("weight") is not None and "bias" in linear._parameters
 
 
 def _can_wait(linear: torch.nn.Linear, hidden: torch.Tensor) -> bool:
+    # Evaluation and generation read the logits themselves.
     wants_gradients = linear.training and torch.is_grad_enabled()
     # Sharded and quantised weights are more than their values.
     is_plain = not any(is_traceable_wrapper_subclass(p) for p in (hidden, linear.weight))

@@ -1,8 +1,8 @@
-"""Logits that are not computed yet: a tensor that knows its shape and where it would come from.
+"""Deferred logits: a tensor subclass that knows its shape, and the hidden states and weight that it would be computed from.
 
-A cross-entropy takes the hidden states and the weight from it and works in chunks. What leaves each token's logits in one piece (slices of the
-leading dimensions, views, a transposition, a cast, a scale, a tanh) is only written down; anything else first computes the logits as the
-plain model does, graph and all. So code that knows nothing of this sees an ordinary tensor.
+A cross-entropy takes these and works in chunks. Operators that keep each token's logits together (slices of the leading dimensions, views, a
+transposition, a cast, a scale, a tanh) are recorded; any other operator first materialises the logits as the plain model does, with their
+autograd graph. So other code sees an ordinary tensor.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """How the loss is to be computed: in how many chunks, and in which pass the gradients."""
+    """The number of chunks, and the pass in which gradients are computed."""
 
     num_chunks: int
     gradients_in: GradientsIn
 
 
 class Copies:
-    """Copies of weights from before an optimizer step, one of each."""
+    """Copies of weights from before an optimizer step, one for each weight."""
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}
@@ -50,7 +50,7 @@ class Copies:
 
 
 class Origin:
-    """One call of a head: what its logits come from, and the logits themselves once somebody has asked for them."""
+    """One call of a head: its hidden states and weight, and the logits once they are materialised."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class Origin:
         self.autocasts_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
+        # Versions only grow: the sum is the same exactly if both are.
         self._version = linear.weight._version + hidden._version
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
@@ -85,14 +86,14 @@ class Origin:
         return self._num_classes
 
     def join(self, member: "DeferredLogits") -> None:
-        """Tells of a tensor that comes from these logits, so that it is computed before they are changed in place."""
+        """Registers a tensor that is derived from these logits, so that it is materialised before they are changed in place."""
         self._family.append(weakref.ref(member))
 
     def check(self) -> None:
-        """Makes sure that the logits are still what they were when the head was called.
+        """Checks that the logits can still be computed as of the head's call.
 
         Raises:
-            ApplyError: what they come from has changed since, and it was not an optimizer of the session that changed it.
+            ApplyError: the hidden states or the weight were changed since, and not by an optimizer of the session.
         """
         if not self._is_as_it_was:
             raise self.refuse(
@@ -105,7 +106,7 @@ class Origin:
         return self.weight._version + self.hidden._version == self._version
 
     def logits(self) -> torch.Tensor:
-        """The logits as the head gives them, computed once."""
+        """The logits of the head with their graph, computed once."""
         if self.whole is None:
             self.check()
             self.counted("logits computed whole")
@@ -114,7 +115,7 @@ class Origin:
         return self.whole
 
     def values(self) -> torch.Tensor:
-        """The values of the logits, not kept."""
+        """The values of the logits, not cached."""
         if self.whole is not None:
             return self.whole.detach()
         self.check()
@@ -123,26 +124,29 @@ class Origin:
             return functional.linear(self.hidden, self.weight, self.bias)
 
     def settle_family(self) -> None:
-        """Computes every tensor that comes from these logits, as one of them is about to be changed in place."""
+        """Materialises every tensor derived from these logits, as one of them is about to be changed in place."""
         for reference in self._family:
             member = reference()
             if member is not None:
                 member.settled()
 
     def before_weight_changes(self, copies: Copies) -> None:
-        """Keeps what the logits can still be computed from: the logits themselves, or a copy of the weight if that is smaller."""
+        """Materialises the logits before the weight changes, or copies the weight if that is smaller."""
         if self.whole is not None or self._is_of_the_past or not self._is_as_it_was:
             return
         num_tokens = self.hidden.numel() // self.hidden.shape[-1]
         if num_tokens * self.type.itemsize < self.hidden.shape[-1] * self.weight.itemsize:
             self.logits()
         else:
+            # Detached from the parameter: logits read after the step are those of the step's weight, as in the
+            # plain program. A copy that outlived the next call was itself part of the next peak (docs/log.md,
+            # "Loss heads in chunks").
             self._is_of_the_past = True
             self.weight, self.bias = copies.of(self.weight), self.bias if self.bias is None else copies.of(self.bias)
             self._version = self.weight._version + self.hidden._version
 
     def when_called_again(self) -> None:
-        """Lets go of a weight of the past: its logits belong to a step before the last."""
+        """Drops the copy of an earlier weight: its logits are those of an earlier step."""
         if self._is_of_the_past and self.whole is None:
             self.weight, self.bias, self._version = self.parameter, None, -1
 
@@ -152,7 +156,7 @@ class Origin:
 
 
 class _Defer(torch.autograd.Function):
-    """Makes the deferred tensor a node of the graph, for code that hands it to autograd without asking it anything."""
+    """Makes the deferred tensor a node of the graph, for code that passes it to autograd without any operator."""
 
     @staticmethod
     def forward(
@@ -178,7 +182,7 @@ class _Defer(torch.autograd.Function):
 
 
 class DeferredLogits(torch.Tensor):
-    """Logits of a head, or what plain code has made of them, that have no data yet."""
+    """Logits of a head, or a tensor derived from them, without data."""
 
     _origin: Origin
     _form: Form
@@ -198,7 +202,7 @@ class DeferredLogits(torch.Tensor):
         return out
 
     def settled(self) -> torch.Tensor:
-        """The ordinary tensor that this stands for, computed once."""
+        """The materialised tensor, computed once."""
         if self._settled is None:
             logits = self._origin.logits()
             with torch.set_grad_enabled(fact(torch.Tensor.requires_grad.__get__, self)):  # pyrefly: ignore
@@ -206,7 +210,7 @@ class DeferredLogits(torch.Tensor):
         return self._settled
 
     def values(self) -> torch.Tensor:
-        """The values alone, without a graph; computed for this call unless somebody has asked for the tensor before."""
+        """The values alone, without a graph; computed for this call unless the tensor is materialised already."""
         if self._settled is not None:
             return self._settled.detach()
         with torch.no_grad():
@@ -215,7 +219,7 @@ class DeferredLogits(torch.Tensor):
     def _without_values(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """The loss, or logits still deferred; None where `func` needs the logits."""
+        """The loss, or logits that are still deferred; None if `func` needs the logits."""
         if name_of(func) == "cross_entropy":
             return _loss(self._origin, self._form, *args, **kwargs)
         form = self._form.after(func, args, kwargs)
@@ -241,6 +245,7 @@ class DeferredLogits(torch.Tensor):
                 out = first._without_values(func, others, rest)
                 if out is not None:
                     return out
+        # Tensors derived from these logits may be views of them in the plain program, and would see the write.
         if changes(name, rest):
             for member in tree_leaves((args, kwargs)):
                 if isinstance(member, DeferredLogits):
@@ -256,13 +261,13 @@ class DeferredLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
+        # Below autograd only values are needed: `_Defer` is the node of the graph.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
 
 def deferred_logits(origin: Origin) -> DeferredLogits:
-    """The logits of `origin`, shape `(..., V)`, not computed."""
+    """The deferred logits of `origin`, shape `(..., V)`."""
     shape = (*origin.hidden.shape[:-1], origin.num_classes)
     meta = torch.empty(shape, dtype=origin.type, device="meta")
     form = Form(steps=(), hidden=origin.hidden, pointwise=(), vocabulary=len(shape) - 1, meta=meta)
@@ -286,8 +291,9 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """The cross-entropy in chunks; None where it is not one of class indices without class weights."""
+    """The cross-entropy in chunks; None if it is not one of class indices without class weights."""
     rest = [size for dimension, size in enumerate(form.meta.shape) if dimension != 1]
+    # cross_entropy takes (N, C) and (N, C, d1, ...): the classes are dimension 1.
     is_ours = form.vocabulary == 1 and weight is None and size_average is None and reduce is None
     if not is_ours or target.dtype != torch.int64 or list(target.shape) != rest or not target.numel():
         return None
@@ -295,6 +301,7 @@ def _loss(
     hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])
     wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or origin.weight.requires_grad)
     pointwise = form.pointwise
+    # cross_entropy is on autocast's list of operators that run in float32.
     if torch.is_autocast_enabled(hidden.device.type) and form.meta.dtype in (torch.float16, torch.bfloat16):
         pointwise = (*pointwise, Cast(source=form.meta.dtype, target=torch.float32))
     # One factor per token cannot be multiplied in any more once the gradient of the weight has been summed over them.
@@ -322,5 +329,5 @@ def _loss(
     return out.reshape(target.shape) if reduction == "none" else out
 
 
-# Reads of the values whose result has no gradient: the logits are computed for them and let go.
+# Operators whose result has no gradient: the logits are computed for them and freed.
 _ONLY_READ = frozenset({"argmax"})

@@ -1,7 +1,7 @@
-"""What plain code does to logits between the head and the loss, written down instead of done.
+"""Records the operators that a model applies to logits between the head and the loss, instead of running them.
 
-Only what leaves each token's logits in one piece can be written down: slices of the leading dimensions, views, permutations, casts, a scale, a
-tanh. The same is done at once to the hidden states, which are smaller by the ratio of the vocabulary to the width.
+Only operators that keep each token's logits together can be recorded: slices of the leading dimensions, views, permutations, casts, a scale, a
+tanh. They are applied at once to the hidden states, which are smaller by the ratio of the vocabulary to the width.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ Step: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What has been done to the logits of a head: every step as called, and what it comes to.
+    """The recorded operators on the logits of a head, and their effect.
 
-    `hidden` are the hidden states with the same done to their leading dimensions; the vocabulary lies in dimension `vocabulary`.
-    `meta` has the shape, strides and type.
+    `hidden` are the hidden states with the same operators applied to their leading dimensions; the vocabulary is dimension `vocabulary`.
+    `meta` has the shape, strides and dtype.
     """
 
     steps: tuple[Step, ...]
@@ -31,13 +31,13 @@ class Form:
     meta: torch.Tensor
 
     def replayed(self, logits: torch.Tensor) -> torch.Tensor:
-        """All of it done to real logits."""
+        """The recorded operators applied to real logits."""
         for func, args, kwargs in self.steps:
             logits = func(logits, *args, **kwargs)
         return logits
 
     def after(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Form | None":
-        """The form after a call; None if it has to be done at once."""
+        """The form after a further call; None if the logits must be materialised."""
         write_down = _WRITTEN_DOWN.get(name_of(func))
         return None if write_down is None else write_down(func, self, args, kwargs)
 
@@ -84,6 +84,7 @@ def _same(func: Callable[..., Any], form: Form, args: Sequence[Any], kwargs: Map
 
 
 def _reshape(func: Callable[..., Any], form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    # `Tensor.view(dtype)` reinterprets bits.
     if form.vocabulary != form.meta.dim() - 1 or any(isinstance(value, torch.dtype) for value in args):
         return None
     meta = func(form.meta, *args, **kwargs)
@@ -94,6 +95,8 @@ def _reshape(func: Callable[..., Any], form: Form, args: Sequence[Any], kwargs: 
 
 
 def _permute(func: Callable[..., Any], form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    # Sizes 0, 1, 2, ... on the meta device: the shape of the result is the permutation, whichever function made
+    # it.
     probe = torch.empty(tuple(range(form.meta.dim())), device="meta")
     order = tuple(func(probe, *args, **kwargs).shape)
     return _next(form, func, args, kwargs, hidden=form.hidden.permute(order), vocabulary=order.index(form.vocabulary))

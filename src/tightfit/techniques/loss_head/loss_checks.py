@@ -1,4 +1,4 @@
-"""Compares the loss of a sample of tokens in chunks with that of plain code, and its gradient, in the first steps of a real run."""
+"""Compares the chunked loss of a sample of tokens and its gradient with those of plain code, in the first steps of a real run."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ _MOST_TOKENS = 32
 def sample_differs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, loss: Loss
 ) -> str:
-    """What of the loss of some tokens, shape `(N, H)`, is not the same, in words; nothing where all is. The weight's gradient, which is large, is left out."""
+    """What differs between the two losses of some tokens of `hidden`, `(N, H)`, in words, or nothing. The large gradient of the weight is left out."""
     places = torch.linspace(0, len(hidden) - 1, min(len(hidden), _MOST_TOKENS), device=hidden.device).long()
     rows, classes = hidden.detach()[places], target[places]
     fixed = weight.detach(), None if bias is None else bias.detach()

@@ -1,8 +1,8 @@
-"""What a loss head in chunks saves and costs, from the tape of the plain run.
+"""The saving and cost of a chunked loss head, from the tape of the plain run.
 
-Memory: everything of the size of the logits goes; a chunk of it comes while the loss is computed, and the gradients that are there earlier
-than in the plain run. Time: the same products (one more if the gradients are computed in the backward pass), fewer passes over the logits in
-all, but one over the gradient of the weight per chunk.
+Memory: everything of the size of the logits is gone; one chunk of it is allocated while the loss is computed, and some gradients are allocated
+earlier than in the plain run. Time: the same products (one more if the gradients are computed in the backward pass), fewer passes over the
+logits in total, but one over the gradient of the weight per chunk.
 """
 
 import dataclasses
@@ -54,14 +54,14 @@ def loss_head_options(technique: str, profile: Profile) -> Iterator[Option]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One way to compute the loss in chunks."""
+    """Memory and time of one way to compute the loss in chunks."""
 
     num_chunks: int
     gradients_in: GradientsIn
     profile: Profile
 
     def changes(self, head: LossHead) -> Iterator[Change]:
-        """What is gone, and what is there instead."""
+        """The storages that are gone, and the ones that replace them."""
         anatomy = self.profile.modules
         for storage in head.gone:
             size = int(anatomy.block_bytes[storage])
@@ -78,6 +78,8 @@ class _Way:
         is_forward = self.gradients_in == "forward"
         yield *loop, numbers + head.casts_weight * weight
         if is_forward and head.weight_gradient >= 0 and head.head_item_bytes < _SUM_BYTES:
+            # The half-precision product that is added to the float32 sum, one block of rows at a time
+            # (`_add_product`).
             yield *loop, weight // NUM_WEIGHT_BLOCKS
         if not is_forward:
             back = int(event(head.back_begin)), int(event(head.back_end))
@@ -85,7 +87,7 @@ class _Way:
             yield *back, numbers + product + head.casts_weight * weight // self.num_chunks
 
     def _waiting(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        """Gradients that are there before the plain run has them."""
+        """Gradients that are allocated earlier than in the plain run."""
         event, births = self.profile.modules.event_of, self.profile.allocated_at
         is_forward = self.gradients_in == "forward"
         begin = int(event(head.product if is_forward else head.back_begin))
@@ -103,7 +105,7 @@ class _Way:
             yield int(event(head.product)), back_end, head.num_tokens * head.width * head.head_item_bytes
 
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
-        """Where the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept."""
+        """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
         anatomy = self.profile.modules
         died, back_end = int(anatomy.died[head.logits]), int(anatomy.event_of(head.back_end))
         if died <= back_end:
@@ -120,7 +122,7 @@ class _Way:
             yield step, end, min(logits, int(anatomy.block_bytes[head.weight_gradient]))
 
     def seconds(self, head: LossHead) -> float:
-        """What one run of the head takes longer."""
+        """The extra time of one run of the head."""
         seconds = self.profile.seconds
         efficiency = efficiency_of(self.profile.device)
         second_per_byte = 1 / (self.profile.device.dram_bytes_per_second * efficiency.of_bandwidth["elementwise"])
@@ -139,12 +141,12 @@ class _Way:
 
 
 def _bytes_at_once(head: LossHead) -> int:
-    """Bytes per logit of a chunk at its highest: the logits and their log-probabilities, both wide, and outputs of a tanh."""
+    """Peak bytes per logit of a chunk: the logits and their log-probabilities, both wide, and outputs of a tanh."""
     return 2 * max(_SUM_BYTES, head.loss_item_bytes) + head.has_tanh * head.loss_item_bytes
 
 
 def _traffic(head: LossHead, gradients_in: GradientsIn) -> int:
-    """Bytes that pass per logit, products left out: casts, log-softmax, exponential and scale each read and write."""
+    """Memory traffic per logit in bytes, without the products: casts, log-softmax, exponential and scale each read and write."""
     wide = max(_SUM_BYTES, head.loss_item_bytes)
     cast = head.head_item_bytes + wide if head.head_item_bytes != wide else 0
     loss, exponential = cast + 2 * wide, 2 * wide + cast
@@ -153,7 +155,7 @@ def _traffic(head: LossHead, gradients_in: GradientsIn) -> int:
 
 
 def _elementwise_seconds(tape: Tape, head: LossHead, seconds: Column) -> float:
-    """What the plain run spends between the head's product and its gradients."""
+    """The time of the plain run between the head's product and its gradients."""
     forward = float(seconds[head.product + 1 : head.loss_end].sum())
     own = tape.operators.module[head.back_begin : head.back_end] == tape.operators.module[head.product]
     return forward + float(seconds[head.back_begin : head.back_end][~own].sum())

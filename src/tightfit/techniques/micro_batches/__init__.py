@@ -1,1 +1,1 @@
-"""The batch in parts, and the check that each example is computed by itself."""
+"""Micro-batches, and the check that each example is computed independently."""

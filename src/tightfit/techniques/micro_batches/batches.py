@@ -12,20 +12,21 @@ Instead = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AbstractBatch(abc.ABC):
-    """The arguments of a call that are a batch of examples."""
+    """The arguments of a call as a batch of examples."""
 
     def __init__(self, num_examples: int, device: torch.device) -> None:
         self.num_examples = num_examples
         self.device = device
 
     def parts(self, num_parts: int) -> Iterator[tuple[int, int]]:
-        """The stretches of examples, all of one length but for the last, which may be shorter."""
+        """The ranges of examples, all of one length except the last, which may be shorter."""
+        # Rounded up: fewer, larger parts rather than one more part of a few examples.
         size = max(1, -(-self.num_examples // num_parts))
         for begin in range(0, self.num_examples, size):
             yield begin, min(self.num_examples, begin + size)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are split."""
+        """The tensors that are split."""
         found: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,14 +38,14 @@ class AbstractBatch(abc.ABC):
 
     @abc.abstractmethod
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
+        """The arguments for the examples in `range(begin, end)`; with `instead`, its result for each tensor that is split."""
 
 
 def check_rows(what: str, tensor: torch.Tensor) -> None:
-    """Makes sure that a tensor has rows that can be cut out of it.
+    """Checks that a tensor can be split along its first dimension.
 
     Raises:
-        ApplyError: it has not.
+        ApplyError: it cannot.
     """
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise ApplyError(
@@ -71,10 +72,14 @@ class Batch(AbstractBatch):
         super().__init__(int(first.shape[0]), first.device)
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
+                # The parts' backward passes are limited to parameters (`inputs=`), so a batch that is trained
+                # itself (adversarial examples) would get no gradient.
                 if value.requires_grad:
                     raise ApplyError(
                         f"argument {name} wants a gradient of its own, which micro_batches does not give it; leave it out"
                     )
+                # A first dimension of one is shared by all examples, as the position ids and masks of Hugging
+                # Face models are. Vectors of another length (class weights) are shared too.
                 if value.dim() > 1 and value.shape[0] not in (1, self.num_examples):
                     raise ApplyError(
                         f"argument {name} has {value.shape[0]} rows where the batch has {self.num_examples}: how to split it is not known; leave micro_batches out"
@@ -85,7 +90,7 @@ class Batch(AbstractBatch):
                 )
 
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments for the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
+        """The arguments for the examples in `range(begin, end)`; with `instead`, its result for each tensor that is split."""
 
         def cut(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == self.num_examples):

@@ -1,6 +1,6 @@
-"""What is proved of a model that is run on parts of its batch: that each example has its own outputs, and the loss is one mean or sum over them.
+"""Proves that a model can be run on micro-batches: each example has its own outputs, and the loss is one mean or sum over them.
 
-Proved again after any change of shape, mode or module. The model runs on tensors without data, once with a part of the examples and once with all.
+The proof is repeated after any change of shape, mode or module. The model runs on fake tensors, once with a part of the examples and once with all.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ _MOST_SHAPES = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
-    """`joined` are the keys of the outputs that have a row for each example; `means` what the loss is a mean over, as `Total` has it.
+    """The result of a proof: `joined` are the keys of the outputs that have a row for each example; `means` as in `Total`.
 
-    It holds where the model decides by `decisions`, which it read off tensors. `is_of_first`: of a part that left something for the next one to find,
-    about which there must be another proof.
+    It holds for the data-dependent branches in `decisions`. `is_of_first`: for a first part that had a side effect, after which another proof
+    is needed.
     """
 
     joined: frozenset[Any]
@@ -43,7 +43,7 @@ class Proved:
 
 
 class BatchProofs:
-    """The proofs about one model, which it refers to weakly, by the shapes of its batches."""
+    """The proofs for one model, which it refers to weakly, by the shapes of its batches."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BatchProofs:
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
     def of(self, batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Proved | None:
-        """What is proved about such a batch already."""
+        """The known proof for such a batch, if there is one."""
         now = self._state.snapshot(self._owner(), is_kept=True)
         is_new = self._code is None or not self._code.is_same()
         if is_new or (self._before is not None and self._is_changed(self._before, now)):
@@ -76,9 +76,10 @@ class BatchProofs:
     def with_decisions(
         self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], decisions: Sequence[Any]
     ) -> Proved | None:
-        """What is proved about such a batch where the model decides so."""
+        """The known proof for such a batch with these decisions, if there is one."""
         known = self._known.get(_key(batch, parts), {})
         found = known.pop(tuple(decisions), None)
+        # Put at the end, since `of` takes the last one that was used.
         if found is not None:
             known[found.decisions] = found
         return found
@@ -88,11 +89,12 @@ class BatchProofs:
         if not found:
             return False
         model = self._owner()
+        # A metric's counters change in every step, and would make every step prove anew.
         metrics = tuple(f"{type(model).__name__}.{name}" for name, part in model.named_modules() if _is_metric(part))
         return any(not str(each).startswith(metrics) for each in found) if metrics else True
 
     def changed(self) -> str:
-        """What the model can reach that has changed since `of` was asked, in words, or nothing."""
+        """The first change of the model's state since `of` was called, in words, or nothing."""
         found = [] if self._before is None else differences(self._before, self._state.snapshot(self._owner()))
         return str(found[0]) if found else ""
 
@@ -106,10 +108,10 @@ class BatchProofs:
         *,
         may_leave: bool,
     ) -> Proved:
-        """Proves that `forward` gives for the parts of a batch what it gives for the whole, where it decides by `decisions` and reads `reads`.
+        """Proves that `forward` gives the same for the parts of a batch as for the whole, for these decisions and values read.
 
-        It was run on one part since `of` was asked, or the last proof. What that has left is to be the same whatever part it was: so it is proved
-        of the state that the part found, and if it has left something, of what the next part finds as well.
+        It was run on one part since `of` was called, or since the last proof. Side effects of that run must not depend on the part: so the proof
+        starts from the state before it, and if it had side effects, another one starts from the state that the next part finds.
 
         Raises:
             ApplyError: it is not proved.
@@ -132,6 +134,7 @@ class BatchProofs:
         if proved.is_of_first:
             return proved
         self._code = Code(model)
+        # Padded text has a new length in nearly every batch; the proofs of an epoch are not kept for ever.
         if len(self._known) >= _MOST_SHAPES:
             self._known.clear()
         proved = dataclasses.replace(proved, decisions=tuple(decisions))
@@ -209,7 +212,7 @@ class BatchProofs:
 
 @contextlib.contextmanager
 def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
-    """For the time, what can be put back is as it was in `before`, if that is given; then it is again as it is `now`."""
+    """Restores the state `before` for a block, if it is given, and `now` afterwards."""
     if before is None:
         yield
         return
@@ -221,7 +224,7 @@ def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
 
 
 class _ProofWatch(Watch):
-    """Tells the run of a proof which tensors are losses over rows."""
+    """Marks losses over rows in the run of a proof."""
 
     def __init__(self, run: Run, *, allows_randomness: bool) -> None:
         super().__init__(run.num_rows, allows_randomness=allows_randomness)
@@ -234,6 +237,8 @@ class _ProofWatch(Watch):
         super().noted(term, inputs, is_of_classes=is_of_classes)
         if not isinstance(self._run, Flow):
             return
+        # CLIP and SimCLR compare each example with all others of the batch: the scores are (examples,
+        # examples), and parts would have fewer negatives.
         if term.is_contrastive:
             self._run.put_mixed(
                 term.loss, "the loss has as many classes as the batch has examples: it compares them with each other"
@@ -248,7 +253,7 @@ class _ProofWatch(Watch):
 
 
 def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
-    """Raises Mixes where a loss function does not compare each row with its own target alone."""
+    """Raises Mixes if a loss function does not compare each row with its own target only."""
     scores, target, weight = inputs["input"], inputs["target"], inputs.get("weight")
     layout = flow.layout(scores)
     if layout is None or flow.is_uniform(scores):
@@ -261,6 +266,8 @@ def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -
         extra = [t for n in ("weight", "pos_weight") if isinstance(t := inputs.get(n), torch.Tensor)]
         flow.broadcast([scores, target, *extra], max(scores.dim(), target.dim()))
         return
+    # Dimension 1 has the classes (torch.nn.functional.cross_entropy), and in an input without a batch the only
+    # one.
     classes = 1 if scores.dim() > 1 else 0
     if layout.dim == classes or (weight is not None and flow.is_uniform(weight)):
         raise Mixes("has the rows for classes")
@@ -278,7 +285,7 @@ def _has_rows(flow: Flow, value: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _without_metrics(model: torch.nn.Module) -> Iterator[None]:
-    """For the time, metrics of torchmetrics count nothing: they add up what they see, part by part as well."""
+    """Mutes torchmetrics metrics for a block: they accumulate, so updates by parts add up to the same."""
     kept = []
     for module in model.modules():
         if _is_metric(module):
@@ -302,7 +309,7 @@ def _nothing(*_: Any, **__: Any) -> torch.Tensor:
 
 
 class _AllRows(frozenset[Any]):
-    """Contains every key: a batch that is one part is put together of itself."""
+    """Contains every key: the outputs of a batch that is one part are complete."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -323,6 +330,7 @@ def _key(batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Any:
     plain = [
         v if isinstance(v, bool | int | float | str | None) else type(v).__name__ for v in (*rest[0], *rest[1].values())
     ]
+    # Under autocast the same module runs other operators.
     device = batch.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return tuple(shapes), tuple(rest[1]), tuple(plain), tuple({e - b for b, e in parts}), len(parts), autocast

@@ -1,4 +1,4 @@
-"""A batch as a loader hands it out: tensors in lists, tuples and dicts, all of them with one row per example."""
+"""A batch from a data loader: tensors in lists, tuples and dicts, each with one row per example."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _SHARED = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 class LoadedBatch(AbstractBatch):
-    """The one argument of a training step that is split. Rows of strings and numbers in lists are split as well; single ones are shared.
+    """The batch argument of a training step. Lists with one string or number per example are split as well; single values are shared.
 
     Raises:
         ApplyError: it is not clear how to split it, or there is nothing to split.
@@ -37,7 +37,7 @@ class LoadedBatch(AbstractBatch):
                 )
 
     def part(self, begin: int, end: int, instead: Instead | None = None) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The batch of the examples from `begin` to before `end`; or with what `instead` gives for each tensor that is split."""
+        """The batch of the examples in `range(begin, end)`; with `instead`, its result for each tensor that is split."""
 
         def cut(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.dim():
@@ -53,7 +53,7 @@ class LoadedBatch(AbstractBatch):
 
 
 def num_examples(batch: Any) -> int:
-    """How many examples a batch, or a part of one, holds: the rows of its first tensor."""
+    """The number of examples of a batch or a part of one: the rows of its first tensor."""
     return int(_first_tensor(batch).shape[0])
 
 
@@ -79,9 +79,12 @@ def _mapped(value: Any, cut: Callable[[Any], Any], is_leaf: Callable[[Any], bool
     if is_leaf(value):
         return cut(value)
     if isinstance(value, Mapping):
+        # BatchEncoding and other dict classes of libraries have attributes and methods (`.to`) that the step
+        # may use.
         kind: Callable[..., Any] = type(value)
         return kind({key: _mapped(item, cut, is_leaf) for key, item in value.items()})
     if isinstance(value, list | tuple):
         kind, items = type(value), [_mapped(item, cut, is_leaf) for item in value]
+        # Named tuples take their items one by one.
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     return cut(value)

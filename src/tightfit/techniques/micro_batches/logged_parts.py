@@ -1,6 +1,6 @@
-"""What a LightningModule logs while its step runs in parts: gathered, and logged once for the whole batch, as the plain step would.
+"""Gathers the values that a LightningModule logs while its step runs in micro-batches, and logs them once for the whole batch.
 
-Means are weighted by the examples of each part, and the loss is that of the batch. A metric object has seen every part and is handed over as it is.
+Means are weighted by the examples of each part, and the loss is that of the batch. A metric object has seen every part and is logged as it is.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _REDUCTIONS = {
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Logged:
-    """The calls of one name, by part: the arguments, how many examples each stands for, and whether each was the loss itself."""
+    """The calls with one name, by part: the arguments, the number of examples of each, and whether each value was the loss itself."""
 
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     weights: list[int] = dataclasses.field(default_factory=list)
@@ -30,7 +30,7 @@ class _Logged:
 
 
 class LoggedParts:
-    """Stands for the `log` method of a LightningModule for the time of a step."""
+    """Replaces the `log` method of a LightningModule during a step."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -48,7 +48,7 @@ class LoggedParts:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """For the time what the module logs is kept here."""
+        """Gathers the module's logs for a block."""
         self._by_name, self._new = {}, []
         own = vars(self._module)
         before = own.get("log")
@@ -61,16 +61,17 @@ class LoggedParts:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """For the time nothing is gathered."""
+        """Ignores the module's logs for a block."""
         self._is_muted = True
         yield
         self._is_muted = False
 
     def end_part(self, loss: Any, num_examples: int) -> None:
-        """What was logged since the last part belongs to one with this loss, of this many examples."""
+        """Assigns the values logged since the last part to a part with this loss and number of examples."""
         for call in self._new:
             value = call["value"]
             is_loss = isinstance(value, torch.Tensor) and isinstance(loss, torch.Tensor) and _is_view(value, loss)
+            # As Lightning itself does: a value with a graph would keep the part's activations alive.
             if isinstance(value, torch.Tensor) and not call.get("enable_graph"):
                 call["value"] = value.detach()
             logged = self._by_name.setdefault(call["name"], _Logged())
@@ -80,12 +81,13 @@ class LoggedParts:
         self._new = []
 
     def hand_over(self, loss: Any) -> None:
-        """Logs each name once, for the batch whose loss this is."""
+        """Logs each name once, for the batch with this loss."""
         by_name, self._by_name = self._by_name, {}
         for logged in by_name.values():
             call = dict(logged.calls[-1])
             if "batch_size" in call:
                 call["batch_size"] = sum(logged.weights)
+            # Not a mean of the parts' losses: with ignored targets these have other weights than examples.
             if all(logged.are_losses):
                 call["value"] = loss.detach()
             elif isinstance(call["value"], torch.Tensor | numbers.Number):

@@ -1,7 +1,7 @@
-"""Watches a forward for what decides whether a batch can be split: which loss it ends in and what that averages over, batch norm, randomness.
+"""Watches a forward for its loss functions and what they average over, and for obstacles to micro-batches: batch norm, randomness.
 
-A mean over a batch is the mean of its parts' means, each weighted by how many terms it has. How many is read off the call of the loss function
-itself, so that nothing is assumed about labels: targets that are ignored, class weights and `reduction="sum"` count as that call has them.
+A mean over a batch is the mean of its parts' means, each weighted by its number of terms. That number is taken from the call of the loss function,
+so that nothing is assumed about labels: ignored targets, class weights and `reduction="sum"` count as in that call.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _DROPOUTS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One call of a loss function: its result, the number of terms that it is the mean of (None: it is a sum), and how many there could be."""
+    """One call of a loss function: its result, the number of terms of its mean (None: it is a sum), and the largest possible number."""
 
     loss: torch.Tensor
     num_terms: torch.Tensor | int | None
@@ -44,7 +44,7 @@ class Term:
 
 
 class Watch(TorchFunctionMode):
-    """Keeps the losses that are computed while it is active.
+    """Collects the losses that are computed while it is active.
 
     Raises:
         ApplyError: a batch norm in training, or (unless `allows_randomness`) something that draws random numbers.
@@ -87,6 +87,8 @@ class Watch(TorchFunctionMode):
     def _note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any) -> None:
         call = _bound(func, args, kwargs)
         has_old_arguments = call.get("size_average") is not None or call.get("reduce") is not None
+        # `reduction="none"` gives a value for each row, whose mean the program takes itself: that is followed
+        # by `effects.totals`.
         if has_old_arguments or call["reduction"] not in ("mean", "sum"):
             return
         scores, target = call["input"], call["target"]
@@ -102,7 +104,7 @@ class Watch(TorchFunctionMode):
         self.noted(term, call, is_of_classes=func in _OF_CLASSES)
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a loss function that is not one of torch."""
+        """Runs a loss function that is not torch's."""
         return func(*args, **kwargs)
 
     def noted(self, term: Term, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
@@ -111,7 +113,7 @@ class Watch(TorchFunctionMode):
 
 
 def active_watch() -> Watch | None:
-    """The watch that is active, if one is."""
+    """The innermost active watch, if there is one."""
     modes = _get_current_function_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Watch)), None)
 
@@ -119,17 +121,19 @@ def active_watch() -> Watch | None:
 def _num_targets(
     scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor | int:
-    """What `cross_entropy` divides by where it takes the mean."""
+    """The divisor of the mean in `cross_entropy`."""
+    # Class probabilities as targets: the mean is over all rows, whatever they sum to, and nothing is ignored.
     if target.is_floating_point():
         return scores.numel() // scores.shape[min(1, scores.dim() - 1)]
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
+    # torch divides by the sum of the weights of the targets, not by their number (LossNLL.cpp).
     return (weight[target.clamp(0, len(weight) - 1)] * counts).sum()
 
 
 def uses_batch_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `batch_norm` or `instance_norm` depends on what else is in the batch, or leaves that behind in running statistics."""
+    """Whether a call of `batch_norm` or `instance_norm` depends on the rest of the batch, or writes it to running statistics."""
     if func is functional.batch_norm:
         return bool(_bound(func, args, kwargs)["training"])
     if func is functional.instance_norm:
@@ -139,7 +143,7 @@ def uses_batch_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 def draws_random_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch takes numbers from a generator."""
+    """Whether a call of torch draws from a random generator."""
     name = getattr(func, "__name__", "")
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))

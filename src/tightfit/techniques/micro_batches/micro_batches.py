@@ -1,7 +1,7 @@
-"""Micro-batches: the batch is run in parts, forwards and backwards, and the gradients added up, inside one forward of the user's loop.
+"""Micro-batches: the batch is run in parts, forward and backward, and the gradients are summed, inside one forward of the user's loop.
 
-Gradient accumulation without its loop: for models that return their loss (Hugging Face's with labels, and any root that ends in a loss function),
-and for the training loops of Lightning and the Trainer, which have a method that does, whatever their model returns.
+Gradient accumulation without changing the loop: for models that return their loss (Hugging Face's with labels, and any root that ends in a loss
+function), and for the training loops of Lightning and the Trainer, which have a method that does, whatever their model returns.
 The means of the parts are weighted by the number of their terms, so that the sum is the gradient of the whole batch.
 """
 
@@ -29,6 +29,8 @@ from tightfit.techniques.session import Session
 from tightfit.techniques.settings import parse_bool
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
+# Powers of two divide most batches evenly; a last part that is shorter is allowed, and another length means
+# another proof.
 NUMS_PARTS = (2, 4, 8)
 
 _LOSSES = (
@@ -40,7 +42,7 @@ _BATCH_NORMS = ("aten.native_batch_norm", "aten._batch_norm", "aten.cudnn_batch_
 
 @final
 class MicroBatches(AbstractTechnique):
-    """Trades smaller kernels, and more of them, for all but one part of the activations."""
+    """Trades more and smaller kernels for all but one part of the activations."""
 
     name = "micro_batches"
     exact = True
@@ -49,7 +51,7 @@ class MicroBatches(AbstractTechnique):
     tolerance = 0.25
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Halves, quarters and eighths of the batch, where the model itself computes the loss, or a framework's loop has a method that does."""
+        """Halves, quarters and eighths of the batch, if the model itself computes the loss, or a framework's loop has a method that does."""
         run = profile.optimizer
         if not run.stretches or _obstacle(run):
             return
@@ -63,13 +65,15 @@ class MicroBatches(AbstractTechnique):
                 changes=_changes(run, num_parts),
                 seconds=_seconds(run, num_parts),
                 exact=not is_random,
+                # A part's backward pass runs inside the forward: no other technique may change what happens in
+                # backward passes.
                 slots=frozenset({"batch", BACKWARD_SLOT}),
                 is_coarse=True,
                 leaves_share=1 / num_parts,
             )
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """What the user's own loop could do, and why this technique cannot."""
+        """Advice for the user's own loop if this technique cannot be applied."""
         run = profile.optimizer
         reason = _obstacle(run)
         if not (run.stretches and reason):
@@ -86,7 +90,7 @@ class MicroBatches(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=True)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts the parts around the model's forward."""
+        """Wraps the model's forward, or the loop's step."""
         (choice,) = chosen
         model, loop = session.model, choice.settings.get("loop")
         if loop and session.loop is None:
@@ -136,7 +140,7 @@ def _names_of_forward(tape: Tape) -> Iterator[str]:
 
 
 def _obstacle(run: OptimizerProfile) -> str:
-    """Why a batch cannot be split, as far as a tape shows; empty where it can."""
+    """The reason against splitting the batch, as far as a tape shows; empty if there is none."""
     if len(_operators(run.tape, _BATCH_NORMS)):
         return "a batch norm takes its statistics from the whole batch"
     if _is_of_loop(run):
@@ -147,14 +151,14 @@ def _obstacle(run: OptimizerProfile) -> str:
 
 
 def _is_of_loop(run: OptimizerProfile) -> bool:
-    """Whether it is the step of a framework that can be split, and not the model. The Trainer's label smoother is no loss function of torch."""
+    """Whether the step of a framework can be split, and not the model. The Trainer's label smoother is no loss function of torch."""
     tape = run.tape
     has_step = tape.loop == "Trainer" or (tape.loop == "Lightning" and bool(len(_operators(tape, _LOSSES))))
     return has_step and (scales_loss(run) or not _returns_loss(tape))
 
 
 def _returns_loss(tape: Tape) -> bool:
-    """Whether the model that is called is where the loss functions run."""
+    """Whether the loss functions run inside of the model."""
     losses = _operators(tape, _LOSSES)
     roots = [root for root in _roots(tape, np.flatnonzero(tape.operators.phase == Phase.FORWARD)) if root]
     # A loss function that is a module of its own (torch.nn.CrossEntropyLoss) is called beside the model, not by it.
@@ -168,10 +172,10 @@ def _roots(tape: Tape, operators: Column) -> list[str]:
 
 
 def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
-    """All but one part of what the passes make is gone; the gradients are there from the first part on.
+    """All but one part of the storages made in the passes are gone; the gradients are allocated from the first part on.
 
-    Those of the step before that are dropped between forward and backward pass stay to the end, but in Lightning's steps, which are put in
-    parts without them.
+    Gradients of the previous step that are dropped between forward and backward pass stay allocated to the end of the pass, except in
+    Lightning's steps, which drop them before.
     """
     drops = _is_of_loop(run) and run.tape.loop == "Lightning"
     storages = run.tape.storages
@@ -194,9 +198,9 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
 
 
 def _seconds(run: OptimizerProfile, num_parts: int) -> float:
-    """More kernels that each do less: what each costs however small it is, once per part, and the sums of gradients read and written.
+    """The extra time of more and smaller kernels: the fixed cost of each, once per part, and the traffic of the sums of gradients.
 
-    A step takes the card's time or the host's to issue the kernels, whichever is longer.
+    A step takes the GPU's time or the host's time to launch the kernels, whichever is longer.
     """
     working, phase = is_kernel(run.tape), run.tape.operators.phase
     in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps

@@ -1,7 +1,7 @@
-"""Runs a model that returns its loss over parts of a batch, one after another, so that only one part's activations are ever alive.
+"""Runs a model that returns its loss over micro-batches, one after another, so that only one part's activations are alive at a time.
 
-Each part is run backwards at once, inside the forward, with its gradients added up aside; what the caller gets is a loss whose backward pass
-only scales those sums and hands them over. The caller's loop sees one forward, one loss and one backward pass.
+The backward pass of each part runs at once, inside the forward, and its gradients are summed separately; the caller gets a loss whose backward
+pass only scales those sums and returns them. The caller's loop sees one forward, one loss and one backward pass.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ _TOLERANCE_OF_HALVES = 2e-2
 
 
 class SplitForward:
-    """The code around a root's forward; `num_parts` at most, `allows_randomness` as `Watch` has it. `counted` is called once per part.
+    """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `Watch`. `counted` is called once per part.
 
-    `batch_of` says what of the arguments is the batch, `scaled` is the scale of the `GradScaler` that scales the loss outside. What is run to prove
-    that parts may be run, and to compare them, is run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by
-    value. It refers to the model weakly, and a copy of the model takes a copy of it along.
+    `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
+    run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
+    copy of the model gets a copy of it.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class SplitForward:
                     "the model decides by values of the batch, and does so otherwise for one part of it than for another; leave micro_batches out"
                 )
             decisions = watch.decisions
-            # A plan may be put on the modules inside by their first forward, and change what is trained.
+            # A plan may be applied to inner modules by their first forward, and change which parameters are
+            # trained.
             _refuse_hooks(self.model, self._refuse)
             aside.take()
             loss_key, loss = find_loss(output)
@@ -149,11 +150,15 @@ class SplitForward:
                 is_new = proved is None
                 values = self._read(forward, args, kwargs) if is_new else None
             if proved is None or is_new:
+                # After the first part has run for real, so that lazy modules and caches are made; what that run
+                # has left behind is part of the proof.
                 proved = self._proofs.prove(forward, batch, parts, decisions, values, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)
             del output, watch
+            # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
+            # accumulating into anything but the trained parameters.
             with torch.autocast(batch.device.type, enabled=False), of_a_part():
                 torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
@@ -173,14 +178,14 @@ class SplitForward:
 
     @torch.no_grad()
     def _read(self, forward: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """What the model reads off its tensors for a part."""
+        """The values that the model reads from its tensors for a part."""
         with self._unseen(), paused(), Reads() as reads:
             forward(*args, **kwargs)
         return reads.values
 
     @contextlib.contextmanager
     def _no_steps(self) -> Iterator[None]:
-        """While this lasts, a step of any optimizer is refused: it would be made once for each part, with the gradients of some."""
+        """Refuses optimizer steps inside: they would run once for each part, with the gradients of some."""
 
         def refuse(*_: Any) -> None:
             raise self._refuse("an optimizer is stepped within the forward of the model; leave micro_batches out")
@@ -193,7 +198,7 @@ class SplitForward:
 
     @torch.no_grad()
     def _refuse_parts_that_raise(self, forward: Forward, batch: AbstractBatch, error: Exception) -> None:
-        """Refuses where a part of the batch raises what the whole does not; what the whole raises too is the program's own."""
+        """Refuses if a part of the batch raises an error that the whole does not; an error of the whole is the program's own."""
         changed = self._proofs.changed()
         if not changed:
             args, kwargs = batch.part(0, batch.num_examples)
@@ -209,8 +214,9 @@ class SplitForward:
 
     @torch.no_grad()
     def _check(self, forward: Forward, batch: AbstractBatch, means: frozenset[int]) -> None:
-        """Two examples together and one by one must give the same loss: what compares examples, or mixes them, does not."""
+        """Checks that two examples together and one by one give the same loss; a loss that compares or mixes examples does not."""
         was_training = [module for module in self.model.modules() if module.training]
+        # Two runs with dropout differ by their masks: they are compared in evaluation mode.
         if self._allows_randomness:
             self.model.eval()
         results, comparable = [], True
@@ -240,7 +246,7 @@ class SplitForward:
 
 
 class _GradientsAside:
-    """Takes the gradients off the parameters that are trained when `take` is first called, and puts them back at the end."""
+    """Removes the gradients of the trainable parameters when `take` is first called, and restores them at the end."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

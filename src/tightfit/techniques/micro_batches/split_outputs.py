@@ -1,4 +1,4 @@
-"""What the parts of a batch return, put together: the loss of the whole, whose gradients are there already, and small outputs besides."""
+"""Combines the outputs of micro-batches: the loss of the whole batch, whose gradients are computed already, and small other outputs."""
 
 import dataclasses
 import weakref
@@ -22,8 +22,8 @@ SMALL_OUTPUT_BYTES = 16 << 20
 
 
 class Unchanged:
-    """What the gradients were computed from, to be the same when the loss is run backwards: weights and batch, by address, version and (with
-    `has_checksum`) values. It refers to them weakly: a batch that is gone cannot be changed.
+    """Checks that the weights and the batch are unchanged when the loss's backward pass runs: by address, version and (with `has_checksum`)
+    values. It refers to them weakly: a batch that was freed cannot be changed.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, has_checksum: bool) -> None:
@@ -32,7 +32,7 @@ class Unchanged:
         self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
 
     def what_changed(self) -> str:
-        """In words; nothing where all is the same."""
+        """The change in words; empty if there is none."""
         for number, reference in enumerate(self._tensors):
             tensor = reference()
             if tensor is None:
@@ -83,12 +83,14 @@ class Sums:
         self._counts.append(counts)
         if not self._losses:
             self._unit = num_examples if ROWS in means else terms[min(means)].most_terms
+        # A count of targets that are not ignored is on the device, and reading it back would wait for the
+        # device once per part.
         if isinstance(counts[0], torch.Tensor):
             return counts[0].to(dtype) / self._unit
         return torch.full((), counts[0] / self._unit, dtype=dtype, device=loss.device)
 
     def are_shares_equal(self) -> bool:
-        """Whether each part has the same share in all means: else one weight is not right for all of them. Counts on the device are read."""
+        """Whether each part has the same share in all means; otherwise there is no single weight for it. Counts on the device are read back."""
         if not self._counts or len(self._counts[0]) < 2 or isinstance(self._losses[0], FakeTensor):
             return True
         if all(isinstance(count, int) for counts in self._counts for count in counts):
@@ -102,7 +104,8 @@ class Sums:
         return bool(((shares - shares[:, :1]).abs() <= (_ROUNDED if is_rounded else _EXACT)).all())
 
     def add(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
-        """One more part. The mean over no terms is no number, and counts for nothing."""
+        """Adds a part. A mean over no terms is NaN, and gets weight 0."""
+        # `loss * 0` would be NaN where all targets of a part are ignored.
         self._losses.append(torch.where(weight > 0, loss * weight, 0.0))
         self._weights.append(weight)
 
@@ -112,7 +115,7 @@ class Sums:
         return total / self._total() if self._is_mean else total
 
     def scale(self) -> torch.Tensor | float:
-        """What the sums of gradients are to be multiplied by."""
+        """The factor for the sums of gradients."""
         return 1.0 / (self._total() * self.loss_scale) if self._is_mean else 1.0 / self.loss_scale
 
     def _total(self) -> torch.Tensor:
@@ -127,7 +130,7 @@ def _count(terms: Sequence[Term], mean: int, num_examples: int) -> torch.Tensor 
 
 @dataclasses.dataclass(slots=True)
 class Outputs:
-    """What the parts returned besides their losses, as far as it is small."""
+    """The small outputs of the parts besides their losses."""
 
     refuse: Refuse = ApplyError
     kind: Any = None
@@ -138,7 +141,7 @@ class Outputs:
     num_bytes: int = 0
 
     def add(self, output: Any, num_examples: int, loss_key: Any, joined: frozenset[Any]) -> None:
-        """Keeps what can be joined, detached: of the outputs in `joined`, which have a row for each example, those that are small."""
+        """Keeps the outputs that can be concatenated, detached: those in `joined`, which have a row for each example, if they are small."""
         items = items_of(output)
         self.kind, self.keys, self.loss_key = type(output), list(items), loss_key
         for key, value in items.items():
@@ -153,7 +156,7 @@ class Outputs:
                 self.values.pop(key, None)
 
     def joined(self, sums: Sums, parameters: Sequence[torch.Tensor]) -> Any:
-        """The output for the whole batch, of the type that the model returns."""
+        """The output for the whole batch, of the model's own output type."""
         keys = list(self.values)
         loss, *others = _Joined.apply(sums, [torch.cat(self.values[key]) for key in keys], *parameters)
         found = dict(zip(keys, others, strict=True)) | {self.loss_key: loss}
@@ -164,7 +167,7 @@ class Outputs:
 
 
 class LeftOut:
-    """Stands for an output that micro_batches does not put together; any use of it says so."""
+    """Placeholder for an output that micro_batches does not provide; any use of it raises an error."""
 
     def __init__(self, name: Any, refuse: Refuse) -> None:
         self._name = name
@@ -176,6 +179,7 @@ class LeftOut:
         )
 
     def __getattr__(self, name: str) -> Any:
+        # `copy`, pickle and dataclasses probe for dunder names; that is no use of the output.
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
@@ -188,11 +192,12 @@ class LeftOut:
 
 
 class _Joined(torch.autograd.Function):
-    """The loss of the whole batch, whose gradients are there already."""
+    """The loss of the whole batch, whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, sums: Sums, others: Sequence[torch.Tensor], *parameters: torch.Tensor) -> Any:
         ctx.sums, ctx.refuse = sums, sums.refuse
+        # None for outputs without a gradient, so that a second loss on them can be detected.
         ctx.set_materialize_grads(False)
         return sums.loss(), *others
 
@@ -204,6 +209,7 @@ class _Joined(torch.autograd.Function):
             raise ctx.refuse(
                 "the program computes a loss of its own from what the model returns, and micro_batches has only the gradients of the model's own; leave it out"
             )
+        # The gradients are returned once: a second pass would scale them again.
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise ctx.refuse("the program runs one loss backwards twice, which micro_batches cannot; leave it out")
@@ -221,7 +227,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _scale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """In as few kernels as there can be; a scale in 16 bits would be rounded, so gradients in those are scaled one by one."""
+    """Multiplies in place, with one foreach call where dtypes agree; a scale cast to 16 bits would be rounded, so such gradients are scaled one by one."""
     together = [g for g in gradients if g.dtype == scale.dtype and g.device == scale.device]
     if together:
         torch._foreach_mul_(together, scale)
@@ -231,7 +237,7 @@ def _scale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
 
 
 def find_loss(output: Any) -> tuple[Any, torch.Tensor]:
-    """Which item of what a model returns is the loss, and the loss.
+    """The key of the loss among a model's outputs, and the loss.
 
     Raises:
         ApplyError: it is not clear, or there is none.
@@ -242,7 +248,7 @@ def find_loss(output: Any) -> tuple[Any, torch.Tensor]:
 
 
 def items_of(output: Any) -> dict[Any, Any]:
-    """What a model returns, by key or position."""
+    """The outputs of a model, by key or position."""
     if isinstance(output, torch.Tensor):
         return {0: output}
     if type(output) is tuple:
@@ -253,7 +259,7 @@ def items_of(output: Any) -> dict[Any, Any]:
 
 
 def _loss_key(items: Mapping[Any, Any], output: Any) -> Any:
-    """Which item is the loss: the one that is called so, or the only number among them."""
+    """The key of the loss: "loss", or that of the only scalar."""
     if isinstance(items.get("loss"), torch.Tensor):
         return "loss"
     numbers = [key for key, value in items.items() if isinstance(value, torch.Tensor) and value.dim() == 0]

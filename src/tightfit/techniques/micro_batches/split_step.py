@@ -1,8 +1,8 @@
-"""Runs the step of a framework's training loop over parts of a batch: Lightning's `training_step`, the Trainer's `compute_loss`.
+"""Runs the step of a framework's training loop over micro-batches: Lightning's `training_step`, the Trainer's `compute_loss`.
 
-Both take a batch and return its loss, which the framework runs backwards; so what `SplitForward` does to a model that returns its loss does
-to them, whatever the model returns. The loader, its sampler, the number of batches, the accumulation and the clipping of the framework stay what
-they are: it sees one batch, one loss and one backward pass.
+Both take a batch and return its loss, on which the framework calls `backward`; so `SplitForward` works for them as for a model that returns its
+loss, whatever the model returns. The loader, its sampler, the number of batches, the accumulation and the clipping of the framework stay the
+same: it sees one batch, one loss and one backward pass.
 """
 
 import copy
@@ -34,12 +34,14 @@ def split_step(
     counted: Callable[[], None],
     refuse: Refuse,
 ) -> None:
-    """Puts the parts around the method of `session.loop` that computes the loss of a batch.
+    """Wraps the method of `session.loop` that computes the loss of a batch.
 
     Raises:
         ApplyError: the loop compiles the step, or runs its losses backwards by itself.
     """
     loop = session.loop
+    # Where each framework keeps its GradScaler: Lightning's MixedPrecision plugin, and the Trainer's
+    # Accelerator.
     holder = loop.trainer.precision_plugin if framework == "Lightning" else loop.accelerator
     scaler = getattr(holder, "scaler", None)
     splits = functools.partial(
@@ -67,7 +69,7 @@ def split_step(
 
 
 class _TrainingStep:
-    """The `training_step` of a LightningModule. A copy of the module has its own step, not in parts, and so has one that is read from a file."""
+    """The `training_step` of a LightningModule. A copy of the module, or one that is unpickled, has its own plain step."""
 
     def __init__(self, module: Any, splits: Callable[..., SplitForward]) -> None:
         self._module = module
@@ -100,11 +102,13 @@ class _TrainingStep:
 
 
 def _drop_gradients(module: Any) -> None:
-    """Has Lightning's own `zero_grad` early: it comes after the step and before the backward pass, and here the step makes the gradients.
+    """Calls Lightning's own `zero_grad` early: it comes after the step and before the backward pass, and here the step makes the gradients.
 
     Source: `Closure` and `_make_zero_grad_fn` of lightning/pytorch/loops/optimization/automatic.py.
     """
     trainer = module.trainer
+    # Only before the first batch of an accumulation, and only if nothing of the user's runs at that time: then
+    # nobody sees that the gradients went earlier.
     is_first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
     hooks = [module.optimizer_zero_grad, *(owner.on_before_zero_grad for owner in (module, *trainer.callbacks))]
     if is_first and all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
@@ -136,7 +140,7 @@ def _loss(output: Any) -> Any:
 
 
 def _watched(smoother: Any) -> Step:
-    """The Trainer's label smoother as a loss function whose number of terms is known: the labels that count, or those of the whole batch.
+    """Wraps the Trainer's label smoother as a loss function with a known number of terms: the labels that count, or those of the whole batch.
 
     Source: `LabelSmoother` of transformers/trainer_pt_utils.py.
     """
@@ -168,7 +172,7 @@ def _called(function: Step, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _unseen(module: torch.nn.Module, logged: LoggedParts) -> Iterator[None]:
-    """What runs inside leaves nothing behind in the module: nothing logged, no metric fed, no list grown."""
+    """Runs a block without side effects on the module: nothing is logged, no metric updated, no list grown."""
     kept = [(owner, _plain_state(vars(owner))) for owner in module.modules()]
     with logged.muted():
         yield
@@ -184,7 +188,7 @@ def _unseen(module: torch.nn.Module, logged: LoggedParts) -> Iterator[None]:
 
 
 def _plain_state(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Attributes that a step may change, such as the counters and sums of metrics, with copies of what they hold."""
+    """Attributes that a step may change, such as the counters and sums of metrics, with copies of their contents."""
     kept: dict[str, tuple[Any, Any]] = {}
     for name, value in attributes.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):

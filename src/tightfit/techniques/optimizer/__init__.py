@@ -1,1 +1,1 @@
-"""The optimizer: which kernel runs, where it updates, and in how many bits its states are kept."""
+"""Optimizer implementations, optimizer-in-backward, and quantised or factored optimizer states."""

@@ -1,11 +1,11 @@
-"""Updates of parameters within a backward pass: when they run, what they are refused for, and what the script finds on `p.grad` meanwhile.
+"""Optimizer-in-backward: updates parameters within a backward pass, with lazy gradients on `p.grad` meanwhile.
 
-Nothing is trained before the optimizer is stepped: the first backward pass keeps norms, and a second one, within the step, updates and frees
-(`tightfit.techniques.lazy_tensors.retained_graphs`). So whatever the script does in between (reads of gradients or weights, new settings, edited states, a step that
-is left out) finds and does what it would without updates in the backward pass. Nothing else would be exact: an update that the script has not
-asked for yet cannot be taken back without a copy of what it wrote to.
+Nothing is updated before the optimizer steps: the first backward pass keeps norms, and a second one, within the step, updates parameters and frees
+their gradients (`tightfit.techniques.lazy_tensors.retained_graphs`). So whatever the script does in between (reads of gradients or weights, new
+settings, edited states, a skipped step) has the same effect as without updates in the backward pass. Nothing else would be exact: an update
+that the script has not asked for yet cannot be undone without a copy of the parameter and its states.
 
-A backward pass whose gradients somebody else has a part in (hooks, a buffer of the script's own, second derivatives) is left to torch.
+A backward pass whose gradients are also used elsewhere (hooks, a buffer of the script's own, second derivatives) is left to torch.
 """
 
 import dataclasses
@@ -32,6 +32,8 @@ from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
 # What one sees in a graph of hooks on modules, of a recomputation in a backward pass of its own, and of gradients that are all there already.
 _NODES_WITH_MORE = {
+    # The identity that `register_full_backward_hook` inserts into the graph (torch/nn/modules/_functions.py): a
+    # second pass would call the hook twice.
     "BackwardHookFunctionBackward": "a module has a backward hook",
     "CheckpointFunctionBackward": "torch.utils.checkpoint recomputes with use_reentrant=True",
     "_JoinedBackward": "micro_batches have made all of them in the forward",
@@ -42,7 +44,7 @@ _MAX_READ_IN_A_ROW = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Stepper:
-    """One optimizer: how it updates a parameter, and whether that is to happen to all of them, and not by its own step."""
+    """One optimizer: its update of one parameter, and whether all parameters are updated this way instead of by its own step."""
 
     update: UpdateOne
     updates_all: bool
@@ -50,13 +52,13 @@ class _Stepper:
 
 @dataclasses.dataclass(slots=True)
 class _Standing:
-    """What stood on parameters when a backward pass came: zeros, and what an update has used up, which nothing can be added to."""
+    """Lazy gradients that were removed before a backward pass: zeros, and consumed ones, which nothing can be added to."""
 
     zeros: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
     used: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def put_back(self) -> None:
-        """Zeros where no gradient has come; what is used up stays so, for the script to clear before it can step again."""
+        """Restores zeros on parameters that got no gradient, and consumed gradients, which the script has to clear before it can step again."""
         for parameter, gradient in self.zeros.items():
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -65,9 +67,9 @@ class _Standing:
 
 
 class Updates:
-    """Around the backward passes and the steps of the optimizers of one session, whose parameters `updates` update one by one.
+    """Wraps the backward passes and the steps of the optimizers of one session, whose parameters are updated one by one by `updates`.
 
-    `updates_all` says that what `updates` do is not what the step of the optimizer would do.
+    `updates_all`: the optimizer's own step cannot be used for parameters that were not updated in the backward pass.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Updates:
         self.is_over = False
 
     def install(self) -> None:
-        """Hooks the optimizers, and has backward passes told, until the session is undone."""
+        """Registers hooks on optimizers and backward passes, until the session is undone."""
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
         self.session.wrap_forward(self.session.model, _Inputs(self))
@@ -102,17 +104,17 @@ class Updates:
         self.session.when_undone(self._end)
 
     def _end(self) -> None:
-        """Leaves the gradients that wait where the script finds them."""
+        """Materialises the gradients that wait."""
         self.is_over = True
         try:
             self._make_all()
         except ApplyError as error:
-            # What the script has changed meanwhile stands against it; whoever reads one of these gradients is told.
+            # The script has changed something since: a read of one of these gradients gets the error.
             for kept in self._kept:
                 kept.give_up(str(error))
 
     def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is stepped: one that is not of this session finds the gradients made."""
+        """Called before any optimizer's step: one that is not of this session needs materialised gradients."""
         if optimizer in self._steppers:
             return
         if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
@@ -125,10 +127,12 @@ class Updates:
         return self._owned()
 
     def before_node_hook(self, hook: object) -> None:
-        """Nothing yet: whether there is one is asked when a backward pass begins (`is_any_node_hooked`)."""
+        """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
 
     def around_backward(self, backward: BackwardPass) -> Any:
         """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
+        # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
         if backward.is_nested or backward.is_of_part or not backward.accumulates:
             return backward.run()
         self.session.check()
@@ -139,6 +143,8 @@ class Updates:
             del reached[parameter]
         reason = self._reason_against(backward, reached)
         try:
+            # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
+            # refused unless it clears gradients first.
             with told_of_gradients(standing.used, _drop):
                 if not reached:
                     return backward.run()
@@ -159,6 +165,8 @@ class Updates:
                 live._make_all()
 
         model = self.session.model
+        # The pass may read frozen weights and the batch too; a write to one of them changes what the second
+        # pass would compute.
         frozen = [parameter for parameter in model.parameters() if parameter not in reached]
         kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
         self._inputs.clear()
@@ -176,7 +184,7 @@ class Updates:
         }
 
     def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
-        """Makes place for the gradients that come, and returns what stood there: zeros that they are added to, and what is used up."""
+        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
         self._kept = [kept for kept in self._kept if kept.waiting]
         standing = _Standing()
         for parameter in reached:
@@ -193,9 +201,10 @@ class Updates:
         return standing
 
     def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
-        """Why this pass is left to torch; empty where it is not."""
+        """The reason to leave this pass to torch; empty if there is none."""
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
+        # Each optimizer would update it with the one gradient, and the first update frees that.
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
             return "a parameter is held by two optimizers"
         if backward.is_shared:
@@ -225,7 +234,7 @@ class Updates:
     # Steps
 
     def _step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
-        """Runs within a step; the parameters that it has nothing to do for any more."""
+        """Runs within a step; returns the parameters that are updated already."""
         stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
         for parameter in groups:
             deferred = deferred_gradient(parameter)
@@ -252,6 +261,8 @@ class Updates:
         others = [kept for kept in self._kept if kept.waiting and kept not in mine]
         if not mine:
             return {}
+        # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
+        # would change the weights that another graph has saved.
         if len(mine) > 1 or others:
             # What one pass updates, another one would see.
             self._make_all()
@@ -264,6 +275,7 @@ class Updates:
                 lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED, through_host=through_host
             )
         except BaseException:
+            # Some parameters may be updated already: nothing may be trained on from here.
             self.session.refuse(
                 f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
             )
@@ -276,13 +288,15 @@ class Updates:
         return updated
 
     def _can_update_in(self, kept: KeptPass) -> bool:
-        """Whether parameters may be updated within the second pass: not in the first steps, in which that is tried out, nor where anything was
-        written to since the first pass, or where a function of the program's own may do and read what it likes.
+        """Whether parameters may be updated within the second pass: not in the first steps, in which a trial runs, nor if a tensor was written to
+        since the first pass, or if an autograd function of the program's own may read any tensor.
         """
         if self._num_checked < self.session.check_steps:
             self._num_checked += 1
             self._reads_later = self._reads_later or not kept.try_out()
             return False
+        # On the virtual GPU there are no values to try anything with, and the tape is to show what a run does
+        # after its first steps.
         if not self.session.check_steps:
             return True
         is_uncertain = self._reads_later or kept.runs_own_code()
@@ -294,7 +308,7 @@ class Updates:
         return not is_uncertain and not kept.may_be_other()
 
     def model_is_given(self, given: Any) -> None:
-        """The model is called with these arguments."""
+        """Remembers the tensors that the model is called with."""
         self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
     def _make_all(self) -> None:
@@ -304,6 +318,7 @@ class Updates:
         self._kept.clear()
         if kept:
             self._num_read += 1
+        # A program that reads gradients in every step would pay two passes each time and save nothing.
         if self._num_read >= _MAX_READ_IN_A_ROW:
             self._why_kept = "gradients are read or added to before the optimizer steps"
 
@@ -315,7 +330,7 @@ def _reason_of_mode() -> str:
 
 
 def _reason_of(node: Any) -> str:
-    """Why a graph with this node is not run twice; empty for most."""
+    """The reason not to run a graph with this node twice; empty for most nodes."""
     if is_hooked(node):
         return "a tensor inside the model has a hook on its gradient, or keeps it"
     return _NODES_WITH_MORE.get(type(node).__name__, "")
@@ -333,7 +348,7 @@ def _reason_of_parameter(parameter: torch.Tensor) -> str:
 
 
 def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
-    """How a gradient refuses, without keeping anything: Python's collector does not see what a parameter's gradient refers to."""
+    """A refusal that keeps nothing alive: Python's garbage collector does not see what a parameter's gradient refers to."""
     known = weakref.ref(updates)
 
     def refuse(message: str) -> ApplyError:
@@ -344,9 +359,9 @@ def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
 
 
 def _before_other_steps(updates: Updates) -> Callable[[], None]:
-    """Has gradients made before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
+    """Materialises gradients before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
 
-    What it returns ends that; so does the end of `updates`.
+    The returned function ends this; so does the end of `updates`.
     """
     known = weakref.ref(updates)
 
@@ -360,7 +375,7 @@ def _before_other_steps(updates: Updates) -> Callable[[], None]:
 
 
 class _Inputs(OnlyHere):
-    """Around the model's forward; a copy of the model does without it."""
+    """The wrapper around the model's forward; a copy of the model has none."""
 
     __slots__ = ("_updates",)
 

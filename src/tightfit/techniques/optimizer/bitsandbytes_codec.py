@@ -1,8 +1,8 @@
-"""8-bit states coded by the kernels of bitsandbytes, one for each direction, where that library is installed.
+"""8-bit optimizer states quantised by the kernels of bitsandbytes, if that library is installed.
 
-It codes in the same blocks, to the nearest entry of a table that it is given (Dettmers et al., arXiv:2110.02861; csrc/kernels.cu, `dQuantize`),
-so it is given ours: the codes are those of `BlockCodec`, but for quotients that lie on a border. Nothing is held in between, and the float32
-copy is gone. The library is imported where a plan names it, and nowhere else.
+It quantises in the same blocks, to the nearest entry of a given table (Dettmers et al., arXiv:2110.02861; csrc/kernels.cu, `dQuantize`), so it
+gets ours: the codes are those of `BlockCodec`, except for quotients on a border between two entries. There are no temporaries and no float32
+copy. The library is imported only if a plan names it.
 """
 
 import importlib
@@ -33,7 +33,7 @@ _REMEDY = "make the plan without it"
 
 
 def is_installed() -> bool:
-    """Whether the library is there, in a version with the operators; it is not imported."""
+    """Whether the library is installed in a version with the operators; it is not imported."""
     try:
         version = importlib.metadata.version(LIBRARY)
     except importlib.metadata.PackageNotFoundError:
@@ -43,10 +43,10 @@ def is_installed() -> bool:
 
 @final
 class BitsandbytesCodec(AbstractCodec):
-    """Codes of 8 bits, and a scale for each block of 256 numbers, made by the library for tensors of the kind of `beside`.
+    """8-bit codes with a scale for each block of 256 elements, computed by the library for tensors on the device of `beside`.
 
     Raises:
-        ApplyError: the library is not there, cannot be loaded, or does not restore what it has coded.
+        ApplyError: the library is not installed, cannot be loaded, or does not dequantise what it has quantised.
     """
 
     def __init__(self, beside: torch.Tensor) -> None:
@@ -76,7 +76,8 @@ class BitsandbytesCodec(AbstractCodec):
         return whole.view(shape).to(dtype)
 
     def _try_out(self, device: torch.device) -> None:
-        """A kernel that is not made for this card would otherwise be found out in the middle of a run, or never."""
+        """Tests both kernels: one that is not compiled for this card would otherwise fail in the middle of a run, or silently."""
+        # To the fourth power, so that all decades of the table occur.
         value = torch.linspace(0, 1, 16 * BLOCK_SIZE[8], device=device) ** 4
         own = BlockCodec(8)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -96,7 +97,8 @@ def _load(*, is_virtual: bool) -> None:
             f"the plan codes optimizer states with {LIBRARY} 0.46 or later, which is not installed here; install it, or {_REMEDY}"
         )
     try:
-        # On virtual tensors only the shapes of its operators are asked for, and its kernels cannot be loaded where torch has no CUDA.
+        # For virtual tensors only the shape rules of its operators are needed, and its kernels cannot be loaded
+        # where torch has no CUDA.
         with no_card() if is_virtual else nullcontext():
             importlib.import_module(LIBRARY)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -104,6 +106,6 @@ def _load(*, is_virtual: bool) -> None:
 
 
 def _check_stream(device: torch.device) -> None:
-    """The library codes on the default stream whatever the current one is (csrc/ops.cu, `quantizeBlockwise`)."""
+    """The library quantises on the default stream whatever the current one is (csrc/ops.cu, `quantizeBlockwise`)."""
     if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         raise ApplyError(f"{LIBRARY} codes on the default stream only, and the optimizer steps on another; {_REMEDY}")

@@ -1,6 +1,6 @@
-"""The squares that an optimizer averages, as the means of their rows and columns: Shazeer and Stern, "Adafactor" (arXiv:1804.04235).
+"""Factored second moments: averages of squared gradients kept as row and column means; Shazeer and Stern, "Adafactor" (arXiv:1804.04235).
 
-Only the form of the second moment is Adafactor's; the update is the script's own optimizer's, which sees `rows x columns / mean` in place of it.
+Only the form of the second moment is Adafactor's; the update is the script's own optimizer's, which sees `rows x columns / mean` instead.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _CODING = Coding(bytes_kept=0.0, part=0.5, bytes_moved=8, num_passes=3, kernels_
 
 @final
 class FactoredStates(AbstractTechnique):
-    """Trades the single entries of Adam's second moment for nearly all of its bytes."""
+    """Trades the individual entries of Adam's second moment for nearly all of its bytes."""
 
     name = "factored_states"
     exact = False
@@ -39,6 +39,6 @@ class FactoredStates(AbstractTechnique):
         return coded_options(run, _CODING, technique=self.name)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Takes over the optimizers' steps."""
+        """Replaces the optimizers' steps."""
         (choice,) = chosen
         encode_states(session, FactoredCodec(), self.name, choice.settings)

@@ -1,6 +1,6 @@
-"""An optimizer's states in 8 or 4 bits between its steps; see `tightfit.techniques.optimizer.state_codecs` for the form and its sources.
+"""Quantised optimizer states: 8 or 4 bits between steps; see `tightfit.techniques.optimizer.state_codecs` for the format and its sources.
 
-Nothing has to be installed for it: the codes are made with operators of torch. Where bitsandbytes is there, its kernels can make those of 8 bits.
+Nothing has to be installed: quantisation uses torch operators. If bitsandbytes is installed, its kernels can be used for 8 bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ _CODING_OF_LIBRARY = Coding(
 
 @final
 class LowBitStates(AbstractTechnique):
-    """Trades the last bits of an optimizer's averages, and time to code them, for three or seven eighths of their bytes."""
+    """Trades precision of an optimizer's averages, and time to quantise them, for three quarters or seven eighths of their bytes."""
 
     name = "low_bit_states"
     exact = False
@@ -59,7 +59,7 @@ class LowBitStates(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with averages."""
+        """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with running averages."""
         run = profile.optimizer
         if not run.stretches or updates_in_backward(run) or family_of(run) == "adagrad":
             return []
@@ -75,7 +75,7 @@ class LowBitStates(AbstractTechnique):
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Takes over the optimizers' steps."""
+        """Replaces the optimizers' steps."""
         (choice,) = chosen
         encode_states(session, _codec(session, choice), self.name, choice.settings)
 

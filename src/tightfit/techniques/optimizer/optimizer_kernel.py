@@ -1,8 +1,8 @@
-"""Which of torch's three implementations of an optimizer runs: one kernel for all, one per operation, or one per operation and tensor.
+"""Chooses among torch's three implementations of an optimizer: fused, foreach and for-loop.
 
-The foreach implementation is torch's default on a card. It computes intermediate results of all parameters at once, so for Adam it holds as
-much again as the parameters while it steps; the for-loop holds those of one parameter, and the fused kernel none. The fused kernel also reads
-and writes everything once (torch/optim/optimizer.py, `_foreach_doc` and `_fused_doc`).
+The foreach implementation is torch's default on a card. It computes intermediate results of all parameters at once, so for Adam it allocates as
+much again as the parameters during a step; the for-loop allocates those of one parameter, and the fused kernel none. The fused kernel also reads
+and writes everything only once (torch/optim/optimizer.py, `_foreach_doc` and `_fused_doc`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ class OptimizerKernel(AbstractTechnique):
     tolerance = 0.1
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One for each implementation that did not run and that this optimizer is known to have."""
+        """One option for each other implementation that this optimizer is known to have."""
         run = profile.optimizer
         if not run.stretches:
             return []
@@ -77,7 +77,7 @@ class OptimizerKernel(AbstractTechnique):
 
 
 def seconds_of_fused(run: OptimizerProfile, stretch: Stretch, num_kernels: int = 0) -> float:
-    """What fused kernels take, as few as there can be or `num_kernels`: gradients are read, parameters and states read and written, once."""
+    """The time of `num_kernels` fused kernels, or of the fewest possible: gradients are read, parameters and states read and written, once."""
     updated = run.gradients(stretch)
     parameter_bytes = int(run.block_bytes[updated].sum())
     state_bytes = int(run.block_bytes[run.state(stretch)].sum())
@@ -97,7 +97,7 @@ def _without_temporaries(run: OptimizerProfile) -> tuple[Change, ...]:
 
 
 def _one_at_a_time(run: OptimizerProfile) -> tuple[Change, ...]:
-    """The for-loop in place of foreach: the intermediate results of the largest tensor in place of those of all."""
+    """The for-loop instead of foreach: the intermediate results of the largest tensor instead of those of all."""
     found: list[Change] = []
     for stretch in run.stretches:
         held = run.held(stretch)
@@ -113,7 +113,7 @@ def _one_at_a_time(run: OptimizerProfile) -> tuple[Change, ...]:
 
 
 def _all_at_once(run: OptimizerProfile) -> tuple[Change, ...]:
-    """Foreach in place of the for-loop: one intermediate result of all tensors, where the loop has any of one tensor."""
+    """Foreach instead of the for-loop: one intermediate result of all tensors where the loop has any of one tensor."""
     found: list[Change] = []
     for stretch in run.stretches:
         held = run.held(stretch)

@@ -1,7 +1,7 @@
-"""Has an optimizer of torch.optim run another of its implementations, for a time: the flags of its groups, and where its step counts lie.
+"""Switches an optimizer of torch.optim to another implementation: the flags of its groups, and the device of its step counters.
 
-A fused kernel wants the counts of steps in float32 beside the parameters, the others read them on the host. Checkpoints are written with the
-flags and places of a plain run, and a checkpoint that is loaded does not take the flags away again.
+A fused kernel needs the step counters in float32 on the device of the parameters, the others read them on the host. Checkpoints are written with
+the flags and devices of a plain run, and loading a checkpoint does not reset the flags.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ _FLAGS: dict[Kernel, dict[str, bool]] = {
 
 
 def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kernel: Kernel) -> None:
-    """Does nothing where `optimizer` can run `kernel`.
+    """Checks that `optimizer` can run `kernel`.
 
     Raises:
         ApplyError: it has no such implementation, or not for these parameters.
@@ -46,8 +46,9 @@ def check_kernel(optimizer: torch.optim.Optimizer, model: torch.nn.Module, kerne
 
 
 def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kernel) -> None:
-    """Has `optimizer` run `kernel` until the session is undone; `check_kernel` has found nothing against it."""
+    """Switches `optimizer` to `kernel` until the session is undone; call `check_kernel` first."""
     flags = _FLAGS[kernel]
+    # `defaults` too: a group that is added later takes its flags from there.
     holders: list[dict[str, Any]] = [optimizer.defaults, *optimizer.param_groups]
     before = [{name: holder[name] for name in flags if name in holder} for holder in holders]
     was_fused = any(flags_before.get("fused") for flags_before in before)
@@ -60,6 +61,8 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
     def as_before(holder: dict[str, Any], index: int) -> None:
         holder.update(before[min(index, len(before) - 1)])
 
+    # A checkpoint of this run must load into a plain one: with the `fused` flag of a group torch would pick the
+    # fused kernel there as well.
     def saved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state_dict["param_groups"]]
         for index, group in enumerate(groups, 1):
@@ -82,6 +85,7 @@ def set_kernel(session: Session, optimizer: torch.optim.Optimizer, kernel: Kerne
 
 def _place_counts(optimizer: torch.optim.Optimizer, *, beside_parameters: bool) -> None:
     for group in optimizer.param_groups:
+        # A capturable optimizer keeps its counters on the device in every implementation.
         if group.get("capturable"):
             continue
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""What a plan says of updates in the backward pass, as values of their types: a plan that was read, or typed, has text in places."""
+"""Typed settings of updates in the backward pass: a plan that was loaded or typed has strings in places."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tightfit.techniques.settings import parse_bool
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
     """`kernel` is the implementation of the optimizer; `in_backward` whether updates run in the backward pass, `clips` whether the script clips
-    gradients by their norm. Older plans also say `one_pass`, which nothing has a use for any more.
+    gradients by their norm. Older plans also have `one_pass`, which is ignored.
     """
 
     kernel: Literal["same", "fused"] = "same"

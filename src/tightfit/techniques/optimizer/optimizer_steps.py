@@ -1,8 +1,8 @@
-"""Steps of an optimizer of torch.optim in other ways than all parameters at once: one parameter alone, or something else in its place.
+"""Steps an optimizer of torch.optim for one parameter alone, or runs an update of ours inside of its step.
 
-The optimizer stays the script's own object, and its `step` is not replaced: schedulers have wrapped it, and count its calls. What is to happen
-instead runs as the closure of that step, which torch calls after all hooks of the script and before any update; the step then passes over the
-parameters that were updated, because their gradients are not there, and these are back before the script's next hook.
+The optimizer stays the script's own object, and its `step` is not replaced: schedulers have wrapped it, and count its calls. Our update runs as
+the closure of that step, which torch calls after all hooks of the script and before any update; the step then skips the parameters that were
+updated, because their gradients are hidden, and these are restored before the script's next hook.
 """
 
 import itertools
@@ -23,12 +23,13 @@ _NOT_SEPARABLE = ("LBFGS",)
 
 
 def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
-    """Does nothing where `optimizer` updates every parameter by itself, as all but one of torch.optim do.
+    """Checks that `optimizer` updates every parameter independently, as all but one of torch.optim do.
 
     Raises:
         ApplyError: it is not known to.
     """
     kind = type(optimizer)
+    # The class that defines `step`: a subclass with a step of its own may do anything.
     owner = next(base for base in kind.__mro__ if "step" in vars(base))
     if not owner.__module__.startswith("torch.optim.") or kind.__name__ in _NOT_SEPARABLE:
         raise ApplyError(
@@ -45,7 +46,7 @@ def check_separable(optimizer: torch.optim.Optimizer, technique: str) -> None:
 
 
 def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether two of them have a byte in common, as views of one buffer may; views that lie side by side do not."""
+    """Whether two of them share a byte, as views of one buffer may; adjacent views do not."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for parameter in parameters:
         if parameter.layout == torch.strided and parameter.numel():
@@ -59,12 +60,13 @@ def _overlap(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
-    """Which group each parameter is in, by the index of the group: a checkpoint that is loaded brings new group objects."""
+    """The index of each parameter's group: loading a checkpoint replaces the group objects."""
     return {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def beside(optimizer: torch.optim.Optimizer, groups: Groups, states: dict[torch.Tensor, Any]) -> torch.optim.Optimizer:
-    """An optimizer of the same kind with these groups and states, and without hooks; the script's own is not touched."""
+    """An optimizer of the same class with these groups and states, and without hooks; the script's own is unchanged."""
+    # The constructor would check its arguments again, and notify the owners of new optimizers.
     made = object.__new__(type(optimizer))
     made.__dict__.update({name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks")})
     made.param_groups, made.state = groups, states  # type: ignore[assignment]
@@ -72,13 +74,15 @@ def beside(optimizer: torch.optim.Optimizer, groups: Groups, states: dict[torch.
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of this kind of optimizer without hooks and without what schedulers have put around it."""
+    """The step of this optimizer's class, without hooks and without the wrappers of schedulers."""
+    # torch wraps the step of each optimizer class for hooks and the profiler (`_patch_step_function`,
+    # torch/optim/optimizer.py), and marks it `hooked`.
     step = type(optimizer).step
     return vars(step)["__wrapped__"] if getattr(step, "hooked", False) else step
 
 
 def update_alone(optimizer: torch.optim.Optimizer) -> UpdateOne:
-    """Updates one parameter, of the group with this index, as the optimizer's step would."""
+    """A function that updates one parameter, of the group with this index, as the optimizer's step would."""
     step, known = step_of(optimizer), weakref.ref(optimizer)
 
     def update(parameter: torch.Tensor, group: int) -> None:
@@ -90,7 +94,7 @@ def update_alone(optimizer: torch.optim.Optimizer) -> UpdateOne:
 
 
 class _Innermost:
-    """Runs `update` within the steps of one optimizer; it returns the parameters that torch's own loop is to pass over."""
+    """Runs `update` within the steps of one optimizer; it returns the parameters that torch's own loop is to skip."""
 
     def __init__(self, update: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._update = update
@@ -103,10 +107,13 @@ class _Innermost:
 
         def closure_and_update() -> Any:
             loss = closure() if closure is not None else None
+            # The step calls its closure with gradients enabled (torch/optim/adam.py, `step`).
             with torch.no_grad():
+                # Every step of torch.optim skips parameters without a gradient.
                 self._hide(self._update())
             return loss
 
+        # A pre-hook may return other arguments for the step (torch/optim/optimizer.py, `profile_hook_step`).
         return args[:1], {**kwargs, "closure": closure_and_update}
 
     def _hide(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -124,7 +131,7 @@ class _Innermost:
 def update_within_step(
     session: Session, optimizer: torch.optim.Optimizer, update: Callable[[], Iterable[torch.Tensor]]
 ) -> None:
-    """Has `update` run whenever `optimizer` is stepped, after closures and the script's own hooks, until the session is undone.
+    """Runs `update` whenever `optimizer` steps, after closures and the script's own hooks, until the session is undone.
 
     The parameters that it returns are not updated by the step itself.
     """
@@ -132,4 +139,5 @@ def update_within_step(
     session.hook(optimizer.register_step_pre_hook, innermost.before)
     after = session.hook(optimizer.register_step_post_hook, innermost.after)
     hooks: Any = optimizer._optimizer_step_post_hooks
+    # First of all post hooks: the script's own see the gradients again.
     hooks.move_to_end(after.id, last=False)

@@ -1,7 +1,7 @@
-"""What smaller states are worth on a tape, as the options of the techniques that keep them say it: between steps, or in the backward pass too.
+"""Options of the techniques with quantised or factored states, from a tape: between steps, or with updates in the backward pass too.
 
-While a parameter is updated its states are whole, and either the optimizer's own intermediate results are held beside them or what a piece
-of a state is coded in. With updates in the backward pass that is so once a gradient is there; otherwise within the optimizer's step.
+While a parameter is updated its states are dequantised, and either the optimizer's own intermediate results or the temporaries of quantising a
+piece of a state are allocated beside them: in the backward pass once a gradient is complete, or else within the optimizer's step.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ from tightfit.techniques.optimizer.state_codecs import MIN_NUMBERS, NUMBERS_PER_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """A form of states, in numbers: `bytes_kept` of each, `part` of all states that it takes.
+    """The cost of a state format: `bytes_kept` per element, `part` the fraction of all states that it applies to.
 
-    Coding and restoring one number moves `bytes_moved` besides the number itself, which is read or written `num_passes` times, and holds
-    `bytes_between` for each number of a piece, `bytes_more_in_16_bits` more where the state is not in float32.
+    Quantising and dequantising one element moves `bytes_moved` besides the element itself, which is read or written `num_passes` times, and
+    allocates `bytes_between` for each element of a piece, `bytes_more_in_16_bits` more if the state is not in float32.
     """
 
     bytes_kept: float
@@ -51,9 +51,9 @@ class Coding:
 def coded_options(
     run: OptimizerProfile, coding: Coding, *, technique: str, settings: Mapping[str, Any] | None = None
 ) -> list[Option]:
-    """States in this form, with the optimizer's step as it is, and with updates in the backward pass where nothing stands against them.
+    """Options with states in this format: with a plain optimizer step, and with updates in the backward pass if there is no obstacle.
 
-    Each is there with the optimizer's implementation that runs, tensor by tensor, and with the fused one.
+    Each is offered with the optimizer's present implementation, tensor by tensor, and with the fused one.
     """
     clips, again = bool(readers_of_gradients(run)), seconds_of_second_pass(run)
     found = []
@@ -100,7 +100,7 @@ def _changes_in_backward(run: OptimizerProfile, coding: Coding, *, is_fused: boo
 
 
 def _smaller_states(run: OptimizerProfile, coding: Coding) -> tuple[Change, ...]:
-    """States shrink to what is kept, but for small ones."""
+    """States shrink to the bytes kept, except small ones."""
     large = _large(run, run.state(run.stretches[-1]))
     begins = np.maximum(run.born[large], run.stretches[0].begin_event)
     sizes = run.tape.storages.num_bytes[large]
@@ -109,7 +109,7 @@ def _smaller_states(run: OptimizerProfile, coding: Coding) -> tuple[Change, ...]
 
 
 def _fraction_left(run: OptimizerProfile, coding: Coding) -> float:
-    """The part that is left of the bytes of all states, small ones among them."""
+    """The remaining fraction of the bytes of all states, small ones included."""
     states = run.state(run.stretches[-1])
     total, large = int(run.block_bytes[states].sum()), int(run.block_bytes[_large(run, states)].sum())
     return 1.0 - coding.part * (1.0 - _fraction_kept(run, coding)) * large / max(1, total)
@@ -120,7 +120,7 @@ def _fraction_kept(run: OptimizerProfile, coding: Coding) -> float:
 
 
 def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
-    """What is held besides gradients and small states while each parameter with a gradient is updated."""
+    """The temporaries besides gradients and quantised states while each parameter with a gradient is updated, in bytes."""
     size = element_bytes_of(run)
     gradients = run.gradients(stretch)
     numbers = run.block_bytes[gradients] / size
@@ -138,11 +138,12 @@ def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *,
 
 
 def _seconds(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> float:
-    """Seconds per step that are added: the updates one by one, and the traffic and kernels of coding."""
+    """The extra time per step in seconds: updates one by one, and the traffic and kernels of quantisation."""
     total = 0.0
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
         if is_fused or implementation_of(run) == "fused":
+            # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
             total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))

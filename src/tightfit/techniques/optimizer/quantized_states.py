@@ -1,8 +1,8 @@
-"""An optimizer of torch.optim whose states are kept in a smaller form between its steps: each is restored for the update of its parameter.
+"""Keeps the states of an optimizer of torch.optim quantised between its steps; each is dequantised for the update of its parameter.
 
-The optimizer stays the script's own and does the arithmetic. Whoever else reads or writes a state, by any operator, finds it whole; a copy and a
-pickle of the optimizer have whole states. So have its checkpoints, in float32 as those of a plain run, and on the host, where they take no device
-memory; what is loaded is made small again.
+The optimizer stays the script's own and does the arithmetic. Any other operator that reads or writes a state sees it dequantised; a copy and a
+pickle of the optimizer have dequantised states. So have its checkpoints, in float32 as those of a plain run, and on the host, where they take no
+device memory; loaded states are quantised again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from tightfit.techniques.session import Session
 
 @final
 class EncodedState(AbstractSource):
-    """One state in the form of `codec`."""
+    """One state quantised by `codec`."""
 
     def __init__(self, codec: AbstractCodec, name: str, value: torch.Tensor) -> None:
         self._codec = codec
@@ -45,7 +45,7 @@ class EncodedState(AbstractSource):
 
 
 class EncodedStates:
-    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are in its form."""
+    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are quantised."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, codec: AbstractCodec) -> None:
         self._optimizer = optimizer
@@ -61,21 +61,23 @@ class EncodedStates:
         return updated
 
     def update(self, parameter: torch.Tensor, group: int) -> None:
-        """Updates one parameter, whose states are whole meanwhile."""
+        """Updates one parameter, with its states dequantised meanwhile."""
         self.decode(parameter)
         try:
             self._update_whole(parameter, group)
+        # An update that raises must not leave one parameter's states whole: the next step would run out of
+        # memory.
         finally:
             self.encode(parameter)
 
     def encode(self, parameter: torch.Tensor) -> None:
-        """Makes the states of one parameter small."""
+        """Quantises the states of one parameter."""
         state = self._optimizer.state.get(parameter, {})
         for name in [name for name, value in state.items() if self._is_whole(name, value, parameter)]:
             state[name] = LazyTensor(EncodedState(self._codec, name, state[name]), state[name])
 
     def decode(self, parameter: torch.Tensor) -> None:
-        """Makes the states of one parameter whole again."""
+        """Dequantises the states of one parameter."""
         state = self._optimizer.state.get(parameter, {})
         for name, value in list(state.items()):
             if isinstance(value, LazyTensor):
@@ -85,17 +87,18 @@ class EncodedStates:
         return (
             isinstance(value, torch.Tensor)
             and not isinstance(value, LazyTensor)
+            # Step counters are states too, of one element.
             and value.shape == parameter.shape
             and self._codec.takes(name, parameter.shape)
         )
 
     def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with whole states, on the host."""
+        """A checkpoint with dequantised states, on the host."""
         states = {index: {n: _on_host(v) for n, v in state.items()} for index, state in state_dict["state"].items()}
         return {**state_dict, "state": states}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes what was loaded small."""
+        """Quantises loaded states."""
         for parameter in groups_by_parameter(optimizer):
             self.encode(parameter)
 
@@ -105,9 +108,9 @@ def _on_host(value: Any) -> Any:
 
 
 def encode_states(session: Session, codec: AbstractCodec, technique: str, settings: Mapping[str, Any]) -> None:
-    """Keeps the states of all the session's optimizers in the form of `codec` until it is undone.
+    """Keeps the states of all the session's optimizers quantised by `codec` until it is undone.
 
-    With the setting `in_backward` each parameter is updated as soon as its gradient is there, which is freed then; `clips` says that the script
+    With the setting `in_backward` each parameter is updated as soon as its gradient is complete, which is freed then; `clips` says that the script
     clips gradients by their norm, for which the backward pass runs twice. With `kernel: fused` the optimizer runs its fused implementation.
 
     Raises:
@@ -131,6 +134,8 @@ def encode_states(session: Session, codec: AbstractCodec, technique: str, settin
         encoded.loaded(optimizer)
         if not given.in_backward:
             update_within_step(session, optimizer, encoded)
+        # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
+        # the checkpoint.
         session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
         session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
     if given.in_backward:

@@ -1,8 +1,8 @@
-"""Smaller forms of an optimizer's states: blocks of 8-bit or 4-bit codes, and rows and columns of a matrix.
+"""Formats of optimizer states: block-wise 8-bit or 4-bit quantisation, and row and column means of a matrix.
 
-Blocks: Dettmers et al., "8-bit optimizers via block-wise quantization" (arXiv:2110.02861): each block is divided by its largest number, and what is left is
-the nearest entry of a table that is finer towards zero, over seven decades. Four bits: Li et al. (arXiv:2309.01507), with smaller blocks, and for squares
-a table of equal steps without zero. Rows and columns: Shazeer and Stern, "Adafactor" (arXiv:1804.04235).
+Blocks: Dettmers et al., "8-bit optimizers via block-wise quantization" (arXiv:2110.02861): each block is divided by its largest magnitude, and the
+quotients are rounded to the nearest entry of a table that is finer towards zero, over seven decades. Four bits: Li et al. (arXiv:2309.01507), with
+smaller blocks, and for squares a linear table without zero. Rows and columns: Shazeer and Stern, "Adafactor" (arXiv:1804.04235).
 """
 
 import abc
@@ -14,44 +14,44 @@ import torch
 
 Bits = Literal[8, 4]
 
-# What the states of torch.optim are called that may be kept in fewer bits; squares are never negative. Sums that only grow
-# (Adagrad's) are not among them: what is added falls below the resolution.
+# Names of the states of torch.optim that may be quantised; squares are never negative. Sums that only grow
+# (Adagrad's) are left out: each new term is below the resolution.
 SIGNED = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})
 
 BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
 MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
-# Large tensors are coded in pieces of so many numbers, so that what is in between is held for one piece only.
+# Large tensors are quantised in pieces of this size, so that temporaries exist for one piece only.
 NUMBERS_PER_PIECE = 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A state in a smaller form: `main` takes its place among the optimizer's states, `rest` lies beside it."""
+    """A state in a smaller format: two tensors, such as codes and scales."""
 
     main: torch.Tensor
     rest: torch.Tensor
 
 
 class AbstractCodec(abc.ABC):
-    """A way to keep a tensor in fewer bytes."""
+    """A format that keeps a tensor in fewer bytes."""
 
     @abc.abstractmethod
     def takes(self, name: str, shape: torch.Size) -> bool:
-        """Whether the state called `name`, of a parameter of this shape, is kept in this form."""
+        """Whether the state called `name`, of a parameter of this shape, is kept in this format."""
 
     @abc.abstractmethod
     def encode(self, name: str, value: torch.Tensor) -> Encoded:
-        """The smaller form of `value`, of any type of floating point; the arithmetic is float32's."""
+        """Encodes `value`, of any floating-point dtype; the arithmetic is in float32."""
 
     @abc.abstractmethod
     def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """What `encoded` stands for, of shape `shape`, rounded to `dtype`."""
+        """Decodes to a tensor of shape `shape`, rounded to `dtype`."""
 
 
 @final
 class BlockCodec(AbstractCodec):
-    """Codes of `bits` bits, and a scale for each block of 256 (8 bits) or 128 (4 bits) numbers."""
+    """Codes of `bits` bits, with a scale for each block of 256 (8 bits) or 128 (4 bits) elements."""
 
     def __init__(self, bits: Bits) -> None:
         self.bits: Bits = bits
@@ -76,6 +76,7 @@ class BlockCodec(AbstractCodec):
         return Encoded(main=codes, rest=scales)
 
     def _codes(self, name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        # A block of zeros, as all states are at first, has the scale 0.
         normalised = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         codes = torch.bucketize(normalised, self._tables.borders(name, blocks.device), out_int32=True)
         return (codes[:, ::2] << 4).bitwise_or_(codes[:, 1::2]) if self.bits == 4 else codes
@@ -97,7 +98,7 @@ class BlockCodec(AbstractCodec):
 
 @final
 class FactoredCodec(AbstractCodec):
-    """The means of the rows and of the columns of a matrix of squares; a tensor of more dimensions is one of its first and the others."""
+    """Row and column means of a matrix of squares; a tensor with more dimensions is flattened to a matrix after the first one."""
 
     def takes(self, name: str, shape: torch.Size) -> bool:
         return name in SQUARES and len(shape) > 1 and shape.numel() >= MIN_NUMBERS
@@ -122,18 +123,18 @@ def _rows_per_piece(matrix: torch.Tensor) -> int:
 
 @final
 class Tables:
-    """The tables of codes of `bits` bits as tensors, made once for each device."""
+    """The tables of `bits`-bit codes as tensors, made once for each device."""
 
     def __init__(self, bits: Bits) -> None:
         self._bits: Bits = bits
         self._made: dict[tuple[bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def table(self, name: str, device: torch.device) -> torch.Tensor:
-        """What the codes of the state `name` stand for, float32 of shape (2**bits,)."""
+        """The values of the codes of the state `name`, float32 of shape (2**bits,)."""
         return self._of(name, device)[0]
 
     def borders(self, name: str, device: torch.device) -> torch.Tensor:
-        """The middles between them, float32 of shape (2**bits - 1,)."""
+        """The midpoints between these values, float32 of shape (2**bits - 1,)."""
         return self._of(name, device)[1]
 
     def _of(self, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,17 +146,19 @@ class Tables:
 
 
 def is_coded_in_blocks(name: str, shape: torch.Size) -> bool:
-    """Whether a state is one that keeps its meaning in few bits, and large enough to be worth it."""
+    """Whether a state can be quantised, and is large enough to be worth it."""
     return (name in SIGNED or name in SQUARES) and shape.numel() >= MIN_NUMBERS
 
 
 @functools.cache
 def table_of_codes(bits: Bits, *, is_signed: bool) -> tuple[float, ...]:
-    """The 2**bits numbers from -1 (or 0) to 1 that codes stand for, in order.
+    """The 2**bits values of the codes, from -1 (or 0) to 1, in ascending order.
 
     Decades down from 1 have half as many entries each as the one above (arXiv:2110.02861, section 1.3), at the middle of equal steps; 0 and 1 besides.
     """
     if bits == 4 and not is_signed:
+        # Without zero: a square that is rounded to zero would be divided by (the zero-point problem of
+        # arXiv:2309.01507).
         return tuple((code + 1) / 16 for code in range(16))
     num_decades = bits - 1
     found = [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Each parameter is updated as soon as its gradient is there, and the gradient freed: they are never all alive at once.
+"""Optimizer-in-backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed: they are never all allocated.
 
 Lv et al., "Full parameter fine-tuning for large language models with limited resources" (LOMO, arXiv:2306.09782); the hook is torch's
 `register_post_accumulate_grad_hook`. Clipping by the norm of all gradients needs that norm before the first update, and a step that the script leaves
@@ -33,7 +33,7 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 @final
 class UpdateInBackward(AbstractTechnique):
-    """Trades kernel launches (all tensors are updated one by one), and a second backward pass, for the gradients."""
+    """Trades kernel launches (all tensors are updated one by one), and a second backward pass, for the memory of the gradients."""
 
     name = "update_in_backward"
     exact = True
@@ -45,7 +45,7 @@ class UpdateInBackward(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """With the implementation of the optimizer that runs, and with the fused one."""
+        """With the optimizer's present implementation, and with the fused one."""
         run = profile.optimizer
         if not run.stretches or updates_in_backward(run) or obstacle(run):
             return []
@@ -66,7 +66,7 @@ class UpdateInBackward(AbstractTechnique):
         ]
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """What keeps gradients from being freed as they come."""
+        """Advice on what keeps gradients from being freed early."""
         run = profile.optimizer
         reason = obstacle(run)
         if not run.stretches or updates_in_backward(run) or not reason:
@@ -76,7 +76,7 @@ class UpdateInBackward(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Takes over the gradients of every parameter that an optimizer holds."""
+        """Takes over the gradients of every parameter of the session's optimizers."""
         (choice,) = chosen
         settings = UpdateSettings.of(choice.settings, in_backward=True)
         for optimizer in session.optimizers:
@@ -91,11 +91,12 @@ class UpdateInBackward(AbstractTechnique):
 
 
 def _update_seconds(run: OptimizerProfile, kernel: str) -> float:
-    """What the updates take per step of the loop when every tensor has its own kernels."""
+    """The time of the updates per step when every tensor has its own kernels."""
     total = 0.0
     for stretch in run.steady:
         num_tensors = len(run.gradients(stretch))
         if kernel == "fused" or implementation_of(run) == "fused":
+            # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
             total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
         else:
             kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
@@ -104,7 +105,7 @@ def _update_seconds(run: OptimizerProfile, kernel: str) -> float:
 
 
 def _changes(run: OptimizerProfile, kernel: str) -> tuple[Change, ...]:
-    """Gradients and what the optimizer's step holds are gone, but for what the update of one tensor takes."""
+    """Gradients and the temporaries of the optimizer's step are gone, except those of one tensor's update."""
     found = [*gradients_used_up(run), *states_come_early(run)]
     for stretch in run.stretches:
         gradients = run.gradients(stretch)

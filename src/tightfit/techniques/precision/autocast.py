@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and attention in bfloat16: `torch.autocast` around the model's forward pass.
+"""Mixed precision: matrix products, convolutions and attention in bfloat16, by `torch.autocast` around the model's forward pass.
 
 Micikevicius et al., "Mixed precision training" (arXiv:1710.03740). Parameters, gradients and optimizer states stay in float32; bfloat16 has the
 range of float32, so losses need no scaling. With float16 they do, and a `GradScaler` changes the training loop: that is only advised.
@@ -36,7 +36,7 @@ class Autocast(AbstractTechnique):
     tolerance = 0.6
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One, in bfloat16, for a run that computes in float32."""
+        """One option, in bfloat16, for a run in float32."""
         run = profile.optimizer
         if not can_be_lowered(run):
             return []
@@ -57,7 +57,7 @@ class Autocast(AbstractTechnique):
         ]
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """float16 where the card has no bfloat16."""
+        """Advice to use float16 if the card has no bfloat16."""
         run = profile.optimizer
         low = fraction_in_low_precision(run)
         if (
@@ -77,7 +77,7 @@ class Autocast(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Runs the model's forward under autocast and gives its results back in float32, as the loss outside expects them."""
+        """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""
         first = next((p for p in session.model.parameters() if p.is_floating_point()), None)
         if first is None:
             raise ApplyError(
@@ -86,6 +86,7 @@ class Autocast(AbstractTechnique):
         device_type = first.device.type
 
         def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # A forward that the script itself runs under autocast keeps the script's dtype.
             if torch.is_autocast_enabled(device_type):
                 return forward(*args, **kwargs)
             with torch.autocast(device_type, dtype=torch.bfloat16):
@@ -110,6 +111,6 @@ def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:
 
 
 def _copies_of_weights(run: OptimizerProfile, parameter_bytes: int) -> tuple[Change, ...]:
-    """Weights in bfloat16 are made as the forward pass goes and kept for the backward pass."""
+    """bfloat16 copies of the weights are made during the forward pass and saved for the backward pass."""
     passes = passes_of(run)
     return tuple(Change(begin=begin, end=end, num_bytes=parameter_bytes // 2) for begin, end in passes)

@@ -1,4 +1,4 @@
-"""A model's forward in another floating-point type: what goes in and what comes out is cast, and what that is worth on a tape."""
+"""Casts of a model's inputs and outputs for a forward in another floating-point dtype, and the saving of such a forward on a tape."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ _IS_FULL_PRECISION = 0.05
 
 
 def can_be_lowered(run: OptimizerProfile) -> bool:
-    """Whether a run computes in float32 what this card could compute in bfloat16."""
+    """Whether a run is in float32 and the card supports bfloat16."""
     operators = run.tape.operators
     has_bfloat16 = run.device.vendor != "nvidia" or run.device.compute_capability >= _FIRST_WITH_BFLOAT16
     return (
@@ -33,7 +33,7 @@ def can_be_lowered(run: OptimizerProfile) -> bool:
 
 
 def seconds_saved_in_bfloat16(profile: Profile, *, everything: bool) -> float:
-    """Seconds that a step's passes are shorter by: with matrix products, convolutions and attention in bfloat16, or everything."""
+    """The time saved per step with matrix products, convolutions and attention in bfloat16, or with everything in bfloat16, in seconds."""
     tape = profile.tape
     lowered = _is_pass(tape) & (np.isin(tape.operators.dtype, indices_of(tape, "float32")))
     if not everything:
@@ -50,12 +50,12 @@ def seconds_saved_in_bfloat16(profile: Profile, *, everything: bool) -> float:
 
 
 def indices_of(tape: Tape, text: str) -> list[int]:
-    """Where `text` stands among the strings of a tape."""
+    """The indices of `text` among the strings of a tape."""
     return [i for i, known in enumerate(tape.strings) if known == text]
 
 
 def born_in_float32(tape: Tape) -> Column:
-    """Which storages were made by an operator of a forward or backward pass that computes in float32."""
+    """Which storages were allocated by a float32 operator of a forward or backward pass."""
     born_of = tape.storages.operator
     known = born_of >= 0
     found = np.zeros(len(born_of), dtype=bool)
@@ -69,5 +69,5 @@ def _is_pass(tape: Tape) -> Column:
 
 
 def cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """`values`, however nested, with the tensors of type `source` as tensors of type `target`."""
+    """The nested `values`, with tensors of dtype `source` cast to `target`."""
     return tree_map(lambda v: v.to(target) if isinstance(v, torch.Tensor) and v.dtype == source else v, values)

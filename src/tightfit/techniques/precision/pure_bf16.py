@@ -1,7 +1,7 @@
-"""Parameters, gradients and activations in bfloat16, with updates that are not lost: rounded at random, or with the rest kept beside them.
+"""Parameters, gradients and activations in bfloat16, with updates that are not lost: stochastic rounding, or compensated summation.
 
-See `tightfit.techniques.precision.stochastic_rounding` for both. Optimizer states stay in float32: an average of squares that moves by a thousandth a step would stand
-still in eight bits.
+See `tightfit.techniques.precision.stochastic_rounding` for both. Optimizer states stay in float32: an average of squares that changes by a
+thousandth per step would not change at all with eight significant bits.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _KERNELS_PER_UPDATE = 8  # to float32 and back, and the random numbers, besides 
 
 @final
 class PureBf16(AbstractTechnique):
-    """Trades the lower 16 bits of everything but the optimizer's states for half of its bytes and the speed of bfloat16."""
+    """Trades the lower 16 bits of everything except optimizer states for half of its bytes and the speed of bfloat16."""
 
     name = "pure_bf16"
     exact = False
@@ -45,7 +45,7 @@ class PureBf16(AbstractTechnique):
     tolerance = 0.4
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Two for a run in float32: stochastic rounding, and a compensated sum, which keeps two bytes more for each parameter."""
+        """Two options for a run in float32: stochastic rounding, and compensated summation, which needs two bytes more per parameter."""
         run = profile.optimizer
         if not can_be_lowered(run) or not run.stretches:
             return []
@@ -66,7 +66,7 @@ class PureBf16(AbstractTechnique):
         ]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Casts parameters and buffers, what the model is given and what it returns, and takes over the optimizers' updates."""
+        """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
         (choice,) = chosen
         for optimizer in session.optimizers:
             check_separable(optimizer, self.name)
@@ -75,10 +75,14 @@ class PureBf16(AbstractTechnique):
             raise ApplyError(
                 f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan"
             )
+        # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
+        # gradient than the buffer's owner.
         if any(p.grad is not None and p.grad._is_view() for p in lowered):
             raise ApplyError(
                 "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
             )
+        # Setting `.data` of another dtype drops the parameter's AccumulateGrad node (`VariableHooks::set_data`,
+        # torch/csrc/autograd/variable.cpp): hooks on the old one would never be called again.
         if _are_accumulators_held(lowered):
             raise ApplyError(
                 "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
@@ -118,7 +122,7 @@ def _whole_in_bfloat16(
 
 @contextlib.contextmanager
 def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
-    """Has errors about types, which the model would not raise in float32, say what is the matter."""
+    """Converts errors about dtypes, which the model would not raise in float32, to a refusal that explains them."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
@@ -131,7 +135,7 @@ def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
 def _part_in_bfloat16(
     refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Casts only where float32 comes in: what comes in bfloat16 is of the model's own making."""
+    """Casts only if there are float32 inputs: bfloat16 inputs come from the model itself."""
     if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
         with _told_of_types(refuse):
             return _in_bfloat16(forward, *args, **kwargs)
@@ -145,9 +149,9 @@ def _refuse_copy(*_: object) -> Never:
 
 
 def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
-    """Casts parameters and buffers to bfloat16 where they stand, so that everybody who holds them sees it."""
+    """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
     buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
-    # The bits that are cut off, for the case that the plan cannot be put on in the end.
+    # The truncated bits, in case the plan cannot be applied in the end.
     before = session.before
 
     def raise_again() -> None:
@@ -177,7 +181,7 @@ def _raise(
 
 
 def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the program keeps a node that accumulates the gradient of one of the parameters, and not only a graph does."""
+    """Whether the program itself refers to the AccumulateGrad node of a parameter, and not only a graph does."""
     with torch.enable_grad():
         # A view's graph leads to the node that is there, or to a new one.
         nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
@@ -185,6 +189,7 @@ def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # A gradient has its parameter's dtype: torch refuses to assign one of another type.
     gradient, tensor.grad = tensor.grad, None
     tensor.data = value
     if gradient is not None:
@@ -210,7 +215,7 @@ def _changes(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
 
 
 def _update_seconds(run: OptimizerProfile) -> float:
-    """Each tensor is raised, updated by itself, and rounded."""
+    """The time to cast each tensor to float32, update it by itself, and round it."""
     total = 0.0
     for stretch in run.steady:
         gradients = run.gradients(stretch)

@@ -1,8 +1,8 @@
-"""Parameters in bfloat16 that are trained as if they had more bits: updates in float32, rounded at random or with the rest kept.
+"""Trains parameters in bfloat16 with updates in float32, by stochastic rounding or with a compensation term.
 
-bfloat16 has 8 significant bits: an update below half of the last one would be lost at every step. Rounding up with a probability that is the
-part cut off makes it right on average (Gupta et al., arXiv:1502.02551; Zamirai et al., "Revisiting BFloat16 training", arXiv:2010.06192);
-keeping what was cut off in a second bfloat16 makes it right to 16 bits (Kahan summation, the second form in Zamirai et al.).
+bfloat16 has 8 significant bits: an update below half of the last one would be lost at every step. Rounding up with a probability equal to the
+truncated part makes it right on average (Gupta et al., arXiv:1502.02551; Zamirai et al., "Revisiting BFloat16 training", arXiv:2010.06192);
+keeping the truncated part in a second bfloat16 makes it right to 16 bits (Kahan summation, the second form in Zamirai et al.).
 """
 
 import dataclasses
@@ -22,16 +22,18 @@ _BITS_CUT_OFF = 16  # float32 has 24 significant bits, bfloat16 the upper 8 of t
 def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """`value` (float32, any shape) in bfloat16, rounded up or down with the probabilities that keep its expectation.
 
-    Adding a random number to the bits that are cut off carries into those that stay just that often.
+    Adding a random number to the truncated bits carries into the remaining ones with just that probability.
     """
     noise = torch.randint(1 << _BITS_CUT_OFF, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    # Floats of one sign are ordered as their bits are: an integer addition moves to the next bfloat16 when it
+    # carries.
     bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(1 << _BITS_CUT_OFF))
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
 @dataclasses.dataclass(slots=True)
 class _Rest:
-    """What was cut off of a parameter, and a sum over the bits of what was left: one that was written to since, also through `.data`, has no rest."""
+    """The truncated part of a parameter, and a checksum of its bfloat16 bits: after any other write, also through `.data`, the part is not used."""
 
     value: torch.Tensor
     bits: torch.Tensor
@@ -43,7 +45,7 @@ def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 class LowPrecisionUpdate:
-    """Steps an optimizer over parameters of which those in `lowered` are kept in bfloat16, each in float32 for the time of its update."""
+    """Steps an optimizer over parameters of which those in `lowered` are in bfloat16; each is in float32 during its update."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, lowered: Mapping[torch.Tensor, None], rounding: Rounding
@@ -68,11 +70,11 @@ class LowPrecisionUpdate:
         return updated
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether there is a rest of this parameter."""
+        """Whether there is a compensation term for this parameter."""
         return parameter in self._rests
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter in float32, with its rest."""
+        """A parameter in float32, with its compensation term."""
         value = parameter.detach().float()
         rest = self._rests.get(parameter)
         if rest is not None and rest.value.shape == value.shape:
@@ -103,30 +105,31 @@ class LowPrecisionUpdate:
         self._rests[parameter] = _Rest(rest, _sum_of_bits(parameter))
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """A generator of our own: the script's random numbers stay what they were."""
+        """A separate generator: the script's random numbers do not change."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)
+            # A fixed seed: two runs of one program round alike.
             self._generators[device].manual_seed(0)
         return self._generators[device]
 
 
 def _wide(state: Any) -> Any:
-    """A state in float32, also one that an optimizer made for a parameter in bfloat16."""
+    """A state in float32, also if an optimizer made it for a bfloat16 parameter."""
     return state.float() if isinstance(state, torch.Tensor) and state.dtype == torch.bfloat16 else state
 
 
 class WideStates:
-    """Keeps an optimizer's states in float32 when a checkpoint is loaded: torch casts them to the type of their parameter."""
+    """Keeps an optimizer's states in float32 when a checkpoint is loaded: torch casts them to the dtype of their parameter."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
 
     def before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Remembers what is about to be loaded."""
+        """Remembers the checkpoint that is about to be loaded."""
         self._saved = state_dict
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the states back that were narrowed."""
+        """Restores the float32 states from the checkpoint."""
         saved, self._saved = self._saved, {}
         for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for parameter, index in zip(group["params"], saved_group["params"], strict=True):

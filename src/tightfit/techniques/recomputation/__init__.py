@@ -1,1 +1,1 @@
-"""Activations computed again in the backward pass instead of saved."""
+"""Activations recomputed in the backward pass instead of saved."""

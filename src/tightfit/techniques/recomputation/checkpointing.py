@@ -1,4 +1,4 @@
-"""Checkpointing: a block's activations are dropped after its forward pass and computed again when its backward pass needs them.
+"""Checkpointing: a block's activations are freed after its forward pass and recomputed for its backward pass.
 
 Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), per block of the module tree, whichever blocks the plan names.
 """
@@ -16,7 +16,7 @@ from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, chec
 
 @final
 class Checkpointing(AbstractTechnique):
-    """Trades a second forward pass of a block for all that the block keeps for its backward pass but its input."""
+    """Trades a second forward pass of a block for everything that it saves for backward except its input."""
 
     name = "checkpointing"
     exact = True
@@ -24,7 +24,7 @@ class Checkpointing(AbstractTechnique):
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One for each block, slots shared with what lies inside and around it."""
+        """One option for each block; it shares slots with the modules inside and around it."""
         return [recompute_option(self.name, profile.modules, block, profile.seconds) for block in profile.blocks]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:

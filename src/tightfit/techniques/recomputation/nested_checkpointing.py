@@ -1,7 +1,7 @@
-"""Nested checkpointing: of a run of blocks, only the first one's input is kept; those of the others are computed again from it.
+"""Nested checkpointing: of a sequence of blocks, only the first one's input is saved; the inputs of the others are recomputed from it.
 
-Checkpointing every block keeps an input per block, which in a very deep stack is what is left. Chen et al., "Training deep nets with sublinear memory
-cost" (arXiv:1604.06174), section 4.3: recompute inside what is recomputed. Here a segment costs one more forward pass of its blocks but the last.
+Checkpointing every block saves an input per block, which in a very deep stack dominates. Chen et al., "Training deep nets with sublinear memory
+cost" (arXiv:1604.06174), section 4.3: recursive recomputation. Here a segment costs one more forward pass of its blocks except the last.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _SMALLEST_SHARE = 0.02
 
 @final
 class NestedCheckpointing(AbstractTechnique):
-    """Trades about two more forward passes of some blocks for all that they keep, their inputs included but for the first."""
+    """Trades about two more forward passes of some blocks for all that they save for backward, including all inputs except the first."""
 
     name = "nested_checkpointing"
     exact = True
@@ -38,7 +38,7 @@ class NestedCheckpointing(AbstractTechnique):
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Segments of several lengths, of each stack of blocks that do the same one after the other."""
+        """Segments of several lengths, of each stack of equal consecutive blocks."""
         anatomy, seconds = profile.modules, profile.seconds
         least = _SMALLEST_SHARE * waiting_bytes(anatomy)
         for stack in _stacks(profile):
@@ -85,7 +85,9 @@ def _modules(session: Session, choice: Choice) -> list[torch.nn.Module]:
 
 
 def _stacks(profile: Profile) -> Iterator[list[Block]]:
-    """Blocks with consecutive numbers in one list, that do the same and ran equally often."""
+    """Blocks with consecutive numbers in one list, with the same operators and the same number of calls."""
+    # Blocks with batch norm are left out: each run moves the running statistics, and a third run would move
+    # them a third time.
     by_list: dict[tuple[str, str, int], dict[int, Block]] = {}
     for block in profile.blocks:
         parent, _, last = block.path.rpartition(".")

@@ -1,9 +1,10 @@
-"""Runs a module so that what its backward pass needs is computed again instead of kept, with nothing else different.
+"""Recomputes a module's activations in its backward pass, without other observable differences.
 
-`torch.utils.checkpoint` keeps torch's random state and autocast. Everything else that the second run could see otherwise, or leave behind, is
-handled here, by `tightfit.effects`: attributes, buffers, hooks, modes, globals and the random states of Python and numpy are put back for the second
-run to what the first one saw, and afterwards to what they had become. What cannot be put back is refused, in the forward or before any gradient
-of the region is used. In the first calls, and again after a change of shape, mode or module, the results of both runs are compared bit for bit.
+`torch.utils.checkpoint` restores torch's random state and autocast. Any other state that the second run reads, and its side effects, are handled
+here with `tightfit.effects`: attributes, buffers, hooks, modes, globals and the random states of Python and numpy are restored for the second run
+to their values at the first, and afterwards to their later values. Changes that cannot be restored are refused, in the forward or before any
+gradient of the region is used. In the first calls, and again after a change of shape, mode or module, the results of both runs are compared
+bit for bit.
 """
 
 import copy
@@ -46,7 +47,8 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
 _MOST_SHAPES = 64
-# Checks after plain attributes have changed, which a counter does in every call; what is put back for the second run needs none.
+# Checks after plain attributes have changed, which a counter does in every call; attributes that are restored
+# for the second run need none.
 _CHECKS_AFTER_CHANGES = 4
 # A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
 _CALLS_BETWEEN_CHECKS = 200
@@ -54,9 +56,9 @@ _OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserv
 
 
 class Recomputed:
-    """The code around one module's forward; `contexts` as `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """The wrapper around one module's forward; `contexts` as `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
-    It refers to the module weakly, and a copy of the module takes a copy of it, so that neither keeps the other's module alive or
+    It refers to the module weakly, and a copy of the module gets a copy of it, so that neither keeps the other's module alive or
     changes it.
     """
 
@@ -92,7 +94,8 @@ class Recomputed:
         self._is_first = True
         self._shapes: set[Any] = set()
         self._contents: Any = None
-        # The tensors with a graph that its last forward left on what it can reach, and how many second runs there had been by then.
+        # The tensors with a graph that its last forward stored on reachable objects, and the number of second
+        # runs by then.
         self._left: dict[int, weakref.ref[torch.Tensor]] = {}
         self._left_after = 0
         self.num_second_runs = 0
@@ -111,16 +114,16 @@ class Recomputed:
 
     @property
     def is_selective(self) -> bool:
-        """Whether some of its results are kept for the second run."""
+        """Whether some of its results are saved for the second run."""
         return self._contexts is not None
 
     def refusal(self, why: str) -> ApplyError:
-        """The error that says that this module cannot be run again, with what to do."""
+        """The error that this module cannot be recomputed, with the remedy."""
         message = f"{self._where} {why}; leave it out: tightfit plan --without {self._technique}@{self._where}"
         return self._verdict.refuse(message, technique=self._technique, places=(self._where,))
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether this is around `module`, and not around one that it is a copy of."""
+        """Whether this wraps `module`, and not a module that it is a copy of."""
         return self._module() is module
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +136,12 @@ class Recomputed:
         kwargs: dict[str, Any],
         on_call: Callable[["Call"], None] = lambda _: None,
     ) -> Any:
-        """Calls `forward`; `on_call` is given what it takes to run this call once more, before it is run."""
+        """Calls `forward`; `on_call` is called before with the `Call`, which can run it once more."""
         if not torch.is_grad_enabled() or self.is_left_alone():
             return forward(*args, **kwargs)
         args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
+        # A decoder that fills a cache in training would fill it twice; nothing reads it between the passes
+        # (transformers' own checkpointing switches it off too).
         if kwargs.get("use_cache") is True:
             kwargs["use_cache"] = False
         if torch.compiler.is_compiling():
@@ -162,8 +167,8 @@ class Recomputed:
         return result
 
     def is_left_alone(self) -> bool:
-        """Whether this call is made as it is: parameters that are made in it, transforms of torch.func, which take no saved-tensor hooks, and
-        saved tensors that may be written to, which a second run would find written."""
+        """Whether this call is not checkpointed: lazy parameters are made in it, torch.func transforms take no saved-tensor hooks, and saved tensors
+        that may be written to would be changed for a second run."""
         if torch._C._functorch.peek_interpreter_stack() is not None or may_saved_tensors_be_written():
             return True
         return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
@@ -172,6 +177,7 @@ class Recomputed:
         """Whether the results of this call's two runs are to be compared: in the first calls, and after a change."""
         is_new_shape = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
         self._shapes.add(shapes) if is_new_shape else None
+        # Snapshots share one list of contents as long as nothing has changed: identity is enough.
         is_changed = self._contents is not None and before.contents is not self._contents
         self._contents = before.contents
         if self._checks_left:
@@ -186,9 +192,10 @@ class Recomputed:
         return is_new_shape and self.has_values
 
     def handed_over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the tensors with a graph that this forward may go on with, to be kept for its second run.
+        """The tensors with a graph that this forward may continue from, to be kept for its second run.
 
-        What it left itself in an earlier step, as a module does that keeps its last output, it writes over: that would only be kept alive.
+        Tensors that it stored itself in an earlier step, as a module that keeps its last output does, are overwritten: keeping them would only
+        keep memory alive.
         """
         if self._left_after == self.num_second_runs:
             return list(tensors)
@@ -196,13 +203,13 @@ class Recomputed:
         return [tensor for tensor in tensors if id(tensor) not in left]
 
     def leaves(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
-        """Takes in the tensors with a graph that were reached before and after a forward."""
+        """Remembers which tensors with a graph a forward has stored, from those reached before and after it."""
         known = set(map(id, before))
         self._left = {id(tensor): weakref.ref(tensor) for tensor in after if id(tensor) not in known}
         self._left_after = self.num_second_runs
 
     def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
-        """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it might."""
+        """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it may write to."""
         statistics = self._statistics(before)
         if not (of_all or self._written or statistics):
             return {}
@@ -217,10 +224,10 @@ class Recomputed:
             }
 
     def learn(self, before: Snapshot, copies: dict[int, torch.Tensor]) -> None:
-        """Finds which tensors a forward wrote to, and drops the copies of the others.
+        """Finds the tensors that a forward wrote to, and drops the copies of the others.
 
         Raises:
-            ApplyError: it wrote to one in a way that cannot be put back.
+            ApplyError: it wrote to one in a way that cannot be restored.
         """
         after, statistics = self.state.snapshot(self.owner()), self._statistics(before)
         found = {id(d.tensor): d for d in differences(before, after) if d.is_in_place and d.tensor is not None}
@@ -260,12 +267,12 @@ class Recomputed:
 
     @property
     def is_first(self) -> bool:
-        """Whether no forward has ended yet."""
+        """Whether no forward has finished yet."""
         return self._is_first
 
 
 class Call:
-    """One call of a module: what its first run saw, for every later run of the same call."""
+    """One call of a module: the state at its first run, for every later run of the same call."""
 
     def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._owner = owner
@@ -273,6 +280,8 @@ class Call:
         self._versions = _versions((args, kwargs))
         self._versions_kept = _versions(_kept_as_they_are(args, kwargs))
         named = {**{f"argument {n}": a for n, a in enumerate(args)}, **kwargs}
+        # Lists and dicts among the arguments are written to by many forwards (collected hidden states,
+        # auxiliary losses): their contents are restored like attributes.
         held = {name: value for name, value in named.items() if _holds_things(value)}
         self._held = snapshot_of_arguments(held) if held else None
         self._ambient = Ambient.now()
@@ -280,6 +289,8 @@ class Call:
         self._of_all = self.is_checked or owner.is_first
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
+        # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
+        # the second, whatever the program drops in between.
         in_graphs = self._before.in_graphs()
         self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
         self._has_graphs = bool(in_graphs)
@@ -288,16 +299,16 @@ class Call:
 
     @property
     def before(self) -> Snapshot:
-        """What the first run saw."""
+        """The state before the first run."""
         return self._before
 
     def contexts(self, inner: Contexts | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What a checkpoint enters around the first run and around each later one; what `inner` gives sees the module's operators alone."""
+        """The contexts of a checkpoint for the first run and for each later one; the contexts of `inner` see only the module's operators."""
         first, later = (nullcontext(), nullcontext()) if inner is None else inner()
         return first, _Again(self, later)
 
     def running(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What a checkpoint runs twice; it is given the named arguments as one, as a checkpoint has names of its own."""
+        """The function for the checkpoint to run twice; keyword arguments are passed as one dict, as a checkpoint has keywords of its own."""
         num_runs = 0
 
         def run(kwargs: dict[str, Any], *args: Any) -> Any:
@@ -324,10 +335,10 @@ class Call:
         return run
 
     def end_first(self) -> None:
-        """To be called when the first run is over.
+        """To be called after the first run.
 
         Raises:
-            ApplyError: it did something that no later run can do again.
+            ApplyError: it had a side effect that cannot be restored for a later run.
         """
         if self._of_all:
             self._owner.learn(self._before, self._copies)
@@ -338,7 +349,7 @@ class Call:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """While this lasts, the module sees what the first run saw, and its results are compared; afterwards all is as it was before."""
+        """Restores the state of the first run for a block and compares its results; afterwards the present state is restored."""
         with self.restored(), self._compared():
             yield
 
@@ -347,19 +358,21 @@ class Call:
         """The same without the comparison.
 
         Raises:
-            ApplyError: that cannot be had.
+            ApplyError: the state cannot be restored.
         """
         owner, module = self._owner, self._owner.owner()
         owner.num_second_runs += 1
         now = owner.state.snapshot(module)
         held = again(self._held) if self._held is not None else None
-        # Somebody else may have them only through what is put back to what it was.
+        # Tensors that may be referred to only by the state that is being replaced.
         kept = [*now.in_graphs(), *(held.in_graphs() if held is not None else [])]
         changed = differences(self._before, now)
         changed += differences(self._held, held) if self._held is not None and held is not None else []
         self._refuse_lost(changed)
+        # A mode of the user's may change what operators compute, and the backward pass runs outside of it.
         if modes := self._ambient.unknown_modes():
             raise owner.refusal(f"ran inside of {modes[0]}, which the backward pass is not in")
+        # Most blocks write nothing: for these a second run costs one snapshot and no restoring.
         needs_restoring = bool(changed or self._copies)
         if needs_restoring:
             # Each run writes to copies of its own: there may be a third.
@@ -399,20 +412,22 @@ class Call:
 
     @contextmanager
     def _told_of_mismatches(self) -> Iterator[None]:
-        """Has errors that only a second run meets name the module, torch's own among them, where it saves or keeps other tensors than the first."""
+        """Converts errors of the second run alone to a refusal that names the module, including torch's own about other saved tensors."""
         try:
             yield
         except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
+            # torch's checkpointing raises its own CheckpointError where the second run saves another number of
+            # tensors, or others by shape, dtype or device.
             is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
             did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
             raise self._owner.refusal(f"{did} when it was run a second time") from error
 
     @contextmanager
     def _told_of_transforms(self) -> Iterator[None]:
-        """Has torch's own error, where the module runs what takes no hooks for saved tensors, name the module."""
+        """Converts torch's error about code that takes no saved-tensor hooks to a refusal that names the module."""
         try:
             yield
         except RuntimeError as error:
@@ -429,7 +444,7 @@ class Call:
 
 
 class _Again:
-    """A context that can be entered for each run of a call after the first: `Call.restored`, and `inner` inside of it."""
+    """A context for each run of a call after the first: `Call.restored`, and `inner` inside of it."""
 
     def __init__(self, call: Call, inner: AbstractContextManager[Any]) -> None:
         self._call = call
@@ -437,6 +452,8 @@ class _Again:
         self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
+        # First the state, then torch's own context: what restoring runs (copies of buffers) must not be counted
+        # or saved by a selective checkpoint.
         with ExitStack() as stack:
             stack.enter_context(self._call.restored())
             stack.enter_context(self._inner)
@@ -447,14 +464,14 @@ class _Again:
 
 
 def _holds_things(value: Any) -> bool:
-    """Whether an argument is more than tensors and plain values in tuples."""
+    """Whether an argument has state of its own: it is not only tensors and plain values in tuples."""
     if isinstance(value, tuple):
         return any(_holds_things(inner) for inner in value)
     return not isinstance(value, (*PLAIN, torch.Tensor, torch.Size, torch.dtype, torch.device))
 
 
 def _kept_as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments whose tensors a checkpoint keeps without a look at their versions: autograd watches those that are tensors themselves."""
+    """The arguments whose tensors a checkpoint saves without checking versions: autograd checks those that are tensors themselves."""
     return [arg for arg in args if not isinstance(arg, torch.Tensor)], dict(kwargs)
 
 
@@ -468,7 +485,7 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:
-    """Whether something that can be put back holds the tensor, so that a second run can be given another one."""
+    """Whether a restorable container holds the tensor, so that a second run can be given another one."""
     contents = (content.values() if isinstance(content, dict) else content for content in before.contents)
     return any(value is tensor for values in contents for value in values)
 
@@ -478,6 +495,6 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _withhold(argument: Any) -> Any:
-    """None in place of a key-value cache, which has no tensor type of its own: Hugging Face's are told by what they can do."""
+    """Replaces a key-value cache by None. Hugging Face's caches have no common type, and are recognised by their methods."""
     is_cache = hasattr(argument, "get_seq_length") and hasattr(argument, "update")
     return None if is_cache else argument

@@ -1,8 +1,8 @@
-"""Runs a segment of blocks so that each is computed again in its backward pass, from an input that is itself computed again.
+"""Runs a segment of blocks so that each is recomputed in its backward pass, from an input that is itself recomputed.
 
-Each block is checkpointed, but where its input would be kept there is a handle. When the last block's second run asks its handle, all blocks before
-it run once more, saving nothing for a backward pass, from the input of the first, each with the random state of its first run; what they give is
-kept until their own second run takes it. A block whose input is not what the block before it returned begins again, and keeps its input.
+Each block is checkpointed, but with a handle instead of its input. When the last block's second run asks its handle, all blocks before it run once
+more, saving nothing for backward, from the input of the first, each with the random state of its first run; their outputs are kept until their
+own second run takes them. A block whose input is not the output of the block before it starts a new pass, and saves its input.
 """
 
 import weakref
@@ -21,8 +21,8 @@ _INPUT = object()
 
 
 class _Replay:
-    """The first run of one block, and all that it takes to run it again. In its arguments `_INPUT` stands for its input, but for the first block
-    of a pass: a handle there would hold the pass that holds it, and with it the input of the first block."""
+    """The first run of one block, with everything that is needed to run it again. `_INPUT` replaces its input among the arguments, except for the
+    first block of a pass: a handle there would refer to the pass that refers to it, and keep the input of the first block alive."""
 
     def __init__(self, recomputed: Recomputed, forward: Callable[..., Any], given: Sequence[Any]) -> None:
         self.recomputed = recomputed
@@ -41,7 +41,7 @@ class _Replay:
         self._device_type = tensors[0].device.type if tensors else "cpu"
 
     def again(self, value: torch.Tensor | None) -> torch.Tensor:
-        """What the next block takes, for the input `value`."""
+        """The input of the next block, computed from this block's input `value`."""
 
         def resolved(argument: Any) -> Any:
             return value if argument is _INPUT else argument
@@ -51,7 +51,8 @@ class _Replay:
             "enabled": torch.is_autocast_enabled(self._device_type),
         }
         assert self.call is not None, "the first run is over"
-        # Gradients are on, as code may ask, and kernels are chosen by it. The cache is off: what is cast here has a graph of which nothing was saved.
+        # Gradients are on, as code may check, and kernels are chosen by it. The cache is off: its casts would
+        # have a graph without saved tensors.
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
@@ -64,48 +65,50 @@ class _Replay:
             with self.call.again():
                 result = self.forward(*args, **kwargs)
         output = result[0] if self.is_tuple else result
+        # The replay's graph saved nothing; the block's own second run starts a new one.
         return output.detach().requires_grad_(output.requires_grad)
 
     def begins(self, call: Call) -> None:
-        """Takes in what the first run sees."""
+        """Remembers the call of the first run."""
         self.call = call
 
     def returned(self, result: Any) -> None:
-        """Takes in what the first run returned."""
+        """Remembers the result of the first run."""
         self.is_tuple = isinstance(result, tuple | list)
         output = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(output, torch.Tensor):
             self.output, self.output_version = weakref.ref(output), output._version
 
     def unchanged_output(self) -> torch.Tensor | None:
-        """What was returned, if nobody has written to it since: a replay gives what was returned, and not what became of it."""
+        """The output, if it was not written to since: a replay gives the output as it was returned."""
         output = self.output()
         return output if output is not None and output._version == self.output_version else None
 
 
 class _Pass:
-    """One forward pass through the segment, or through what is left of it."""
+    """One forward pass through the segment, or through the rest of it."""
 
     def __init__(self) -> None:
         self.replays: list[_Replay] = []
         self._inputs: dict[int, torch.Tensor] = {}
 
     def last_output(self) -> torch.Tensor | None:
-        """What the last block returned, where it can be computed again."""
+        """The output of the last block, if it can be recomputed."""
         return self.replays[-1].unchanged_output() if self.replays else None
 
     def input(self, number: int) -> torch.Tensor:
-        """The input of the block that was called as number `number`, computed again."""
+        """The recomputed input of the block that was called as number `number`."""
         if number not in self._inputs:
             value = None
             for position, replay in enumerate(self.replays[:number]):
                 value = replay.again(value)
                 self._inputs[position + 1] = value
+        # Taken once: it is an activation like any other, and freed with the block's graph.
         return self._inputs.pop(number)
 
 
 class _Handle:
-    """Stands for an input: the tensor itself during the first run, and after it what `_Pass.input` gives."""
+    """A placeholder for an input: the tensor itself during the first run, and afterwards the result of `_Pass.input`."""
 
     def __init__(self, owner: _Pass, number: int, value: torch.Tensor) -> None:
         self._owner = owner
@@ -123,14 +126,14 @@ class _Handle:
 
 
 class Segment:
-    """Consecutive blocks that share the kept input of the first. `recomputed` is the code around each of them."""
+    """Consecutive blocks that share the saved input of the first. `recomputed` are the wrappers around each of them."""
 
     def __init__(self, recomputed: Sequence[Recomputed]) -> None:
         self._recomputed = recomputed
         self._current: _Pass | None = None
 
     def around(self, number: int) -> Around:
-        """The code around the forward of block `number`."""
+        """The wrapper around the forward of block `number`."""
         return _Around(self, number)
 
     def is_of(self, number: int, module: torch.nn.Module) -> bool:
@@ -138,13 +141,15 @@ class Segment:
         return self._recomputed[number].is_of(module)
 
     def is_left_alone(self, number: int) -> bool:
-        """Whether block `number` is run as it is in this call."""
+        """Whether block `number` is not checkpointed in this call."""
         return self._recomputed[number].is_left_alone()
 
     def run(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of block `number` in a forward pass with gradients."""
         previous = None if self._current is None or number == 0 else self._current.last_output()
         given = [*args, *kwargs.values()]
+        # By identity: any code between two blocks (an addition, a cast) gives another tensor, which no replay
+        # would give.
         if self._current is None or previous is None or not any(value is previous for value in given):
             self._current = _Pass()
             previous = None
@@ -161,7 +166,7 @@ class Segment:
         try:
             result = recomputed.run(_resolving(replay), (anchor, *args), kwargs, replay.begins)
         except BaseException:
-            # What was begun is not to be gone on with.
+            # A pass that was cut short is not continued.
             self._current = None
             raise
         if handle is not None:
@@ -176,7 +181,7 @@ class Segment:
 
 
 class _Around:
-    """The code around the forward of one block. A copy of the model runs its blocks as they are."""
+    """The wrapper around the forward of one block. A copy of the model runs its blocks without it."""
 
     def __init__(self, segment: Segment, number: int) -> None:
         self._segment = segment
@@ -198,7 +203,7 @@ class _Around:
 
 
 def _resolving(replay: _Replay) -> Callable[..., Any]:
-    """The block's forward for arguments among which a handle is; it remembers them at the first run, as a checkpoint hands them on."""
+    """The block's forward for arguments with a handle among them; it remembers them at the first run, as the checkpoint passes them."""
     is_first = True
 
     def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -213,11 +218,11 @@ def _resolving(replay: _Replay) -> Callable[..., Any]:
 
 
 def _nothing(_: Any) -> Any:
-    """What is kept of a tensor that no backward pass will ask for."""
+    """Saves nothing: no backward pass will need the tensor."""
 
 
 def _each(
     change: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, each changed; a list or a dict among them stays the caller's own."""
+    """The arguments, each replaced by `change`; a list or a dict among them is passed as it is."""
     return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}

@@ -1,7 +1,7 @@
-"""Selective checkpointing: a block keeps the results of its matrix products and attention, and computes the cheap rest again.
+"""Selective checkpointing: a block saves the results of its matrix products and attention, and recomputes the cheap rest.
 
 Korthikanti et al., "Reducing activation recomputation in large transformer models" (arXiv:2205.05198), section 5, with the choice made
-per operator: those that do more than a few operations for each byte are kept.
+per operator: those with more than a few operations per byte are saved.
 """
 
 import copy
@@ -32,7 +32,7 @@ _PRODUCTS = frozenset({"matmul", "attention", "convolution"})
 
 @final
 class SelectiveCheckpointing(AbstractTechnique):
-    """Trades the cheap part of a second forward pass for the cheap part of what a block keeps."""
+    """Trades the cheap part of a second forward pass for the cheap part of what a block saves for backward."""
 
     name = "selective_checkpointing"
     exact = True
@@ -40,9 +40,9 @@ class SelectiveCheckpointing(AbstractTechnique):
     exactness = "bit for bit, random state and autocast included; up to the order of a reduction where a decoder would fill a key-value cache"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One for each block, where keeping some is another thing than keeping all or none.
+        """One for each block, if saving some differs from saving all or none.
 
-        Of the products, those are kept whose results the plain run keeps; they are told apart by their number in the block's forward.
+        Of the products, those are saved whose results the plain run saves; they are identified by their number in the block's forward.
         """
         anatomy, seconds = profile.modules, profile.seconds
         is_product = np.array([operator_class(name) in _PRODUCTS for name in profile.tape.strings], dtype=bool)
@@ -78,17 +78,20 @@ class SelectiveCheckpointing(AbstractTechnique):
 
 
 def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What one forward and its second run go through: each counts its products, and those whose number is in `keep` are kept."""
+    """The contexts of a forward and its second run: each counts its products, and those whose number is in `keep` are saved."""
     counts: Counter[bool] = Counter()
 
     def policy(context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *_: Any, **__: Any) -> Any:
         if operator_class(str(operator)) not in _PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
+        # Counted apart for each run: a result is identified by its number, which is the same in both.
         number = counts[context.is_recompute]
         counts[context.is_recompute] += 1
         if torch.is_inference_mode_enabled():
-            # Torch keeps the versions of what it saves, and these have none.
+            # torch records the versions of tensors that it saves, and inference tensors have none.
             return CheckpointPolicy.PREFER_RECOMPUTE
+        # Keeping every product saved 9 % less than keeping those that the plain run keeps (docs/log.md, "The
+        # planner, made exact and quick").
         return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, later = create_selective_checkpoint_contexts(policy)
@@ -96,7 +99,7 @@ def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], Abstra
 
 
 class _Later:
-    """`mode`, torch's own around a second run, which uses up what was kept as it goes; where the graph is kept, all is put back for a third run."""
+    """Wraps torch's own `mode` for a second run, which consumes the saved results; if the graph is retained, they are restored for a third run."""
 
     def __init__(self, mode: Any, counts: Counter[bool]) -> None:
         self._mode = mode

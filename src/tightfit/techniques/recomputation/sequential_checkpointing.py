@@ -1,4 +1,4 @@
-"""Sequential checkpointing: consecutive children of a Sequential are computed again together, cut where little is handed on.
+"""Sequential checkpointing: consecutive children of a Sequential are recomputed together, cut where the boundary tensor is small.
 
 Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174), for chains that have no blocks: a stack of convolutions, norms and
 activations in one Sequential. Segments are halves, halves of halves and so on, each cut where the boundary is smallest (after a pooling, say).
@@ -25,7 +25,7 @@ _SMALLEST_SHARE = 0.01
 
 @final
 class SequentialCheckpointing(AbstractTechnique):
-    """Trades a second forward pass of some children of a Sequential for all that they keep but the input of the first."""
+    """Trades a second forward pass of some children of a Sequential for all that they save for backward except the input of the first."""
 
     name = "sequential_checkpointing"
     exact = True
@@ -33,7 +33,7 @@ class SequentialCheckpointing(AbstractTechnique):
     exactness = "bit for bit: the same operators on the same values, random state and autocast included"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One for each segment of each row of children; segments lie inside one another or apart."""
+        """One for each segment of each sequence of children; segments are nested or disjoint."""
         anatomy, seconds = profile.modules, profile.seconds
         least = _SMALLEST_SHARE * waiting_bytes(anatomy)
         for row in profile.sequences:
@@ -42,7 +42,7 @@ class SequentialCheckpointing(AbstractTechnique):
                     yield _option(self.name, anatomy, stretch, seconds)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts one code around each Sequential, that runs its segments."""
+        """Wraps each Sequential once, with code that runs its segments."""
         check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
         for choice in chosen:
             begin, end = choice.settings["begin"], choice.settings["end"]
@@ -56,7 +56,7 @@ def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) ->
 
 
 def _maker(session: Session, where: str) -> MakeRunner:
-    """Makes the code that runs a segment twice; it keeps the session's verdict, and not the session."""
+    """Makes a function that creates the runner of a segment; it refers to the session's verdict, and not to the session."""
     verdict, check_steps = session.verdict, session.check_steps
 
     def make(children: Sequence[torch.nn.Module]) -> Runner:

@@ -1,6 +1,6 @@
-"""Runs ranges of the children of a Sequential in another way than one after the other, and the rest as it is.
+"""Runs ranges of the children of a Sequential by other functions, and the remaining children one by one.
 
-Several techniques may have a range each of the same Sequential. A copy of the model (an EMA, say) gets runners of its own.
+Several techniques may have ranges of the same Sequential. A copy of the model (an EMA, say) gets runners of its own.
 """
 
 import operator
@@ -21,7 +21,7 @@ MakeRunner = Callable[[Sequence[torch.nn.Module]], Runner]
 
 
 class Ranges:
-    """The code around the forward of one Sequential."""
+    """The wrapper around the forward of one Sequential."""
 
     def __init__(self) -> None:
         self.makers: dict[tuple[int, int], MakeRunner] = {}
@@ -55,10 +55,10 @@ class Ranges:
 
 
 def put_range(session: Session, where: str, begin: int, end: int, make: MakeRunner) -> None:
-    """Has the children `begin` to before `end` of the Sequential at `where` run by what `make` makes of them.
+    """Runs the children in `range(begin, end)` of the Sequential at `where` by the runner that `make` makes of them.
 
     Raises:
-        ApplyError: it is no plain Sequential, has no such children, or some of them are run in another way already.
+        ApplyError: it is no plain Sequential, has no such children, or some of them have another runner already.
     """
     sequential = check_sequential(session, where, begin, end)
     current = own_forward(sequential)
@@ -81,7 +81,7 @@ def put_range(session: Session, where: str, begin: int, end: int, make: MakeRunn
 
 
 def check_sequential(session: Session, where: str, begin: int, end: int) -> torch.nn.Module:
-    """The Sequential at `where`, if its children `begin` to before `end` can be run in another way.
+    """The Sequential at `where`, if its children in `range(begin, end)` can have another runner.
 
     Raises:
         ApplyError: they cannot.

@@ -1,8 +1,8 @@
-"""Layers that look at a neighbourhood, as arithmetic of intervals along one axis: what of its input a stretch of an output needs.
+"""Receptive fields of convolutions, poolings and upsamplings along one axis: the range of the input that a range of the output needs.
 
-A convolution or pooling needs `(begin * stride - padding, (end - 1) * stride - padding + dilation * (kernel - 1) + 1)`; what lies outside the input is the
-layer's own padding, and all else are real neighbours (Dumoulin and Visin, "A guide to convolution arithmetic", arXiv:1603.07285). A layer
-that grows its input by a whole factor needs every position that its stretch begins or ends in.
+A convolution or pooling needs `(begin * stride - padding, (end - 1) * stride - padding + dilation * (kernel - 1) + 1)`; positions outside of the
+input are the layer's own padding, all others are real neighbours (Dumoulin and Visin, "A guide to convolution arithmetic", arXiv:1603.07285).
+A layer that enlarges its input by an integer factor needs every position that its range touches.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ Interval = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer along one axis. `grows` is its factor where it enlarges, with a kernel of one and no stride then."""
+    """A layer along one axis. `grows` is the factor of an upsampling layer, which has kernel 1 and stride 1 then."""
 
     module: Any
     kernel: int = 1
@@ -82,15 +82,15 @@ class Layer:
 
     @property
     def reach(self) -> int:
-        """Positions of the input that one of the output looks at."""
+        """The receptive field: positions of the input that one position of the output depends on."""
         return self.dilation * (self.kernel - 1) + 1
 
     def length(self, length: int) -> int:
-        """Positions that it makes of `length`."""
+        """The output length for an input of `length`."""
         return ((length + sum(self.padding) - self.reach) // self.stride + 1) * self.grows
 
     def needs(self, begin: int, end: int) -> Interval:
-        """What of its input the stretch `begin` to before `end` of its output needs; it may begin before the input, and end after it."""
+        """The range of the input that `range(begin, end)` of the output needs; it may reach beyond both ends of the input."""
         if self.grows > 1:
             return begin // self.grows, math.ceil(end / self.grows)
         before = self.padding[0]
@@ -99,7 +99,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One layer on one tile: `before` and `after` are positions of padding, `skip` to before `skip + keep` what is kept of the result."""
+    """One layer on one tile: `before` and `after` are positions of padding; the result is cropped to `range(skip, skip + keep)`."""
 
     layer: Layer
     before: int
@@ -117,7 +117,7 @@ class Path:
 
 
 def flat(children: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a chain, Sequentials inside it taken apart."""
+    """The modules of a chain, with nested Sequentials flattened."""
     for child in children:
         if type(child).forward is nn.Sequential.forward:
             yield from flat(child._modules.values())  # type: ignore[arg-type]
@@ -140,6 +140,8 @@ def _layer(module: Any, axis: int) -> Layer:
         if _is_pointwise(module)
         else _convolution(module, axis) or _pool(module, axis) or _growing(module, axis)
     )
+    # Padding as wide as the receptive field makes outputs that see padding alone, and a tile there would have
+    # no input at all.
     if found is None or max(found.padding) >= found.reach:
         raise ApplyError(
             f"a {type(module).__name__} ({module.extra_repr()}) cannot be run in tiles; leave tiled_convolutions out"
@@ -164,6 +166,8 @@ def _pool(module: Any, axis: int) -> Layer | None:
     if not is_max and type(module) not in _AVERAGE_POOLS:
         return None
     counts_all = is_max or (module.count_include_pad and getattr(module, "divisor_override", None) is None)
+    # Ceil mode adds a window that lies partly outside of the input, and returned indices count positions of the
+    # whole: both differ in a tile. So does an average that divides by the real elements of a window only.
     if module.ceil_mode or getattr(module, "return_indices", False) or not counts_all:
         return None
     return Layer(
@@ -179,6 +183,7 @@ def _growing(module: Any, axis: int) -> Layer | None:
     if not _is_of_torch(module):
         return None
     if isinstance(module, _TRANSPOSED):
+        # Only where windows do not overlap is a transposed convolution a function of each position by itself.
         is_apart = module.kernel_size == module.stride and not any((*module.padding, *module.output_padding))
         return Layer(module=module, grows=module.stride[axis]) if is_apart and set(module.dilation) == {1} else None
     factor = module.upscale_factor if type(module) is nn.PixelShuffle else _nearest_factor(module, axis)
@@ -186,7 +191,7 @@ def _growing(module: Any, axis: int) -> Layer | None:
 
 
 def _is_pointwise(module: Any) -> bool:
-    """Whether each position is computed by itself: an activation, a dropout or a batch norm that is not training."""
+    """Whether each position is computed independently: an activation, or a dropout or batch norm in evaluation mode."""
     if not _is_of_torch(module):
         return False
     if isinstance(module, _DROPOUTS):
@@ -197,7 +202,7 @@ def _is_pointwise(module: Any) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the class is torch's own, and not one that is derived from it and may do anything."""
+    """Whether the class is torch's own, and not a subclass, which may do anything."""
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
@@ -235,7 +240,7 @@ def _path(layers: Sequence[Layer], lengths: Sequence[int], out_begin: int, out_e
 
 
 def length_within(layers: Sequence[Layer], length: int) -> int:
-    """How many positions at the beginning of a chain's output need nothing of its input after the first `length`, and no padding there."""
+    """The number of positions at the start of a chain's output that depend only on the first `length` positions of its input."""
     lengths = [length]
     for layer in layers:
         lengths.append(layer.length(lengths[-1]))
@@ -256,10 +261,13 @@ def run_step(step: Step, value: torch.Tensor, dim: int) -> torch.Tensor:
     """One layer on a tile; `dim` is the tiled dimension of `value`."""
     module, axis = step.layer.module, dim - 2
     if step.before or step.after:
+        # The padding of a maximum is minus infinity, which no real element loses against.
         filling = -math.inf if type(module) in _MAX_POOLS else 0.0
         value = functional.pad(value, (0, 0) * (value.dim() - 1 - dim) + (step.before, step.after), value=filling)
     if type(module) in _CONVOLUTIONS:
         padding: Any = [_own_padding(module, other) for other in range(value.dim() - 2)]
+        # `padding="same"` with an even kernel pads one more on the right; the functional form takes only
+        # symmetric padding.
         uneven = [other for other, (first, last) in enumerate(padding) if first != last and other != axis]
         for other in uneven:
             value = functional.pad(value, (0, 0) * (value.dim() - 3 - other) + padding[other])

@@ -1,4 +1,4 @@
-"""What is proved of one module that runs in tiles: proved again after any change of shape, mode or module, and compared by value in the first steps."""
+"""Proofs and value checks for one module that runs in tiles: repeated after any change of shape, mode or module."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from tightfit.techniques.wrappers.first_order import Refuse
 
 
 class TileProofs:
-    """The proofs about one module, which it refers to weakly. `refuse` makes the error to raise; `check_steps` calls are compared by value."""
+    """The proofs for one module, which it refers to weakly. `refuse` makes the error to raise; `check_steps` calls are compared by value."""
 
     def __init__(self, module: torch.nn.Module, refuse: Refuse, check_steps: int) -> None:
         self._module = weakref.ref(module)
@@ -34,13 +34,15 @@ class TileProofs:
     def prove(
         self, run: Callable[[torch.Tensor], Any], value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any
     ) -> Callable[[], str]:
-        """Makes sure that `value` may be run in `tiles` along `dim`; what it returns says what has changed since, in words, or nothing.
+        """Proves that `value` may be run in `tiles` along `dim`. The returned function describes a change of the module since then, or returns "".
 
         Raises:
-            ApplyError: it may not.
+            ApplyError: it may not be run in tiles.
         """
         module = self._owner()
         now = self._state.snapshot(module, is_kept=True)
+        # Everything that Python code may branch on: shapes, dtype, device, the other arguments, and autocast,
+        # which adds casts.
         key = _key(value, dim, tiles, others)
         hooked = [name for name, p in module.named_parameters() if p._backward_hooks]
         if hooked:
@@ -83,7 +85,7 @@ class TileProofs:
 
 
 def structural(before: Snapshot, after: Snapshot) -> list[Difference]:
-    """What changed, but for values of tensors, which an optimizer changes in every step, and random states, from which others draw."""
+    """The changes except values of tensors, which an optimizer changes in every step, and random states, which other code draws from."""
     return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]
 
 

@@ -1,7 +1,7 @@
-"""What running a module tile by tile does to memory and time, from the tape of the plain run.
+"""The effect of running a module tile by tile on memory and time, from the tape of the plain run.
 
-Memory: what the module makes on the way, in its forward and its backward pass, is gone; what one tile of it makes is there while either pass runs,
-and the gradients of the weights from the first tile on, beside those of a single tile. Time: the forward pass once more, more launches, and a
+Memory: the module's intermediate results, in its forward and its backward pass, are gone; those of one tile are allocated while either pass runs,
+and the gradients of the weights from the first tile on, beside those of a single tile. Time: one more forward pass, more kernel launches, and a
 pass over the gradients of the weights for each tile.
 """
 
@@ -24,11 +24,11 @@ _HALF = frozenset({"float16", "bfloat16"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """What one visit makes on the way: `storages`, with the most of them alive at once in its forward and in its backward pass.
+    """The intermediate results of one module call: `storages`, with their peaks in its forward and in its backward pass.
 
-    `around` is the visit of the module that may be recomputed around it, the same as `visit` where there is none.
-    `weight_gradients` are storages too, as are the gradients that are `handed_on`, and what was there before the backward pass, dies in it, and is
-    `held` to its end by tiles. `sum_bytes` is what their sums take, `cast_bytes` what copies of the weights take that autocast makes.
+    `around` is the call of the enclosing module that may be recomputed, or `visit` itself. `weight_gradients` are storages too, as are the gradients
+    that are `handed_on`, and storages from before the backward pass that are freed in it, and are `held` to its end by tiles. `sum_bytes` is the
+    size of the gradients' sums, `cast_bytes` that of the copies of the weights that autocast makes.
     """
 
     visit: Visit
@@ -46,14 +46,14 @@ class Inside:
 
 
 def inside_of(profile: Profile, visit: Visit, around: Visit | None = None) -> Inside:
-    """What `visit` makes on the way; neither its output, nor the gradients that it hands on. `around` is the visit of the module around it."""
+    """The intermediate results of `visit`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
     tape, anatomy, births = profile.tape, profile.modules, profile.allocated_at
     born, died = tape.storages.operator, anatomy.died
     output = visit.output
     made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
     back = np.flatnonzero((born >= visit.back_begin) & (born < visit.back_end))
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
-    # What the last operator of the backward pass leaves behind dies with the next one.
+    # Temporaries of the backward pass's last operator are freed with the next one.
     storages = np.r_[made[made != output], back[died[back] < visit.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
     handed_on = back[(died[back] >= visit.back_end_event) & ~np.isin(back, gradients)]
@@ -93,7 +93,7 @@ def _most_alive(anatomy: Anatomy, births: Column, storages: Column, begin: int, 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TileAccount:
-    """The account of `num_tiles` tiles. Where they overlap, each is `share` of the whole, and all of them are `work` times as much to compute."""
+    """Memory and time of `num_tiles` tiles. If they overlap, each is `share` of the whole, and together they compute `work` times as much."""
 
     num_tiles: int
     profile: Profile
@@ -105,7 +105,7 @@ class TileAccount:
         return self.share or 1 / self.num_tiles
 
     def changes(self, one: Inside, *, is_alone: bool) -> Iterator[Change]:
-        """What is gone, and what is there instead. Where it is not alone, a recomputed module around it accounts for all between the passes."""
+        """The storages that are gone, and the ones that replace them. If not `is_alone`, a recomputed enclosing module accounts for all between the passes."""
         visit, around, anatomy = one.visit, one.around, self.profile.modules
         passes = [(visit.begin_event, visit.end_event), (visit.back_event, visit.back_end_event)]
         windows = [(visit.begin_event, around.end_event), (around.back_event, visit.back_end_event)]
@@ -115,7 +115,7 @@ class TileAccount:
             for begin, end in [(born, died)] if is_alone else windows:
                 if max(born, begin) < min(died, end):
                     yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
-        # Of a tile, its input, its output and the gradient of its input are there beside what it makes on the way.
+        # A tile's input, output and input gradient are allocated beside its intermediate results.
         beside = round(self._share * (one.output_bytes + 2 * anatomy.bytes_of(one.handed_on)))
         (begin, end), (back, back_end) = passes
         # The output is there from the first tile on.
@@ -135,12 +135,12 @@ class TileAccount:
                 )
 
     def _tile(self, one: Inside, most_bytes: int) -> int:
-        """What one tile holds where the whole holds `most_bytes`: weights are not cut."""
+        """The bytes of one tile if the whole module needs `most_bytes`: weights are not split."""
         uncut = min(one.cast_bytes, most_bytes)
         return round(self._share * (most_bytes - uncut)) + uncut
 
     def added_seconds(self, one: Inside) -> float:
-        """What one visit takes longer."""
+        """The extra time of one module call."""
         visit, efficiency = one.visit, efficiency_of(self.profile.device)
         once = float(self.profile.seconds[visit.begin : visit.end].sum())
         again = once * self.work

@@ -1,7 +1,7 @@
-"""A function of tensors and parameters, computed tile by tile in both passes: what it makes on the way exists for one tile at a time.
+"""An autograd function that computes tile by tile in both passes: intermediate results exist for one tile at a time.
 
-The forward pass keeps its inputs alone. The backward pass runs each tile again with gradients, writes (or, where tiles overlap, adds) the
-gradient of the inputs in place, and sums those of the parameters: in float32, where they are in half precision.
+The forward pass saves only its inputs. The backward pass runs each tile again with gradients, writes (or, where tiles overlap, adds) the
+gradient of the inputs in place, and sums those of the parameters: in float32 if they are in half precision.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, f
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """From `begin` to before `end` of the input, `out_begin` to before `out_end` of the output, along the tiled dimension."""
+    """`range(begin, end)` of the input and `range(out_begin, out_end)` of the output, along the tiled dimension."""
 
     begin: int
     end: int
@@ -26,16 +26,16 @@ class Tile:
     out_end: int
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This tile of the input, contiguous: modules may view it in another shape."""
+        """This tile of the input, contiguous, as modules may view it in another shape."""
         return tensor.narrow(dim, self.begin, self.end - self.begin).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """`run(tile, part)` is the output of one tile; `parameters` are all that its gradients may go to. `dim` is the same in input and output.
+    """`run(tile, part)` is the output of one tile; `parameters` are all that may get gradients. `dim` is the same in input and output.
 
-    `changed` says what of the modules is not what it was at the forward pass, in words, or nothing; `refuse` makes the error to raise then.
-    With `is_checked`, values of what it is given are compared too.
+    `changed` describes a change of the modules since the forward pass, or returns ""; `refuse` makes the error to raise then.
+    With `is_checked`, values of inputs and results are compared too.
     """
 
     run: Callable[[Tile, torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
     """The output of all tiles for the input `value`, with one node in the graph.
 
     Raises:
-        ApplyError: it is transformed by torch.func. The backward pass raises it where it is differentiated, or the modules have changed since.
+        ApplyError: torch.func transforms the call. The backward pass raises it for second derivatives, or if the modules have changed since.
     """
     check_transforms("tiles", tiling.refuse)
     if not all(p.is_leaf for p in tiling.parameters):
@@ -69,6 +69,8 @@ class _Tiled(torch.autograd.Function):
         ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
         ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
         ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
+        # Parameters too, so that autograd checks their versions: an in-place update between the passes raises
+        # torch's own error.
         ctx.save_for_backward(value, *trained)
         length = max(tile.out_end for tile in tiling.tiles)
         output = None
@@ -101,9 +103,11 @@ class _Tiled(torch.autograd.Function):
             raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
         whole = None
         if ctx.needs_input_grad[2]:
+            # Tiles that do not overlap cover the input, so nothing of the gradient stays unwritten.
             whole = torch.zeros_like(value) if tiling.overlap else torch.empty_like(value)
         sums: list[torch.Tensor | None] = [None] * len(trained)
         for number, tile in enumerate(tiling.tiles):
+            # A leaf for each tile, so that its gradient ends here.
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
@@ -130,7 +134,7 @@ def _put(place: torch.Tensor, found: torch.Tensor | None, *, adds: bool) -> None
 
 
 def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    """Adds to the sums in place, and lets go of what was added one by one."""
+    """Adds to the sums in place, and frees each gradient once it is added."""
     for number in range(len(sums)):
         one, found[number] = found[number], None
         total = sums[number]
@@ -139,6 +143,8 @@ def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> N
         if total is not None:
             total.add_(one)
         else:
+            # The plain run sums over all tokens inside of one product, in float32; partial sums rounded to half
+            # precision would be worse.
             sums[number] = one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
 
 
@@ -147,7 +153,7 @@ def _cast(total: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor |
 
 
 def _autocast(device_type: str) -> dict[str, Any]:
-    """The autocast that is on now. Its cache is off: what it casts without gradients would be found by what needs them."""
+    """The current autocast settings, without its cache: casts made without gradients would be found by code that needs them."""
     return {
         "device_type": device_type,
         "dtype": torch.get_autocast_dtype(device_type),

@@ -1,7 +1,7 @@
-"""Tiled convolutions: a chain of convolutions, poolings and activations is run on slabs of the image or volume, each with the halo it needs.
+"""Tiled convolutions: runs a chain of convolutions, poolings and activations on slabs of the image or volume, each with its halo.
 
 As in spatial partitioning (Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism", arXiv:1903.06681), one
-slab after the other on one card instead of at once on several. What the chain makes on the way exists for one slab alone, in both passes.
+slab after the other on one card instead of in parallel on several. Intermediate results exist for one slab at a time, in both passes.
 """
 
 import functools
@@ -31,7 +31,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @final
 class TiledConvolutions(AbstractTechnique):
-    """Trades a second forward pass, and the halos twice, for all that a chain keeps and nearly all that it holds on the way."""
+    """Trades a second forward pass, and computing halos twice, for what a chain saves for backward and nearly all of its temporaries."""
 
     name = "tiled_convolutions"
     exact = True
@@ -41,11 +41,11 @@ class TiledConvolutions(AbstractTechnique):
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Per chain, and per part of it, some numbers of tiles."""
+        """For each chain, and parts of it, several numbers of tiles."""
         yield from tiled_convolutions_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Puts one code around each Sequential, that runs its chains."""
+        """Wraps each Sequential once, with code that runs its chains."""
 
         def check(choice: Choice) -> None:
             begin, end = choice.settings["begin"], choice.settings["end"]
@@ -91,7 +91,7 @@ class _Slabs:
     def __init__(
         self, children: Sequence[torch.nn.Module], *, where: str, num_tiles: int, verdict: Verdict, check_steps: int
     ) -> None:
-        # A list of its own, as something to ask for the state of all.
+        # A ModuleList, so that snapshots can be taken of all children together.
         self._chain = torch.nn.ModuleList(children)
         self._where = where
         self._num_tiles = num_tiles
@@ -113,6 +113,7 @@ class _Slabs:
             _check(
                 "the chain", modules, [part for child in children for part in child.modules() if part not in modules]
             )
+            # Along the longest side halos are the smallest share.
             dim = max(range(2, value.dim()), key=lambda d: value.shape[d])
             layers: list[Layer] = layers_along(children, dim - 2)
         except ApplyError as error:
@@ -148,7 +149,7 @@ class _Slabs:
 
     @torch.no_grad()
     def _compare(self, tiling: Tiling, layers: Sequence[Layer], value: torch.Tensor) -> None:
-        """Compares what the first slab gives with what the chain itself gives for its part of the input, as far as that has all it needs."""
+        """Compares the first slab's result with that of the plain chain on the same part of the input, where that does not need more."""
         tile = tiling.tiles[0]
         part = tile.of(value.detach(), tiling.dim)
         length = min(length_within(layers, tile.end), tile.out_end)

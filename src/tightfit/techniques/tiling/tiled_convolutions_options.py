@@ -1,8 +1,8 @@
-"""What running chains of convolutions on slabs saves and costs, from the tape of the plain run.
+"""The saving and cost of running chains of convolutions on slabs, from the tape of the plain run.
 
-A tape has no shapes. The positions of a convolution's output follow from its FLOPs, two for each of them and each number of its weight; the length
-of a side is taken for the cube root of that (the square root where a pooling or an upsampling says that images are flat) and kernels for
-three wide, which reach one position to either side.
+A tape has no shapes. The number of output positions of a convolution follows from its FLOPs, two per position and element of its weight; the
+length of a side is estimated as the cube root of that (the square root if a pooling or an upsampling is two-dimensional), and kernels as three
+wide, with a halo of one position on either side.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
 
 
 def _chains(row: Row) -> Iterator[tuple[int, int]]:
-    """The longest stretches of children that look at neighbourhoods alone, with a convolution among them."""
+    """The longest ranges of children with only local operators, including a convolution."""
     local = [all(map(is_local, row.operator_names(position))) for position in range(len(row))]
     begin = 0
     while begin < len(row):
@@ -78,15 +78,15 @@ def _chains(row: Row) -> Iterator[tuple[int, int]]:
 
 
 def is_local(name: str) -> bool:
-    """Whether an operator looks at a neighbourhood, or at each position by itself, as far as its name tells."""
+    """Whether an operator works on a neighbourhood of each position, or on each position independently, judged by its name."""
     if any(part in name for part in _LOCAL) and "adaptive" not in name:
         return True
     return operator_class(name) in ("convolution", "elementwise", "copy") and "dropout" not in name
 
 
 def _halo_shares(anatomy: Anatomy, stretch: Stretch, seconds: Column) -> tuple[float, float]:
-    """What the halos of a tile on both sides add, as a share of the whole: to the output of the first convolution (those of all others, that is),
-    and to the mean convolution by time."""
+    """The share of the whole that a tile's halos on both sides add: at the output of the first convolution (the halos of all others), and on
+    average over convolutions, weighted by time."""
     tape, visit = anatomy.tape, stretch.visits[-1]
     names = anatomy.operator_names(visit.begin, visit.end)
     num_axes = 2 if any(part in name for name in names for part in _FLAT) else 3

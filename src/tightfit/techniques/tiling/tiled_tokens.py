@@ -1,8 +1,8 @@
-"""Tiled tokens: a module that computes each token by itself is run on some tokens at a time, and again in its backward pass.
+"""Tiled tokens: runs a token-wise module on some tokens at a time, and again in its backward pass.
 
 The memory-centric tiling of Rajbhandari et al., "ZeRO-Infinity" (arXiv:2104.07857), section 5.1.3, along tokens instead of weights, as in Jacobs et
-al., "Arctic Long Sequence Training" (arXiv:2506.13996), for any module: what it makes on the way exists for one tile alone, even while its own
-backward pass runs, which checkpointing cannot have.
+al., "Arctic Long Sequence Training" (arXiv:2506.13996), for any module: intermediate results exist for one tile at a time, even while its own
+backward pass runs, unlike with checkpointing.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
-# What is known to look at more than one token, to say so before anything runs.
+# Modules that are known to mix tokens, to refuse them before anything runs.
 _MIXES = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
@@ -43,7 +43,7 @@ _MIXES = (
 
 @final
 class TiledTokens(AbstractTechnique):
-    """Trades a second forward pass of a token-wise module, in small kernels, for all that it keeps and nearly all that it holds on the way."""
+    """Trades a second forward pass of a token-wise module, in small kernels, for what it saves for backward and nearly all of its temporaries."""
 
     name = "tiled_tokens"
     exact = True
@@ -51,7 +51,7 @@ class TiledTokens(AbstractTechnique):
     exactness = "the same up to the order of sums; the gradient of a weight in half precision is summed in float32"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """Per module some numbers of tiles, with and without a recomputed module around it."""
+        """For each module several numbers of tiles, with and without a recomputed module around it."""
         yield from tiled_tokens_options(self.name, profile)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
@@ -79,7 +79,7 @@ class TiledTokens(AbstractTechnique):
 
 
 class _Tiles:
-    """The code around the forward of one module."""
+    """The wrapper around the forward of one module."""
 
     def __init__(self, where: str, num_tiles: int, *, verdict: Verdict, check_steps: int) -> None:
         self._where = where
@@ -122,7 +122,8 @@ class _Tiles:
     ) -> torch.Tensor:
         tiles = _cut(value.shape[dim], self._num_tiles)
         module = module_of(forward)
-        # What runs a tile lives as long as the graph: it must not hold the whole input, which a module around this one may drop.
+        # The function that runs a tile is referred to by the graph: it must not refer to the whole input, which
+        # an enclosing module may free.
 
         def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
             return forward(part, *others, **kwargs)
@@ -145,9 +146,9 @@ class _Tiles:
     def _refuse_tiles_that_raise(
         self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Refuses where a tile raises what the whole does not; what the whole raises too is the program's own.
+        """Refuses if a tile raises an error that the whole does not; an error of the whole is the program's own.
 
-        A recomputation raises to end early, and its tiles have run before.
+        Not in a backward pass: a recomputation raises to end early, and its tiles have run before.
         """
         if _graph_task() != -1:
             return
@@ -172,7 +173,8 @@ class _Tiles:
 
 
 def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
-    """The first dimension that can be cut into as many tiles, or else the longest; None if there is none to cut with two tokens in a tile."""
+    """The first dimension that can be split into `num_tiles` tiles, or else the longest; None if tiles would have fewer than two tokens."""
+    # Leading dimensions first: their tiles are contiguous, and are not copied.
     leading = value.shape[:-1]
     if math.prod(leading) < 2 * num_tiles:
         return None
@@ -183,7 +185,7 @@ def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
 
 
 def _cut(length: int, num_tiles: int) -> list[Tile]:
-    """`num_tiles` tiles of nearly the same length, or as many as there are places."""
+    """`num_tiles` tiles of nearly the same length, or as many as there are positions."""
     num_tiles = min(num_tiles, length)
     borders = [length * number // num_tiles for number in range(num_tiles + 1)]
     return [Tile(begin=b, end=e, out_begin=b, out_end=e) for b, e in itertools.pairwise(borders)]

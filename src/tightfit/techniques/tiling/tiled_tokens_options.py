@@ -1,7 +1,7 @@
-"""What running token-wise modules in tiles saves and costs, from the tape of the plain run.
+"""The saving and cost of running token-wise modules in tiles, from the tape of the plain run.
 
-A module is offered twice: alone, where its activations do not wait for the backward pass either, and for inside a module that is computed
-again as a whole, where only what is there while its own passes run is counted. `tile_costs` has the numbers.
+A module is offered twice: alone, where its activations are not saved for backward either, and inside of a recomputed module, where only the
+temporaries of its own passes are counted. `tile_costs` computes the numbers.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
 
 
 def keeps_tokens_apart(name: str) -> bool:
-    """Whether an operator can belong to a token-wise module, as far as its name tells."""
+    """Whether an operator can belong to a token-wise module, judged by its name."""
     base = name.split(".")[1] if name.startswith("aten.") else name
     if base in _PRODUCTS or base in _NORMS:
         return True
@@ -82,7 +82,7 @@ def keeps_tokens_apart(name: str) -> bool:
 
 
 def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]:
-    """Of each visit, that of the module around it; None where a list or the model itself is around it."""
+    """For each module call, that of the enclosing module; None if it is in a list or directly in the model."""
     parent, _, last = visits[0].path.rpartition(".")
     candidates = anatomy.visits(parent) if "." in parent and not last.isdigit() else ()
     for visit in visits:
@@ -90,7 +90,7 @@ def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]
 
 
 def _alike(anatomy: Anatomy, one: Inside) -> str:
-    """The same for modules that do the same."""
+    """A key that is equal for modules with equal operators and sizes."""
     names = hashlib.sha1(repr(anatomy.operator_names(one.visit.begin, one.visit.end)).encode()).hexdigest()[:8]
     sizes = anatomy.block_bytes[one.storages].sum()
     return f"{re.sub(r'[0-9]+', '*', one.visit.path)}#{names}:{sizes}"

@@ -1,4 +1,4 @@
-"""Whether a module may be run on some of the tokens at a time: proved by following them through its operators, before any result is used."""
+"""Token-wise check: proves that a module may be run on some tokens at a time, by following them through its operators."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,13 +24,13 @@ def check_token_wise(
     *,
     first_call: Callable[[], Any] | None = None,
 ) -> None:
-    """Proves that `run`, which is what `module` does, gives for `value` what it gives for parts of these lengths along `dim`, put together.
+    """Proves that `run`, which runs `module`, gives the same for `value` as for parts of these lengths along `dim`, concatenated.
 
-    `first_call` is run if something is left behind that is the same for any tokens: what a module makes in its first call and finds in all later
-    ones is no obstacle; and an error of its own is raised as it is.
+    `first_call` is run if the proof has a side effect that is the same for any tokens: a cache that a module fills in its first call and finds in
+    all later ones is no obstacle; and an error of the module's own is raised as it is.
 
     Raises:
-        Mixes: it is not proved. The message says by which operator, at which line.
+        Mixes: it is not proved. The message names the operator and the line.
     """
     check_hooks(module)
     subject = Subject(
@@ -65,7 +65,7 @@ def check_token_wise(
 
 
 def _run_first(module: torch.nn.Module, first_call: Callable[[], Any], *, is_followed: bool) -> None:
-    """Runs the first call. Where no proof could follow what it leaves behind, it may leave nothing."""
+    """Runs the first call. If no proof could follow its side effects, it may have none."""
     state = RegionState()
     before = state.snapshot(module)
     first_call()

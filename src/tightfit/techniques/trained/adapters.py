@@ -1,7 +1,7 @@
-"""Adapters: what low-rank adapters on the linear layers would need in place of training the weights themselves.
+"""Advice on low-rank adapters: the memory that LoRA on the linear layers would need instead of training the weights themselves.
 
-Hu et al., "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685): a weight of K x N is kept as it is and two factors of K x r and r x N
-are trained beside it. That adds parameters that the program's optimizer and its checkpoints do not know, so it is advice and no part of a plan.
+Hu et al., "LoRA: low-rank adaptation of large language models" (arXiv:2106.09685): a weight of K x N is frozen and two factors of K x r and r x N
+are trained beside it. That adds parameters that the program's optimizer and its checkpoints do not know, so it is advice and not part of a plan.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ _ADAPTER_BYTES = 4
 
 @final
 class Adapters(AbstractTechnique):
-    """Trades what all weights could learn for what two thin factors beside each can."""
+    """Trades training of full weights for training of two low-rank factors beside each."""
 
     name = "adapters"
     exact = False
     exactness = "lossy: another model is trained"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """None: the adapters' parameters would be new to the program."""
+        """No options: the adapters' parameters would be new to the program."""
         return ()
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """What adapters of each rank would hold, and what to write."""
+        """The peak with adapters of each rank, and the code to write."""
         parts = profile.trained_parts
         linears = _linears(parts)
         if not parts.run.stretches or not linears:
@@ -57,7 +57,7 @@ class Adapters(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
-        """There is nothing to put on a model."""
+        """Nothing can be applied to a model."""
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
         )
@@ -65,7 +65,7 @@ class Adapters(AbstractTechnique):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Linear:
-    """A linear layer of `num_inputs` x `num_outputs`, and how many rows go through it."""
+    """A linear layer of `num_inputs` x `num_outputs`, and the number of rows of its input."""
 
     num_inputs: int
     num_outputs: int
@@ -77,9 +77,9 @@ class _Linear:
 
 
 def _linears(parts: TrainedParts) -> list[_Linear]:
-    """The linear layers with trained weights, but for the last product, which is the head: as `all-linear` of peft leaves it out.
+    """The linear layers with trained weights, except the last product, which is the head: `all-linear` of peft leaves it out too.
 
-    Of a product of M x K by K x N, the FLOPs are 2 M K N and the result has M N numbers; the gradient of the weight has K N.
+    For a product of M x K by K x N, the FLOPs are 2 M K N and the result has M N elements; the gradient of the weight has K N.
     """
     tape, operators = parts.tape, parts.tape.operators
     by_module: dict[str, list[int]] = {}
@@ -108,14 +108,14 @@ def _linears(parts: TrainedParts) -> list[_Linear]:
 
 
 def _item_bytes_of(weight_bytes: int, num_inputs: int, results: int) -> int:
-    """Of a weight's gradient: 4, or 2 where only that divides the results into whole rows."""
+    """The element size of a weight's gradient: 4, or 2 if only that gives a whole number of rows."""
     numbers = weight_bytes // 4
     outputs = numbers // num_inputs
     return 4 if outputs and numbers % num_inputs == 0 and results % outputs == 0 else 2
 
 
 def _changes(parts: TrainedParts, linears: Sequence[_Linear], rank: int) -> tuple[Change, ...]:
-    """No gradients and states of the weights; the adapters with theirs through the whole run."""
+    """Gradients and states of the weights are gone; the adapters with theirs are allocated through the whole run."""
     num_events = len(parts.tape.events)
     gradient_bytes = int(parts.run.block_bytes[parts.run.gradients(parts.run.stretches[-1])].sum())
     state_bytes = int(parts.run.block_bytes[parts.run.state(parts.run.stretches[-1])].sum())

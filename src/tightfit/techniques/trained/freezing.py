@@ -1,8 +1,8 @@
-"""Freezing: the first blocks of a stack, and what works before them, are not trained.
+"""Freezing: the first blocks of a stack, and the modules before them, are not trained.
 
-Their gradients and states are gone, and the backward pass ends where the first trained block begins, so nothing before it waits for it. What
-that does to what the model learns nobody can say in advance: it is lossy, and only taken where it is allowed. Lee, Tang and Lin, "What would Elsa
-do? Freezing layers during transformer fine-tuning" (arXiv:1911.03090) keep 90 % of the quality with a quarter of the layers trained.
+Their gradients and states are gone, and the backward pass ends at the first trained block, so nothing before it is saved for backward. The effect
+on the trained model cannot be predicted: it is lossy, and only used if it is allowed. Lee, Tang and Lin, "What would Elsa do? Freezing layers
+during transformer fine-tuning" (arXiv:1911.03090) keep 90 % of the quality with a quarter of the layers trained.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ PARTS = (1, 2, 3)
 
 @final
 class Freezing(AbstractTechnique):
-    """Trades what the first blocks would have learned for their gradients, states and activations, and for their backward pass."""
+    """Trades the training of the first blocks for their gradients, states and activations, and for their backward pass."""
 
     name = "freezing"
     exact = False
@@ -38,7 +38,7 @@ class Freezing(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """A quarter, a half and three quarters of the blocks.
 
-        The time that is saved is not counted as a gain: a plan would freeze as much as it may. The fewer are frozen the sooner they are tried.
+        The time saved is not counted, or a plan would freeze as much as it may. Options with fewer frozen blocks are tried first.
         """
         parts = profile.trained_parts
         blocks = parts.blocks
@@ -57,7 +57,7 @@ class Freezing(AbstractTechnique):
             )
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
-        """What each number of blocks would hold, and what a step would take less."""
+        """The peak and the time saved for each number of frozen blocks."""
         parts = profile.trained_parts
         blocks = parts.blocks
         if not parts.run.stretches or blocks is None or not len(parts.gradients):
@@ -75,7 +75,7 @@ class Freezing(AbstractTechnique):
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
-        """Takes the parameters out of the graph; an optimizer passes over what has no gradient."""
+        """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
         (choice,) = chosen
         before = [name for name in str(choice.settings["before"]).split(",") if name]
         names = [f"{choice.where}.{i}" for i in range(int(choice.settings["num_blocks"]))]
@@ -87,6 +87,7 @@ class Freezing(AbstractTechnique):
             raise ApplyError("none of the first blocks is trained anyway; leave freezing out")
         if all(id(p) in frozen for p in session.model.parameters() if p.requires_grad):
             raise ApplyError("all that is trained would be frozen; leave freezing out")
+        # An optimizer would go on applying a gradient that no backward pass replaces.
         if any(p.grad is not None for p in frozen.values()):
             raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
         for parameter in frozen.values():
@@ -107,7 +108,7 @@ def _numbers(blocks: Blocks) -> list[int]:
 
 
 def _frozen_names(parts: TrainedParts, blocks: Blocks, number: int) -> frozenset[str]:
-    """The paths of all modules that would be frozen, as operators have them; what contains the blocks works after them too."""
+    """The paths of all modules that would be frozen, as on operators; modules that contain the blocks also run after them."""
     inside = [name for i in range(number) for name in parts.anatomy.modules_inside(f"{blocks.path}.{i}")]
     return frozenset((*inside, *(name for name in blocks.before if not f"{blocks.path}.".startswith(f"{name}."))))
 
@@ -119,7 +120,7 @@ def _changes(parts: TrainedParts, blocks: Blocks, number: int) -> tuple[Change, 
 
 
 def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:
-    """Nothing waits for a backward pass that does not come, and that pass has no temporaries either."""
+    """Without a backward pass of the frozen blocks nothing is saved for it, and it has no temporaries."""
     run, tape, anatomy = parts.run, parts.tape, parts.anatomy
     is_frozen = np.array([text in frozen for text in tape.strings], dtype=bool)[tape.operators.module]
     born = tape.storages.operator
@@ -143,14 +144,14 @@ def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozense
 
 
 def _until_left(begin: np.ndarray, visit: Visit) -> None:
-    """What a block makes lives while it runs, and its result until it is read: as if it was gone when the block is left."""
+    """A block's intermediate results are freed when the block ends, and its output after about as long again, once it is read."""
     begin[visit.waiting] = visit.end_event
     if visit.output >= 0:
         begin[visit.output] = visit.end_event + (visit.end_event - visit.begin_event)
 
 
 def _saved_seconds(parts: TrainedParts, blocks: Blocks, number: int, seconds: np.ndarray) -> float:
-    """The backward pass of what is frozen, per step."""
+    """The time of the frozen modules' backward pass, per step."""
     frozen = _frozen_names(parts, blocks, number)
     operators = parts.tape.operators
     is_frozen = np.array([text in frozen for text in parts.tape.strings], dtype=bool)[operators.module]

@@ -1,1 +1,1 @@
-"""What stands around the user's own forwards and methods for the time of a session, and what autograd may ask of it."""
+"""Wrappers around the user's forwards and methods during a session, and their behaviour under autograd."""

@@ -1,7 +1,7 @@
-"""For autograd functions of ours whose backward pass has no derivative itself: asked for one, they refuse, and return nothing that lacks it.
+"""For our autograd functions whose backward is not differentiable: they refuse a second derivative instead of omitting its terms.
 
-`torch.autograd.function.once_differentiable` raises only where the gradient that comes in wants a gradient itself; a gradient penalty, whose does
-not, would lose its second-order part without a word.
+`torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a gradient itself; a gradient penalty, whose does not,
+would silently lose its second-order part.
 """
 
 import functools
@@ -17,7 +17,7 @@ Refuse = Callable[[str], ApplyError]
 
 
 def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a `backward(ctx, *gradients)` of an autograd function, of the technique `what`, whose `ctx.refuse` is a `Refuse`.
+    """Decorates the `backward(ctx, *gradients)` of an autograd function of the technique `what`, whose `ctx.refuse` is a `Refuse`.
 
     Raises:
         ApplyError: (the result) it is run with `create_graph`, or for many gradients at once.
@@ -26,6 +26,7 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
+            # The engine runs backward functions with gradients on exactly if create_graph is set.
             if torch.is_grad_enabled():
                 raise ctx.refuse(
                     f"the program differentiates a backward pass (create_graph=True), and that of {what} has no derivative; "
@@ -44,7 +45,7 @@ def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _are_many(gradient: Any) -> bool:
-    """Whether this stands for a batch of gradients, whose operators run once for all of them."""
+    """Whether this is a batch of gradients, for which operators run once."""
     is_tensor = isinstance(gradient, torch.Tensor)
     return is_tensor and (
         torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
@@ -52,10 +53,10 @@ def _are_many(gradient: Any) -> bool:
 
 
 def check_transforms(what: str, refuse: Refuse) -> None:
-    """Makes sure that plain autograd is what differentiates a call.
+    """Checks that plain reverse-mode autograd differentiates a call.
 
     Raises:
-        ApplyError: it is run inside of a transform of torch.func (grad, vmap, jvp), or of forward-mode differentiation.
+        ApplyError: it runs inside of a transform of torch.func (grad, vmap, jvp), or of forward-mode differentiation.
     """
     if are_transforms_active():
         raise refuse(
@@ -65,5 +66,5 @@ def check_transforms(what: str, refuse: Refuse) -> None:
 
 
 def are_transforms_active() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is."""
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

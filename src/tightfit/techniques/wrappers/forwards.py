@@ -1,8 +1,8 @@
-"""Puts code around the `forward` of one module object, so that nothing else of the module is different.
+"""Wraps the `forward` of one module object, without any other change of the module.
 
-The wrapper lives in the module's own `__dict__`: hooks, submodules, parameters and `state_dict` keys stay what they are. A copy of the module
+The wrapper is stored in the module's own `__dict__`: hooks, submodules, parameters and `state_dict` keys stay the same. A copy of the module
 (an EMA, say) wraps the copy and not the original, a module that is pickled whole is pickled without it, and `inspect.signature` sees the
-module's own signature. A wrapper is taken off by itself: what somebody else has put around it or in its place stays.
+module's own signature. A wrapper removes only itself: wrappers and replacements by other code stay.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _PLAIN_IN: set[int] = set()
 
 @contextlib.contextmanager
 def plain_forwards() -> Iterator[None]:
-    """For the time, wrapped forwards run what would run without any wrapper: for proofs about the model itself."""
+    """Runs wrapped forwards without their wrappers inside: for proofs about the model itself."""
     thread = threading.get_ident()
     was_inside = thread in _PLAIN_IN
     _PLAIN_IN.add(thread)
@@ -38,30 +38,30 @@ def plain_forwards() -> Iterator[None]:
 
 
 def are_forwards_plain() -> bool:
-    """Whether this is inside of `plain_forwards`."""
+    """Whether this thread is inside of `plain_forwards`."""
     return bool(_PLAIN_IN) and threading.get_ident() in _PLAIN_IN
 
 
 class OnlyHere:
-    """Code around a forward, or what has a method that is, that belongs to one module and its session: copies of the module do without it."""
+    """A wrapper, or an object with a method that is one, that belongs to one module and its session: copies of the module have none."""
 
     __slots__ = ()
 
 
 def through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What is around a forward where nothing is."""
+    """The wrapper that does nothing."""
     return forward(*args, **kwargs)
 
 
 def run_for(_: torch.nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that stands as the `forward` of a module and does not say of which."""
+    """Calls a function that was set as the `forward` of a module and is not bound to it."""
     return function(*args, **kwargs)
 
 
 class WrappedForward:
-    """The `forward` of `module` with `around(forward, *args, **kwargs)` in its place; `previous` is what the module's `__dict__` had.
+    """Replaces the `forward` of `module` by `around(forward, *args, **kwargs)`; `previous` is the former entry of the module's `__dict__`.
 
-    `is_copied` in a copy of a module, whose wrappers no session knows.
+    `is_copied` in a copy of a module, whose wrappers belong to no session.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WrappedForward:
 
     @property
     def inner(self) -> Callable[..., Any]:
-        """What would run without this wrapper; `tightfit.techniques.wrappers.unwrap_model` tells whose it is."""
+        """The forward inside of this wrapper; `tightfit.techniques.wrappers.unwrap_model` finds its module."""
         module, following = self.module, self._following
         if following is None:
             return functools.partial(type(module).forward, module)
@@ -101,7 +101,7 @@ class WrappedForward:
 
     @property
     def _following(self) -> Callable[..., Any] | None:
-        """What would run, where it is called without the module."""
+        """The forward inside, if it is called without the module; else None."""
         if self.previous is not None or self._is_method:
             return self.previous
         found = inspect.getattr_static(type(self.module), "forward")
@@ -109,7 +109,7 @@ class WrappedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """As `functools.wraps` has it, for Accelerate, which follows it to the function that is to be the module's `forward` again."""
+        """As set by `functools.wraps`: Accelerate follows it to the function that it restores as the module's `forward`."""
         return type(self.module).forward if self.previous is None else self.previous
 
     @property
@@ -118,11 +118,11 @@ class WrappedForward:
         return inspect.signature(self.inner if following is None else following)
 
     def put_on(self) -> None:
-        """Has the module call this."""
+        """Makes the module call this wrapper."""
         vars(self.module)["forward"] = self
 
     def take_off(self) -> None:
-        """Has the module do without this, wherever it is by now: where somebody else calls it, it does nothing any more."""
+        """Removes this wrapper from the module, also from inside of others; if other code still calls it, it only passes the call on."""
         self.around = through
         module = self._module()
         if module is None:
@@ -155,7 +155,7 @@ class WrappedForward:
 
 
 def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What stands as `forward` on the module object itself; None where the class's own is called, also by its name in a copy."""
+    """The `forward` in the module object's own `__dict__`; None if it is absent or just the class's own method."""
     current = vars(module).get("forward")
     if isinstance(current, types.MethodType) and current.__self__ is module:
         return None if current.__func__ is type(module).forward else current
@@ -163,18 +163,18 @@ def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def wrap_forward(module: torch.nn.Module, around: Around) -> WrappedForward:
-    """The wrapper around what `module` has as its `forward`; it is not on yet."""
+    """A wrapper around the `forward` of `module`; it is not installed yet."""
     return WrappedForward(module, around, own_forward(module))
 
 
 def copied_wrappers(model: torch.nn.Module) -> dict[torch.nn.Module, WrappedForward]:
-    """The wrappers that came with `model` when a model with a plan was copied: the outermost one of each module."""
+    """The wrappers that were copied along when a model with a plan was copied: the outermost one of each module."""
     outermost = {module: vars(module).get("forward") for module in model.modules()}
     return {m: f for m, f in outermost.items() if isinstance(f, WrappedForward) and f.is_copied}
 
 
 def take_off_copied(module: torch.nn.Module) -> None:
-    """Has `module` do without the wrappers that came with it when a model with a plan was copied."""
+    """Removes the wrappers that were copied along with `module`."""
     current = vars(module)["forward"]
     while isinstance(current, WrappedForward) and current.is_copied:
         current = current.previous

@@ -1,7 +1,7 @@
-"""A method of one object of the user's, replaced on the object itself for the time of a session.
+"""Replaces a method on one of the user's objects until the session is undone.
 
-What somebody else has put around it, or in its place, stays when the session is undone; inside of that it then does what was there before.
-A copy of the object, and one that is read from a file, have their own method.
+Wrappers and replacements by other code stay when the session is undone; inside of these our method then behaves like the original.
+A copy of the object, or one that is unpickled, has its own method.
 """
 
 import copy
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Layer:
-    """`value` in the place of `holder.name`, which was `previous` before: None for the method of the holder's class."""
+    """Replaces `holder.name` by `value`; `previous` is the former entry of the object's `__dict__`, None for the method of its class."""
 
     def __init__(self, holder: Any, name: str, value: Callable[..., Any], previous: Any) -> None:
         self._holder = weakref.ref(holder)
@@ -31,7 +31,7 @@ class Layer:
         return inspect.signature(self._current())
 
     def take_off(self) -> None:
-        """Puts back what was there, if this is still there, and does no more than that wherever it is called from now on."""
+        """Restores the former method, if this one is still in place; wherever else it is called from then on, it calls the former one."""
         self._value = None
         holder = self._holder()
         if holder is None or vars(holder).get(self._name) is not self:

@@ -1,4 +1,4 @@
-"""The module whose `forward` a wrapper was handed as what comes next."""
+"""Finds the module of the `forward` that a wrapper was given."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tightfit.techniques.wrappers.forwards import WrappedForward
 
 
 def module_of(forward: Callable[..., Any]) -> torch.nn.Module:
-    """The module itself, not the one that the wrapper was made for: in a copy of a model these are two."""
+    """The module of this forward, which in a copy of a model is not the one that the wrapper was made for."""
     if isinstance(forward, functools.partial):
         return forward.args[0]
     if isinstance(forward, WrappedForward):

@@ -1,4 +1,4 @@
-"""What a proof about code that is to run in parts must see besides its operators: the hooks that it puts on nodes of its graph."""
+"""Fails proofs about code that registers hooks on autograd nodes, which a dispatch mode does not see."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tightfit.torch_hooks.node_hooks import on_node_hooks
 
 @contextlib.contextmanager
 def without_node_hooks(run: Run) -> Iterator[None]:
-    """Fails `run` at a hook on a node, which would see the gradients of each part instead of those of the whole."""
+    """Fails `run` if a hook is registered on a node: it would see the gradients of each part instead of those of the whole."""
     owner = _Refusing(run)
     leave = on_node_hooks(owner)
     try:

@@ -1,1 +1,1 @@
-"""Attention: which kernel a card runs, and the memory that it takes."""
+"""Attention: the kernel that a card runs, and its scratch memory."""

@@ -43,14 +43,18 @@ def _flash_forward(arguments: Arguments, _outputs: Outputs, card: Card) -> Itera
     if arguments["dropout_p"] > 0:
         yield 16  # the state of the generator is made anew
         return
+    # `seqlenq_ngroups_swapped`, flash_api.cpp: while decoding, the queries of one key head are run as if they
+    # were positions.
     if length == 1 and heads > key_heads:
         length, heads = heads // key_heads, key_heads
+    # `block_n` and the 64 queries of a block in `set_params_splitkv`; the factor 2 is its `num_sm * 2`.
     block = 256 if width <= 64 else 128 if width <= 128 else 64
     splits = _num_splits(
         batch * heads * ceil_div(length, 64), card.num_multiprocessors * 2, ceil_div(key_length, block)
     )
     if splits > 1:
         rounded = round_up(width, 32) if round_up(width, 32) < 224 else 256
+        # `softmax_lse_accum`, then `out_accum`: both are combined by a second kernel.
         yield splits * batch * heads * length * 4
         yield splits * batch * heads * length * rounded * 4
 
@@ -60,17 +64,23 @@ def _flash_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> Iter
     query, key, grad, out = (arguments[name] for name in ("query", "key", "grad_out", "out"))
     batch, heads, length, width = query.shape
     key_heads, key_length = key.shape[1], key.shape[2]
+    # The kernel takes (batch, length, heads, width); the composite hands over transposed views, which are
+    # contiguous only if the model's own tensors lay that way.
     for tensor in (grad, out):
         if not tensor.transpose(1, 2).is_contiguous():
             yield num_bytes(tensor)
     rounded_length = round_up(length, 128)
     rounded_width = round_up(width, 32) if width <= 192 else 256
+    # `softmax_d`, the row sums of dO * O.
     yield batch * heads * rounded_length * 4
     splits = 1
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        # Deterministic mode gives each split of the keys a `dq_accum` of its own instead of atomic additions,
+        # and sums them afterwards.
         splits = ceil_div(card.num_multiprocessors, batch * heads)
     yield splits * batch * heads * rounded_length * rounded_width * 4
     if key_heads != heads:
+        # `dk_expanded` and `dv_expanded`, summed over the queries of each key head at the end.
         expanded = batch * heads * key_length * width * query.element_size()
         yield expanded
         yield expanded
@@ -94,6 +104,8 @@ def _backward_tiles(card: Card, dtype: torch.dtype) -> list[_Tile]:
     big = ampere or (card.compute_capability >= (7, 0) and half)
     tiles = []
     for width in (32, 64, 96, 128, 65536):
+        # Made for the heads of Stable Diffusion (width 80): it alone keeps its outputs in registers on 8.6 and
+        # 8.9, and it takes only lengths that fill its blocks.
         if width == 96:
             if half and ampere:
                 tiles.append(_Tile(queries=128, keys=64, width=96, in_registers=True, whole_blocks=True))
@@ -118,6 +130,8 @@ def _backward_tile(card: Card, query: torch.Tensor, key: torch.Tensor, value: to
         fits = _tile_shared_memory(tile, query.element_size()) <= card.shared_memory_per_block_bytes
         if tile.width >= width and not misaligned and fits:
             return tile
+    # torch raises where no kernel fits; the smallest one stands in for that, as the shared memory here is an
+    # estimate.
     return _Tile(queries=64, keys=64, width=65536, in_registers=False)
 
 
@@ -140,6 +154,7 @@ def _efficient_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> 
     tile = _backward_tile(card, query, key, value)
     rows = batch * heads * length * 4
     half = query.element_size() == 2
+    # `kKernelComputesDelta`, kernel_backward.h.
     if half and (tile.in_registers or card.compute_capability != (7, 0)):
         yield rows
     else:  # (grad.float() * out.float()).sum(-1).transpose(-2, -1).contiguous()
@@ -153,6 +168,8 @@ def _efficient_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> 
         for index in range(3 if half else 1):
             yield -(blocks - index)
     splits = ceil_div(key_length, tile.keys)
+    # `num_splits_key`, attention_backward.cu: enough blocks without splitting the keys; and a staging area for
+    # the gradients of keys and values (`kNeedsAccumGradK`) is kept small.
     if batch * heads * splits >= 256 and key_length <= 2 * tile.keys:
         splits = 1
     accumulates = half and not tile.in_registers
@@ -161,6 +178,7 @@ def _efficient_backward(arguments: Arguments, _outputs: Outputs, card: Card) -> 
     splits = max(splits, 1)
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         splits = 1
+    # `workspace_elements_gk`, `_gv` and `_gq`, in float32, per batch and head.
     elements = 0
     if accumulates:
         elements += splits * tile.keys * (round_up(width, tile.queries) + round_up(value_width, tile.queries))

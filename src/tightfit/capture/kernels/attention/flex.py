@@ -26,6 +26,7 @@ class _FlexAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value, _, logsumexp = ctx.saved_tensors
         assert grads[0] is not None
+        # Row sums of dO * O, needed before the gradients and freed with them.
         delta = torch.empty_like(logsumexp)
         gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         del delta
@@ -33,11 +34,12 @@ class _FlexAttention(torch.autograd.Function):
 
 
 def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
-    """Stands in for `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
+    """Replaces `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
 
     Shapes are (batch, heads, length, width). With `return_lse=True` the log-sum-exp is returned too, scaled into a new tensor as torch does.
     """
     out, logsumexp = _FlexAttention.apply(query, key, value)
     if kwargs.get("return_lse"):
+        # The kernel works with powers of two; torch multiplies by ln 2 (torch/nn/attention/flex_attention.py).
         return out, logsumexp * 0.6931471805599453
     return out

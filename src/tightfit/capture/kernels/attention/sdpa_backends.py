@@ -1,4 +1,4 @@
-"""Which attention kernel a card runs, and the routing of `scaled_dot_product_attention` to it.
+"""The attention kernel that a card runs, and the routing of `scaled_dot_product_attention` to it.
 
 A CPU build of torch falls back to plain matrix products. `choose_backend` restates `select_sdp_backend` of torch 2.11 to 2.13
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h) with the user's own switches, and `scaled_dot_product_attention` does
@@ -21,6 +21,8 @@ Backend = Literal["flash", "cudnn", "efficient", "math"]
 
 aten = torch.ops.aten
 
+# The priority order of a fresh process (aten/src/ATen/Context.h, `sdp_priority_order`): only that one is
+# replaced by cuDNN's, an order that the user set is obeyed.
 _DEFAULT_ORDER = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -63,7 +65,7 @@ def _deterministic() -> bool:
 
 
 def _priority(card: Card) -> list[SDPBackend]:
-    """The order of trial: what the user set, else cuDNN first on Hopper and Blackwell (`check_prefer_cudnn_attention`)."""
+    """The order in which kernels are tried: the user's setting, else cuDNN first on Hopper and Blackwell (`check_prefer_cudnn_attention`)."""
     order = [SDPBackend(value) for value in torch._C._get_sdp_priority_order()]
     order = [backend for backend in order if backend != SDPBackend.OVERRIDEABLE]
     major, minor = card.compute_capability
@@ -108,9 +110,13 @@ def _flash_runs(call: _Call, card: Card) -> bool:
         or width > _MAX_FLASH_WIDTH
     ):
         return False
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: the backward kernels for wide
+    # heads need more shared memory than these cards have.
     small_shared_memory = card.between((8, 6), (8, 9)) or card.between((12, 0), (12, 1))
     if call.tracks_gradients and small_shared_memory and width > 192 and (call.dropout_p > 0 or width <= 224):
         return False
+    # `check_flash_causal_non_square_seqlens`: flash aligns the causal mask to the last key, torch's
+    # documentation to the first.
     if call.is_causal and call.query.shape[-2] != call.key.shape[-2]:
         return False
     return _heads_agree(call, enable_gqa=call.enable_gqa) and _last_stride_is_one(call, ignore_single=True)
@@ -148,6 +154,7 @@ def _mask_fits(call: _Call) -> bool:
     mask, query = call.mask, call.query
     if mask is None:
         return True
+    # There is no gradient of the mask in cuDNN's backward pass.
     if mask.requires_grad or mask.shape[-2] not in (1, query.shape[2]) or mask.shape[-1] not in (1, call.key.shape[2]):
         return False
     if mask.dim() == 2:
@@ -268,6 +275,8 @@ def _plain_attention(call: _Call, mask: torch.Tensor | None) -> torch.Tensor:
     dtype = query.dtype
     if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
+    # Both operands are scaled by the square root, so that half-precision scores do not overflow before the
+    # softmax (attention.cpp says so of its own code).
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
     query = query * (-factor if scale is not None and scale < 0 else factor)
     if call.is_causal:
@@ -323,7 +332,7 @@ def _run(call: _Call, card: Card) -> torch.Tensor:
 
 
 def attention_on(card: Card) -> Callable[..., torch.Tensor]:
-    """The implementation of `aten::scaled_dot_product_attention` for a card, to be registered for the keys AutogradCUDA and CUDA."""
+    """The implementation of `aten::scaled_dot_product_attention` for a card, to be registered under the dispatch keys AutogradCUDA and CUDA."""
 
     def scaled_dot_product_attention(
         query: torch.Tensor,

@@ -1,1 +1,1 @@
-"""Indexing, and the sorting that its backward pass needs."""
+"""Indexing and sorting."""

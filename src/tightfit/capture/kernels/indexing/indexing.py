@@ -1,7 +1,7 @@
-"""Scratch memory of gradients of look-ups: embedding, index, index_put, nonzero.
+"""Scratch memory of lookups and their gradients: embedding, index, index_put, nonzero.
 
-The gradient of an embedding is the big one: beyond 3,072 tokens its kernel sorts the tokens and sums runs of at most ten of them in a float32
-buffer that is as wide as the embedding.
+The gradient of an embedding is the large one: beyond 3,072 tokens its kernel sorts the tokens and sums runs of at most ten of them in a
+float32 buffer that is as wide as the embedding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ def _embedding_backward(arguments: Arguments, _outputs: Outputs, _card: Card) ->
     yield from contiguous_copy(grad)
     num_indices, index_bytes = indices.numel(), indices.element_size()
     copies = (not indices.is_contiguous()) + (not grad.is_contiguous())
+    # Few tokens are added by a kernel that finds duplicates within a block, without a sort.
     if num_indices <= _UNSORTED_EMBEDDINGS and not arguments["scale_grad_by_freq"]:
         return
     by_index = num_indices * index_bytes
@@ -34,6 +35,7 @@ def _embedding_backward(arguments: Arguments, _outputs: Outputs, _card: Card) ->
     yield by_index  # orig_indices
     yield by_index  # range
     yield radix_sort_bytes(num_indices, index_bytes, index_bytes)
+    # The sort's storage goes first, then the range: neither is needed once the tokens are sorted.
     yield -(copies + 4)
     yield -(copies + 3)
     if arguments["scale_grad_by_freq"]:
@@ -58,10 +60,12 @@ def _index_put(arguments: Arguments, _outputs: Outputs, _card: Card) -> Iterator
     """
     tensor: torch.Tensor = arguments["self"]
     values: torch.Tensor = arguments["values"]
+    # Without accumulation the kernel writes in any order and needs no sort.
     if not arguments["accumulate"]:
         return
     indices = [index for index in arguments["indices"] if index is not None]
     if any(index.dtype is torch.bool for index in indices):
+        # The number of true entries is that of the values that are put there.
         num_indices = values.shape[0] if values.dim() else tensor.numel()
     else:
         num_indices = torch.broadcast_shapes(*(index.shape for index in indices)).numel()

@@ -1,4 +1,4 @@
-"""Scratch memory of sorting and of what is built on it: sort, topk, unique, randperm, multinomial, scans.
+"""Scratch memory of sorting and of the operators built on it: sort, topk, unique, randperm, multinomial, scans.
 
 The temporary storage of CUB itself is not documented; for the radix sorts it is dominated by one alternate buffer of keys and values
 (`DispatchRadixSort`, "onesweep" path), the rest is estimated from its tile sizes and stays below two percent of that.
@@ -44,6 +44,7 @@ def _sort(arguments: Arguments, outputs: Outputs, _card: Card) -> Iterator[int]:
         return
     dim = arguments["dim"] % tensor.dim()
     length = tensor.shape[dim]
+    # A bitonic or warp-wide merge sort in shared memory, in place (`sortKeyValueInplace`, Sort.cu).
     if length <= _SMALL_SORT:
         return
     size = tensor.element_size()
@@ -54,6 +55,8 @@ def _sort(arguments: Arguments, outputs: Outputs, _card: Card) -> Iterator[int]:
         yield num_items * size
         yield num_items * 8
     segments = num_items // length
+    # The thresholds of `launch_stable_sort_kernel`, SortStable.cu: one sort after another; one sort over all
+    # with the segment as a second key; or CUB's segmented sort.
     if segments == 1 or length >= 1_000_000:
         yield length * 8
         yield radix_sort_bytes(length, size, 8)
