@@ -39,6 +39,13 @@ def test_rounding_is_right_on_average(number):
     assert abs(rounded.mean().item() - value[0].double().item()) < 0.01 * spacing
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x00800000])
+def test_what_is_no_finite_number_stays_what_it_is(bits):
+    value = torch.full((64,), bits, dtype=torch.int32).view(torch.float32)
+    rounded = round_stochastically(value, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rounded.float(), value, equal_nan=True)
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_updates_below_the_resolution_are_not_lost(rounding):
     model = torch.nn.Linear(64, 64, bias=False)

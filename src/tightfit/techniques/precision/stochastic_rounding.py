@@ -28,7 +28,8 @@ def round_stochastically(value: torch.Tensor, generator: torch.Generator) -> tor
     # Floats of one sign are ordered as their bits are: an integer addition moves to the next bfloat16 when it
     # carries.
     bits = noise.add_(value.view(torch.int32)).bitwise_and_(-(1 << _BITS_CUT_OFF))
-    return bits.view(torch.float32).to(torch.bfloat16)
+    # The sum overflows for a NaN whose bits are all set, as those of CUDA's kernels are, and zero would hide that a run has diverged.
+    return bits.view(torch.float32).masked_fill_(value.isnan(), torch.nan).to(torch.bfloat16)
 
 
 @dataclasses.dataclass(slots=True)
