@@ -147,3 +147,12 @@ def test_a_recurrent_layer_is_one_operator_with_a_reserve():
 def test_flex_attention_never_forms_the_scores():
     for _, shapes in operators("flex"):
         assert [2, 8, 32, 32] not in shapes
+
+
+def test_a_program_is_told_the_versions_that_its_kernels_are_chosen_for() -> None:
+    from tightfit.capture.kernels import Card
+    from tightfit.capture.patches.cuda_api import CUDA_VERSION, CUDNN_VERSION
+
+    card = Card(compute_capability=(9, 0), num_multiprocessors=132)
+    assert tuple(map(int, CUDA_VERSION.split("."))) == card.cuda_version
+    assert card.cudnn_version == CUDNN_VERSION

@@ -15,8 +15,9 @@ from tightfit.capture.observe import streams
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.devices.device import Device
 
-CUDA_VERSION = "12.8"
-CUDNN_VERSION = 91002
+# What the program is told must be what kernels are chosen for: the defaults of `capture.kernels.card.Card`.
+CUDA_VERSION = "13.0"
+CUDNN_VERSION = 92000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
