@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightfit.capture.kernels import Card
+from tightfit.capture.kernels.attention.flex import flex_attention
 from tightfit.capture.kernels.attention.sdpa_backends import choose_backend
 
 A100 = Card(compute_capability=(8, 0), num_multiprocessors=108)
@@ -121,3 +122,16 @@ def test_no_kernel_left_is_an_error_as_in_torch():
 def test_cudnn_can_be_deprioritised(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert choose(heads(), H100) == "flash"
+
+
+def test_flex_attention_returns_what_is_asked_for_besides() -> None:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    out, lse = flex_attention(query, key, value, return_lse=True)
+    assert out.shape == query.shape and lse.shape == query.shape[:-1]
+    assert flex_attention(query, key, value, None, None, None, False, True)[1].shape == lse.shape
+    _, aux = flex_attention(query, key, value, return_aux=AuxRequest(lse=True))
+    assert aux.lse.shape == lse.shape and aux.max_scores is None
+    assert flex_attention(query, key, value, return_aux=AuxRequest(max_scores=True))[1].max_scores.shape == lse.shape
+    assert flex_attention(query, key, value).shape == query.shape

@@ -33,13 +33,21 @@ class _FlexAttention(torch.autograd.Function):
         return gradients
 
 
-def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **kwargs: Any) -> Any:
+def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Replaces `torch.nn.attention.flex_attention.flex_attention`: outputs and saved tensors by shape.
 
-    Shapes are (batch, heads, length, width). With `return_lse=True` the log-sum-exp is returned too, scaled into a new tensor as torch does.
+    Shapes are (batch, heads, length, width). With `return_lse=True` the log-sum-exp is returned too, scaled into a new tensor as torch does; with
+    `return_aux=AuxRequest(...)`, which replaces it from torch 2.9 on, what is requested, as an `AuxOutput`.
     """
     out, logsumexp = _FlexAttention.apply(query, key, value)
-    if kwargs.get("return_lse"):
+    if (request := kwargs.get("return_aux")) is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        lse = logsumexp * 0.6931471805599453 if request.lse else None
+        # The largest score of each query: one float32 each, as the log-sum-exp.
+        return out, AuxOutput(lse=lse, max_scores=torch.empty_like(logsumexp) if request.max_scores else None)
+    # After query, key and value: score_mod, block_mask, scale, enable_gqa, return_lse.
+    if kwargs.get("return_lse") or args[4:5] == (True,):
         # The kernel works with powers of two; torch multiplies by ln 2 (torch/nn/attention/flex_attention.py).
         return out, logsumexp * 0.6931471805599453
     return out
