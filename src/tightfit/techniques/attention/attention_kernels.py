@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightfit.analysis.attention import attention_options, math_attention_bytes
 from tightfit.devices.device import Device
+from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.tape import Tape
@@ -39,8 +40,9 @@ class Attention(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Puts the deferral around the `forward` of the modules that the choices name."""
         places = [place for choice in chosen for place in choice.settings["modules"]]
+        question = ClassQuestion(session.model)
         for place, module in [(place, session.module(place)) for place in places]:
-            session.wrap_forward(module, _Deferring(place, session.verdict))
+            session.wrap_forward(module, _Deferring(place, session.verdict, question))
 
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
         """Calls of `scaled_dot_product_attention` that no kernel but the plain one can serve."""
@@ -81,16 +83,22 @@ class _Start(TorchFunctionMode):
 class _Deferring:
     """The code around the forward of one module."""
 
-    def __init__(self, where: str, verdict: Verdict) -> None:
+    def __init__(self, where: str, verdict: Verdict, question: ClassQuestion) -> None:
         self._where = where
         self._verdict = verdict
+        self._question = question
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
-        return _Deferring(self._where, Verdict())
+        return _Deferring(self._where, Verdict(), self._question)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or are_transforms_active():
             return forward(*args, **kwargs)
+        if line := self._question.line():
+            raise self._refusal(
+                f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of scores that are not computed is not; "
+                "ask by isinstance, or go on without it: tightfit plan --without attention"
+            )
         with _Start(self._refusal):
             return forward(*args, **kwargs)
 

@@ -18,6 +18,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of
 from tightfit.techniques.lazy_tensors.deferral import FACTS, fact, name_of
+from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -132,7 +133,7 @@ class _Defer(torch.autograd.Function):
         return None, *(found.pop(id(leaves[id(t)]), None) for t in tensors)
 
 
-class DeferredScores(torch.Tensor):
+class DeferredScores(torch.Tensor, metaclass=SeenAsTensor):
     """Scores or weights of an attention that have no data yet."""
 
     _attention: Attention

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
+from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 from tightfit.techniques.loss_head.chunked_cross_entropy import (
     Cast,
     ChunkedCrossEntropy,
@@ -177,7 +178,7 @@ class _Defer(torch.autograd.Function):
         return *gradients, *([None] * (5 - len(gradients)))
 
 
-class DeferredLogits(torch.Tensor):
+class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
     """Logits of a head, or what plain code has made of them, that have no data yet."""
 
     _origin: Origin
