@@ -374,3 +374,112 @@ def angle_of_losses(t: Trial) -> None:
         return first + functional.cosine_similarity(g.flatten(), h.flatten(), dim=0)
 
     train(t, _model(loss))
+
+
+def _late(t: Trial, loss: Any, ask: Any, read: Any = lambda *_: None) -> None:
+    """Trains with `loss(logits, y)`; `ask(logits)` comes after the loss and before the backward pass, `read(t, logits)` after that."""
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        x, y = tokens(step)
+        logits = model(x)
+        value = loss(logits, y)
+        ask(logits)
+        t.note("loss", value)
+        optimizer.zero_grad()
+        value.backward()
+        read(t, logits)
+        optimizer.step()
+        t.end_step()
+
+
+@attack("parts", "a hook is put on the logits after the loss was computed, and scales their gradient")
+def late_hook_on_logits(t: Trial) -> None:
+    _late(t, _flat, lambda logits: logits.register_hook(lambda g: g * 0.5))
+
+
+@attack("parts", "the logits are asked to keep their gradient after the loss was computed")
+def late_retain(t: Trial) -> None:
+    _late(t, _flat, lambda logits: logits.retain_grad(), lambda t, logits: t.note("gradient", logits.grad))
+
+
+@attack("parts", "the same where a penalty on the logits stands beside the cross-entropy")
+def late_retain_beside_penalty(t: Trial) -> None:
+    def loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return _flat(logits, y) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+    _late(t, loss, lambda logits: logits.retain_grad(), lambda t, logits: t.note("gradient", logits.grad))
+
+
+@attack("parts", "the gradient of the cross-entropy and a penalty with respect to the logits is taken, and logged")
+def gradient_of_both(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        x, y = tokens(step)
+        logits = model(x)
+        loss = _flat(logits, y) + 1e-2 * logits.logsumexp(-1).square().mean()
+        t.note("gradient", torch.autograd.grad(loss, [logits, model.head.bias], retain_graph=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+@attack("parts", "a hook on the node of the graph that made the logits halves gradients")
+def node_hook_of_logits(t: Trial) -> None:
+    def ask(logits: torch.Tensor) -> None:
+        assert logits.grad_fn is not None
+        logits.grad_fn.register_prehook(lambda grads: tuple(None if g is None else g * 0.5 for g in grads))
+
+    _late(t, _flat, ask)
+
+
+@attack("parts", "the backward pass is asked for the gradient of the logits and of the head alone (inputs=...)")
+def backward_to_logits(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        x, y = tokens(step)
+        logits = model(x)
+        loss = _flat(logits, y)
+        t.note("loss", loss)
+        optimizer.zero_grad()
+        loss.backward(inputs=[logits, *model.head.parameters()])
+        t.note("gradient", logits.grad)
+        optimizer.step()
+        t.end_step()
+
+
+@attack("parts", "the gradient with respect to an edge of the graph at the logits (get_gradient_edge)")
+def edge_of_logits(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        x, y = tokens(step)
+        logits = model(x)
+        edge = torch.autograd.graph.get_gradient_edge(logits)
+        loss = _flat(logits, y)
+        t.note("gradient", torch.autograd.grad(loss, edge, retain_graph=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.end_step()
+
+
+@attack("parts", "the loss is compiled (backend='eager'), and so is a function of the logits beside it", only=("chunked loss, gradients in forward", "chunked loss, gradients in backward", "checkpointing"))
+def compiled_loss(t: Trial) -> None:
+    loss = torch.compile(_flat, backend="eager")
+    beside = torch.compile(lambda logits: logits.square().mean(), backend="eager")
+    train(t, _model(lambda _, logits, y: loss(logits, y) + 1e-2 * beside(logits)))
+
+
+@attack("parts", "a backward hook of the old kind (register_backward_hook) on the head halves gradients")
+def old_backward_hook(t: Trial) -> None:
+    model = Net()
+    model.head.register_backward_hook(lambda _, grads, __: tuple(None if g is None else g * 0.5 for g in grads))
+    train(t, model)

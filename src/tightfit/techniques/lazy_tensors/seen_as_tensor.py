@@ -1,14 +1,19 @@
 """The class that stand-ins for tensors show to code that asks for it: torch's own, whose place they take.
 
 `isinstance` says so already. By this, comparisons of classes, tables by class, a class's name and `__class__` do as well. What nothing can answer
-is `type(x) is torch.Tensor`: `tightfit.effects.class_questions` looks for that in the code of the program.
+is `type(x) is torch.Tensor`: `tightfit.effects.class_questions` looks for that in the code of the program. Torch itself, whose compiler has other
+ways for subclasses, is told what they are.
 """
 
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _TENSORS: Any = type(torch.Tensor)
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class SeenAsTensor(_TENSORS):
@@ -21,11 +26,16 @@ class SeenAsTensor(_TENSORS):
         return made
 
     def __eq__(cls, other: object) -> bool:
-        return other is torch.Tensor or isinstance(other, SeenAsTensor)
+        return cls is other or (other is torch.Tensor and not _is_of_torch(sys._getframe(1)))
 
     def __hash__(cls) -> int:
+        # As of all that is equal.
         return hash(torch.Tensor)
 
 
-def _seen_class(_: object) -> type:
-    return torch.Tensor
+def _seen_class(stand_in: object) -> type:
+    return type(stand_in) if _is_of_torch(sys._getframe(1)) else torch.Tensor
+
+
+def _is_of_torch(caller: types.FrameType) -> bool:
+    return caller.f_code.co_filename.startswith(_TORCH)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
@@ -76,6 +77,7 @@ class Origin:
         self.autocasts_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
+        self.has_loss = False
         self._version = linear.weight._version + hidden._version
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
@@ -99,6 +101,18 @@ class Origin:
             raise self.refuse(
                 "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
                 "hand; read them before that, or leave the technique chunked_loss out"
+            )
+
+    def before_gradient(self) -> None:
+        """Somebody is about to ask for the gradient with respect to these logits.
+
+        Raises:
+            ApplyError: a loss in chunks was made of them, whose gradient does not go through them.
+        """
+        if self.has_loss:
+            raise self.refuse(
+                "the program asks for the gradient of logits (a hook, retain_grad, autograd.grad) whose loss was computed in chunks before that; "
+                "go on without it: tightfit plan --without chunked_loss"
             )
 
     @property
@@ -232,9 +246,13 @@ class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
     ) -> Any:
         rest = dict(kwargs or {})
         name = name_of(func)
+        for member in tree_leaves(_asks_for_gradients(func, name, args, rest)):
+            if (origin := origin_of(member)) is not None:
+                origin.before_gradient()
         first, *others = args if args else (rest.pop("input", None),)
         if isinstance(first, DeferredLogits) and first._settled is None:
-            if name in FACTS:
+            # On the node that made them hooks may be put: it is to be the one that the loss will come from.
+            if name in FACTS and (name != "grad_fn" or is_called_by_us()):
                 return fact(func, first, *others, **rest)
             if first._origin.whole is None:
                 if name in _ONLY_READ:
@@ -260,6 +278,25 @@ class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
         # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
+
+
+def _asks_for_gradients(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Any]:
+    """The tensors that a call wants the gradients of, or may put hooks on."""
+    if func is torch.autograd.grad:
+        return args[1] if len(args) > 1 else kwargs["inputs"]
+    if func is torch.autograd.backward:
+        return kwargs.get("inputs") or ()
+    return args[:1] if name in _GIVES_GRADIENTS or (name == "grad_fn" and not is_called_by_us()) else ()
+
+
+def origin_of(given: Any) -> Origin | None:
+    """Where a tensor, or an edge of a graph, comes from, if that is a head whose logits are deferred."""
+    if isinstance(given, DeferredLogits):
+        return given._origin
+    origin = getattr(given.node, "origin", None) if isinstance(given, torch.autograd.graph.GradientEdge) else None
+    return origin if isinstance(origin, Origin) else None
 
 
 def deferred_logits(origin: Origin) -> DeferredLogits:
@@ -293,6 +330,7 @@ def _loss(
     if not is_ours or target.dtype != torch.int64 or list(target.shape) != rest or not target.numel():
         return None
     origin.check()
+    origin.has_loss = True
     hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])
     wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or origin.weight.requires_grad)
     pointwise = form.pointwise
@@ -325,3 +363,4 @@ def _loss(
 
 # Reads of the values whose result has no gradient: the logits are computed for them and let go.
 _ONLY_READ = frozenset({"argmax"})
+_GIVES_GRADIENTS = frozenset({"register_hook", "retain_grad"})
