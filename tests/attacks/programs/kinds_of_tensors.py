@@ -430,3 +430,46 @@ def optimizer_state_hooks(t: Trial) -> None:
             group["lr"] = 1e-2 / group["scale"] ** step
 
     train(t, model, optimizer, after=after)
+
+
+def _kept_weights(t: Trial, ask: Any, read: Any = lambda *_: None) -> None:
+    """Trains with attention that keeps its weights on the block: `ask(weights, loss)` before the backward pass, `read(t, weights)` after it."""
+
+    def made(block: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        block.seen = (q @ k.transpose(-2, -1) / math.sqrt(WIDTH)).softmax(-1)
+        return block.seen @ v
+
+    model = Net([_Deciding(made), _Deciding(made)])
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(3):
+        loss = model(*tokens(step))
+        t.note("loss", loss)
+        weights = [block.seen for block in model.blocks]
+        for each in weights:
+            ask(each, loss)
+        optimizer.zero_grad()
+        loss.backward()
+        for block, each in zip(model.blocks, weights, strict=True):
+            read(t, each)
+            block.seen = None
+        optimizer.step()
+        t.end_step()
+
+
+_OF_ATTENTION = ("attention", "chunked loss, gradients in forward", "micro-batches", "update in backward")
+
+
+@attack("parts", "weights of attention kept on the block are asked to keep their gradient before the backward pass (Grad-CAM)", only=_OF_ATTENTION)
+def late_retain_of_weights(t: Trial) -> None:
+    _kept_weights(t, lambda weights, _: weights.retain_grad(), lambda t, weights: t.note("gradient", weights.grad))
+
+
+@attack("parts", "weights of attention kept on the block get a hook before the backward pass, which halves their gradient", only=_OF_ATTENTION)
+def late_hook_on_weights(t: Trial) -> None:
+    _kept_weights(t, lambda weights, _: weights.register_hook(lambda g: g * 0.5))
+
+
+@attack("parts", "the gradient of the loss with respect to weights of attention that are kept on the block is logged", only=_OF_ATTENTION)
+def gradient_of_weights(t: Trial) -> None:
+    _kept_weights(t, lambda weights, loss: t.note("gradient", torch.autograd.grad(loss, weights, retain_graph=True)))

@@ -18,6 +18,7 @@ from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.tape import Tape
 from tightfit.techniques.attention.deferred_scores import started
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -43,6 +44,7 @@ class Attention(AbstractTechnique):
         question = ClassQuestion(session.model)
         for place, module in [(place, session.module(place)) for place in places]:
             session.wrap_forward(module, _Deferring(place, session.verdict, question))
+        watch_inputs_of_backward(session)
 
     def advice(self, tape: Tape, device: Device) -> Iterable[Advice]:
         """Calls of `scaled_dot_product_attention` that no kernel but the plain one can serve."""

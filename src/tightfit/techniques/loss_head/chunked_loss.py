@@ -18,12 +18,12 @@ from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
-from tightfit.techniques.loss_head.deferred_logits import Chunks, Copies, Origin, deferred_logits, origin_of
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.loss_head.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head.options import loss_head_options
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
-from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.weak_references import WeakTable
 
 
@@ -75,27 +75,7 @@ class ChunkedLoss(AbstractTechnique):
 
         for optimizer in session.optimizers:
             session.hook(optimizer.register_step_pre_hook, before_step)
-        inputs = _Inputs()
-        leave = on_backward(inputs)
-
-        def end(_: object = inputs) -> None:  # which keeps it
-            leave()
-
-        session.when_undone(end)
-
-
-class _Inputs:
-    """Looks whether a backward pass is asked for the gradients of deferred logits by name, or of the node that made them."""
-
-    def concerned_parameters(self) -> None:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`: the pass may lead to no leaf."""
-
-    def around_backward(self, backward: BackwardPass) -> Any:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        for given in backward.inputs:
-            if (origin := origin_of(given)) is not None:
-                origin.before_gradient()
-        return backward.run()
+        watch_inputs_of_backward(session)
 
 
 class _Deferral:

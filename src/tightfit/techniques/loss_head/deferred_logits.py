@@ -15,10 +15,9 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
-from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 from tightfit.techniques.loss_head.chunked_cross_entropy import (
     Cast,
     ChunkedCrossEntropy,
@@ -173,7 +172,7 @@ class _Defer(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin, form: Form
     ) -> "DeferredLogits":
-        ctx.origin, ctx.form, ctx.refuse = origin, form, origin.refuse
+        ctx.origin, ctx.form, ctx.refuse, ctx.before_gradient = origin, form, origin.refuse, origin.before_gradient
         return DeferredLogits.of(origin, form)
 
     @staticmethod
@@ -192,12 +191,15 @@ class _Defer(torch.autograd.Function):
         return *gradients, *([None] * (5 - len(gradients)))
 
 
-class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
+class DeferredLogits(DeferredTensor):
     """Logits of a head, or what plain code has made of them, that have no data yet."""
 
     _origin: Origin
     _form: Form
     _settled: torch.Tensor | None
+
+    def before_gradient(self) -> None:
+        self._origin.before_gradient()
 
     @classmethod
     def of(cls, origin: Origin, form: Form) -> Self:
@@ -246,13 +248,10 @@ class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
     ) -> Any:
         rest = dict(kwargs or {})
         name = name_of(func)
-        for member in tree_leaves(_asks_for_gradients(func, name, args, rest)):
-            if (origin := origin_of(member)) is not None:
-                origin.before_gradient()
+        refuse_lost_gradients(func, args, rest)
         first, *others = args if args else (rest.pop("input", None),)
         if isinstance(first, DeferredLogits) and first._settled is None:
-            # On the node that made them hooks may be put: it is to be the one that the loss will come from.
-            if name in FACTS and (name != "grad_fn" or is_called_by_us()):
+            if name in FACTS and not is_read_of_node(func):
                 return fact(func, first, *others, **rest)
             if first._origin.whole is None:
                 if name in _ONLY_READ:
@@ -278,25 +277,6 @@ class DeferredLogits(torch.Tensor, metaclass=SeenAsTensor):
         # Below autograd the graph is not ours to make: `_Defer` is the node, and here only values are asked for.
         args, kwargs = tree_map_only(DeferredLogits, lambda member: member.values(), (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
-
-
-def _asks_for_gradients(
-    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sequence[Any]:
-    """The tensors that a call wants the gradients of, or may put hooks on."""
-    if func is torch.autograd.grad:
-        return args[1] if len(args) > 1 else kwargs["inputs"]
-    if func is torch.autograd.backward:
-        return kwargs.get("inputs") or ()
-    return args[:1] if name in _GIVES_GRADIENTS or (name == "grad_fn" and not is_called_by_us()) else ()
-
-
-def origin_of(given: Any) -> Origin | None:
-    """Where a tensor, or an edge of a graph, comes from, if that is a head whose logits are deferred."""
-    if isinstance(given, DeferredLogits):
-        return given._origin
-    origin = getattr(given.node, "origin", None) if isinstance(given, torch.autograd.graph.GradientEdge) else None
-    return origin if isinstance(origin, Origin) else None
 
 
 def deferred_logits(origin: Origin) -> DeferredLogits:
@@ -363,4 +343,3 @@ def _loss(
 
 # Reads of the values whose result has no gradient: the logits are computed for them and let go.
 _ONLY_READ = frozenset({"argmax"})
-_GIVES_GRADIENTS = frozenset({"register_hook", "retain_grad"})
