@@ -378,7 +378,7 @@ def hook_reads_later_layers(t: Trial) -> None:
     train(t, model, after=lambda _: t.note("seen", list(seen)))
 
 
-@attack("gradients", "hooks draw noise for gradients (torch, Python), and gradients are clipped by hand after the backward pass")
+@attack("gradients", "hooks draw noise for gradients, and gradients are clipped by hand after the backward pass", only=EXACT)
 def noisy_hooks_and_clipping_by_hand(t: Trial) -> None:
     model = Net()
     for p in model.parameters():

@@ -336,7 +336,7 @@ def _loss(
             raise origin.refuse(
                 f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
             )
-    out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+    out = ChunkedCrossEntropy.apply(hidden, origin.bias, origin.weight, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)
     return out.reshape(target.shape) if reduction == "none" else out
 

@@ -19,7 +19,7 @@ def sample_differs(
     """What of the loss of some tokens, shape `(N, H)`, is not the same, in words; nothing where all is. The weight's gradient, which is large, is left out."""
     places = torch.linspace(0, len(hidden) - 1, min(len(hidden), _MOST_TOKENS), device=hidden.device).long()
     rows, classes = hidden.detach()[places], target[places]
-    fixed = weight.detach(), None if bias is None else bias.detach()
+    fixed = None if bias is None else bias.detach(), weight.detach()
     device = hidden.device.type
     with torch.enable_grad(), torch.autocast(device, enabled=False), paused(), saved_apart():
         one, other = (rows.clone().requires_grad_() for _ in range(2))
