@@ -332,7 +332,7 @@ def adapted_step_size(t: Trial) -> None:
     train(t, model, optimizer, after=lambda _: t.note("d", optimizer.param_groups[0]["d"]))
 
 
-@attack("gradients", "weights are exchanged for their average around each evaluation by the optimizer itself (schedule-free)")
+@attack("gradients", "weights are exchanged for their average around each evaluation by the optimizer itself (schedule-free)", only=EXACT)
 def schedule_free(t: Trial) -> None:
     class Free(torch.optim.SGD):
         def exchanged(self) -> None:

@@ -213,7 +213,7 @@ def diffusion_inside(t: Trial) -> None:
     train(t, Model(), batch=lambda step: tokens(step)[:1])
 
 
-@attack("parts", "a denoiser: noise and times come from the loop, conditions are dropped for some examples, and an average is kept")
+@attack("parts", "a denoiser: noise and times come from the loop, conditions are dropped for some examples, and an average is kept", only=EXACT)
 def diffusion_outside(t: Trial) -> None:
     class Model(Net):
         def __init__(self) -> None:
@@ -449,7 +449,7 @@ def preferences(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a critic with a target network that moves slowly, an actor through the critic, a learned temperature (SAC)")
+@attack("gradients", "a critic with a target network that moves slowly, an actor through the critic, a learned temperature (SAC)", only=EXACT)
 def actor_and_critic(t: Trial) -> None:
     actor, critic = Net(), Net()
     target = copy.deepcopy(critic).requires_grad_(False)
