@@ -40,11 +40,17 @@ def _put(inner: Callable[..., Any], owners: Callable[[], list[object]]) -> Calla
     @functools.wraps(inner)
     def hooked(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if owners() and tensor.grad_fn is not None:
+            # A node of ours may know that gradients go past it.
+            getattr(tensor.grad_fn, "before_gradient", _nothing)()
             tensor.grad_fn.metadata[_NOTE] = True
             _noted[:] = [True]
         return inner(tensor, *args, **kwargs)
 
     return hooked
+
+
+def _nothing() -> None:
+    pass
 
 
 _REPLACED: tuple[Replaced[object], ...] = (Replaced(TENSOR_HOOK, _put), Replaced(RETAIN_GRAD, _put))

@@ -16,6 +16,7 @@ from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.tensor_hooks import on_tensor_hooks
 
 _ON_TENSORS = frozenset({"register_hook", "retain_grad"})
 
@@ -54,12 +55,17 @@ def is_read_of_node(func: Callable[..., Any]) -> bool:
 
 
 def watch_inputs_of_backward(session: Session) -> None:
-    """Has backward passes looked at, for the time of the session, that are asked by name for the gradients of tensors or of edges of the graph."""
+    """Has backward passes looked at, for the time of the session, that are asked by name for the gradients of tensors or of edges of the graph.
+
+    `before_gradient`, which the forward of an autograd function of ours has left on its node, is called before that, and before a hook is put
+    on its result.
+    """
     inputs = _Inputs()
-    leave = on_backward(inputs)
+    leaves = on_backward(inputs), on_tensor_hooks(inputs)
 
     def end(_: object = inputs) -> None:  # which keeps it
-        leave()
+        for leave in leaves:
+            leave()
 
     session.when_undone(end)
 
@@ -87,6 +93,6 @@ def _checks(inputs: Sequence[Any]) -> Iterator[Callable[[], None]]:
     for given in inputs:
         if isinstance(given, DeferredTensor):
             yield given.before_gradient
-        elif isinstance(given, torch.autograd.graph.GradientEdge):
-            # Of an autograd function of ours: what its forward has left.
-            yield getattr(given.node, "before_gradient", lambda: None)
+        else:
+            node = given.grad_fn if isinstance(given, torch.Tensor) else given.node
+            yield getattr(node, "before_gradient", lambda: None)

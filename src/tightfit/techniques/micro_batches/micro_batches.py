@@ -20,6 +20,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
 from tightfit.techniques.session import Session
@@ -125,6 +126,7 @@ class MicroBatches(AbstractTechnique):
             check_steps=session.check_steps,
         )
         session.wrap_forward(model, split)
+        watch_inputs_of_backward(session)
 
 
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:
