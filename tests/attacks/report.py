@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--bad", action="store_true", help="only those that are wrong or crashed")
     parser.add_argument("--kind", help="only those of a kind")
     parser.add_argument("--techniques", help="only those whose names contain one of these, by commas")
-    parser.add_argument("--write", action="store_true", help="write known_wrong.py and docs/exactness.md, with other rows as they are")
+    parser.add_argument(
+        "--write", action="store_true", help="write known_wrong.py and docs/exactness.md, with other rows as they are"
+    )
     given = parser.parse_args(arguments)
     if given.write and given.techniques:
         parser.error("--write takes all techniques")

@@ -102,7 +102,9 @@ def _lines(verdicts: Verdicts) -> Iterator[str]:
 
 def _rows(verdicts: Verdicts) -> dict[str, str]:
     """The row of each attack by name; as the page has it where there are no verdicts on it."""
-    there = {line.removeprefix("| ").partition(" | ")[0]: line for line in on_page().splitlines() if line.startswith("| ")}
+    there = {
+        line.removeprefix("| ").partition(" | ")[0]: line for line in on_page().splitlines() if line.startswith("| ")
+    }
     return {
         name: row(attack, verdicts[name]) if name in verdicts else there[attack.what]
         for name, attack in attacks().items()

@@ -292,7 +292,9 @@ def test_code_that_asks_by_identity_for_the_class_of_a_tensor_is_refused_with_it
             return logits, loss if type(logits) is torch.Tensor else 2 * loss
 
     _, other, _ = _pair(Asking(), "Asking.head")
-    with pytest.raises(ApplyError, match=r"test_technique_chunked_loss.py:\d+ asks whether a tensor's class is torch.Tensor"):
+    with pytest.raises(
+        ApplyError, match=r"test_technique_chunked_loss.py:\d+ asks whether a tensor's class is torch.Tensor"
+    ):
         other(*batch(0))
 
 

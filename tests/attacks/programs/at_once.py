@@ -17,7 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 
-@attack("gradients", "two models are trained by two asyncio tasks that hand over between forward, backward pass and step, both clipped")
+@attack(
+    "gradients",
+    "two models are trained by two asyncio tasks that hand over between forward, backward pass and step, both clipped",
+)
 def tasks_take_turns(t: Trial) -> None:
     pairs = []
     for _ in range(2):
@@ -46,7 +49,10 @@ def tasks_take_turns(t: Trial) -> None:
     asyncio.run(both())
 
 
-@attack("gradients", "the training step is a generator that the loop advances: forward, backward pass and step lie in other calls")
+@attack(
+    "gradients",
+    "the training step is a generator that the loop advances: forward, backward pass and step lie in other calls",
+)
 def advanced_by_generator(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -138,7 +144,9 @@ def quasi_random(t: Trial) -> None:
     train(t, Net([Noisy(), Noisy()]))
 
 
-@attack("recomputation", "random numbers by a recurrence of the block's own in a numpy integer (a hand-written generator)")
+@attack(
+    "recomputation", "random numbers by a recurrence of the block's own in a numpy integer (a hand-written generator)"
+)
 def own_recurrence(t: Trial) -> None:
     class Noisy(Block):
         def __init__(self) -> None:
@@ -153,7 +161,10 @@ def own_recurrence(t: Trial) -> None:
     train(t, model, after=lambda _: t.note("state", int(model.blocks[0].state)))
 
 
-@attack("recomputation", "the block writes to a log of Python's logging, which a handler of the program's collects (lines come again)")
+@attack(
+    "recomputation",
+    "the block writes to a log of Python's logging, which a handler of the program's collects (lines come again)",
+)
 def logs_by_logging(t: Trial) -> None:
     log, lines = logging.getLogger("attack"), []
 
@@ -194,7 +205,10 @@ def observers_called(t: Trial) -> None:
     train(t, Net([Told(told), Told(told)]), after=lambda _: t.note("seen", list(seen)))
 
 
-@attack("exceptions", "a signal arrives inside of a block, whose handler saves model, optimizer and random state (preemption)")
+@attack(
+    "exceptions",
+    "a signal arrives inside of a block, whose handler saves model, optimizer and random state (preemption)",
+)
 def preempted(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -248,11 +262,17 @@ def timed_out(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "each block has a loss, an optimizer and a backward pass of its own, its input detached (local learning)")
+@attack(
+    "gradients",
+    "each block has a loss, an optimizer and a backward pass of its own, its input detached (local learning)",
+)
 def local_learning(t: Trial) -> None:
     model = Net(sequential=False)
     readers = nn.ModuleList(nn.Linear(WIDTH, NUM_CLASSES) for _ in model.blocks)
-    optimizers = [torch.optim.SGD([*b.parameters(), *r.parameters()], lr=0.1, momentum=0.9) for b, r in zip(model.blocks, readers, strict=True)]
+    optimizers = [
+        torch.optim.SGD([*b.parameters(), *r.parameters()], lr=0.1, momentum=0.9)
+        for b, r in zip(model.blocks, readers, strict=True)
+    ]
     t.apply(model, *optimizers)
     t.track(readers)
     for step in range(4):
@@ -268,7 +288,9 @@ def local_learning(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "goodness of real and made-up tokens trains each block by itself, normalised between (forward-forward)")
+@attack(
+    "gradients", "goodness of real and made-up tokens trains each block by itself, normalised between (forward-forward)"
+)
 def forward_forward(t: Trial) -> None:
     model = Net(sequential=False)
     optimizers = [torch.optim.Adam(block.parameters(), lr=1e-2) for block in model.blocks]
@@ -278,7 +300,10 @@ def forward_forward(t: Trial) -> None:
         real, made = x, x.roll(1, 0).flip(-1)
         for block, optimizer in zip(model.blocks, optimizers, strict=True):
             a, b = block(real), block(made)
-            loss = functional.softplus(1 - a.square().mean(-1)).mean() + functional.softplus(b.square().mean(-1) - 1).mean()
+            loss = (
+                functional.softplus(1 - a.square().mean(-1)).mean()
+                + functional.softplus(b.square().mean(-1) - 1).mean()
+            )
             t.note("loss", loss)
             optimizer.zero_grad()
             loss.backward()
@@ -326,7 +351,7 @@ def library_operator(t: Trial) -> None:
     def centred(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    centred.register_fake(lambda x: torch.empty_like(x))
+    centred.register_fake(torch.empty_like)
     centred.register_autograd(lambda ctx, g: (g - g.mean(0)) * 2)
 
     class Centred(Block):
@@ -349,7 +374,11 @@ def forked_branch(t: Trial) -> None:
     train(t, Net([Forking(), Forking()]))
 
 
-@attack("gradients", "DataLoader-like prefetch: the next batch is made by a thread that draws from torch's random numbers before the backward pass", only=EXACT)
+@attack(
+    "gradients",
+    "DataLoader-like prefetch: the next batch is made by a thread that draws from torch's random numbers before the backward pass",
+    only=EXACT,
+)
 def prefetched(t: Trial) -> None:
     model = Net()
     for block in model.blocks:

@@ -1,11 +1,28 @@
 """What happens between a backward pass and its step, or to what a forward has returned, seldom or only once training is under way."""
 
 import contextlib
+import copy
+import gc
+import math
 from typing import Any
 
 import numpy as np
 import torch
-from tests.attacks.models import BATCH, NUM_CLASSES, TOKENS, WIDTH, Block, Images, Net, adamw, images, sgd, tokens, train
+from tests.attacks.models import (
+    BATCH,
+    NUM_CLASSES,
+    TOKENS,
+    WIDTH,
+    Block,
+    Images,
+    Net,
+    adamw,
+    images,
+    sgd,
+    tokens,
+    train,
+)
+from tests.attacks.places import EXACT
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
 from torch import nn
@@ -127,7 +144,7 @@ def static_inputs_by_numpy(t: Trial) -> None:
 
 
 class _Reversed(torch.autograd.Function):
-    strength = [1.0]
+    strength = 1.0
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,25 +152,31 @@ class _Reversed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * _Reversed.strength[0]
+        return grad * _Reversed.strength
 
 
-@attack("gradients", "the strength of a gradient reversal is set for the next step between backward pass and step, from the fourth on")
+@attack(
+    "gradients",
+    "the strength of a gradient reversal is set for the next step between backward pass and step, from the fourth on",
+)
 def strength_set_before_step(t: Trial) -> None:
     class Reversing(Block):
         def inner(self, x: torch.Tensor) -> torch.Tensor:
             return _Reversed.apply(super().inner(x))
 
-    _Reversed.strength[0] = 1.0
+    _Reversed.strength = 1.0
 
     def between(step: int) -> None:
         if step >= 3:
-            _Reversed.strength[0] = 1.0 - step
+            _Reversed.strength = 1.0 - step
 
     train(t, Net([Reversing(), Reversing()]), num_steps=6, between=between)
 
 
-@attack("gradients", "a mask that the blocks saved is written through numpy between backward pass and step, from the fourth on")
+@attack(
+    "gradients",
+    "a mask that the blocks saved is written through numpy between backward pass and step, from the fourth on",
+)
 def mask_written_before_step(t: Trial) -> None:
     mask = np.ones((BATCH, TOKENS, 1), dtype=np.float64)
 
@@ -168,7 +191,10 @@ def mask_written_before_step(t: Trial) -> None:
     train(t, Net([Masked(), Masked()]), num_steps=6, between=between)
 
 
-@attack("gradients", "modes that a backward pass sees are other ones while the step runs: deterministic algorithms, threads, the default type")
+@attack(
+    "gradients",
+    "modes that a backward pass sees are other ones while the step runs: deterministic algorithms, threads, the default type",
+)
 def other_modes_in_step(t: Trial) -> None:
     model = Net()
     optimizer = adamw(model)
@@ -188,7 +214,9 @@ def other_modes_in_step(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "the step runs under inference mode, or under no_grad entered around the whole loop but the forward")
+@attack(
+    "gradients", "the step runs under inference mode, or under no_grad entered around the whole loop but the forward"
+)
 def step_in_inference_mode(t: Trial) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -203,10 +231,11 @@ def step_in_inference_mode(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "the loss and all that leads to it are deleted, and garbage is collected, between backward pass and step")
+@attack(
+    "gradients",
+    "the loss and all that leads to it are deleted, and garbage is collected, between backward pass and step",
+)
 def everything_deleted(t: Trial) -> None:
-    import gc
-
     model = Net()
     optimizer = sgd(model)
     t.apply(model, optimizer)
@@ -223,7 +252,9 @@ def everything_deleted(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "an exception between backward pass and step is caught, gradients dropped, and the next batch taken")
+@attack(
+    "gradients", "an exception between backward pass and step is caught, gradients dropped, and the next batch taken"
+)
 def batch_given_up(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -240,7 +271,10 @@ def batch_given_up(t: Trial) -> None:
         t.end_step()
 
 
-@attack("parts", "an ensemble: the same model is called with several views of the batch, and the spread of the answers is penalised")
+@attack(
+    "parts",
+    "an ensemble: the same model is called with several views of the batch, and the spread of the answers is penalised",
+)
 def spread_of_views(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -290,12 +324,19 @@ def gram_matrices(t: Trial) -> None:
             h = self.chain(self.stem(x)).flatten(2)
             gram = h @ h.transpose(1, 2) / h.shape[-1]
             style = (gram - torch.eye(4).to(gram)).square().mean()
-            return style + functional.cross_entropy(self.head(h.mean(-1)), y) + 1e-2 * (h[..., 1:] - h[..., :-1]).abs().mean()
+            return (
+                style
+                + functional.cross_entropy(self.head(h.mean(-1)), y)
+                + 1e-2 * (h[..., 1:] - h[..., :-1]).abs().mean()
+            )
 
     train(t, Model(), batch=images)
 
 
-@attack("parts", "a graph of equal sizes per batch, as dense adjacency with a softmax over neighbours, and a readout by maximum")
+@attack(
+    "parts",
+    "a graph of equal sizes per batch, as dense adjacency with a softmax over neighbours, and a readout by maximum",
+)
 def dense_graphs(t: Trial) -> None:
     class Neighbours(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,7 +351,10 @@ def dense_graphs(t: Trial) -> None:
     train(t, Model([Neighbours(), Neighbours()]))
 
 
-@attack("second order", "a learned optimizer: an inner step written by hand with create_graph, through which a rate is trained")
+@attack(
+    "second order",
+    "a learned optimizer: an inner step written by hand with create_graph, through which a rate is trained",
+)
 def learned_rate(t: Trial) -> None:
     model = Net()
     rate = nn.Parameter(torch.tensor(0.05))
@@ -335,7 +379,34 @@ def two_shifts(t: Trial) -> None:
     class Model(Net):
         def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             first = functional.cross_entropy(logits[:, :-1].reshape(-1, NUM_CLASSES), y[:, 1:].reshape(-1))
-            second = functional.cross_entropy(logits[:, :-2].reshape(-1, NUM_CLASSES), y[:, 2:].reshape(-1), reduction="sum")
+            second = functional.cross_entropy(
+                logits[:, :-2].reshape(-1, NUM_CLASSES), y[:, 2:].reshape(-1), reduction="sum"
+            )
             return first + 0.1 * second / (y.shape[0] * WIDTH)
 
     train(t, Model())
+
+
+@attack(
+    "changes",
+    "the best weights are kept by reference and by copy, and the copied ones loaded at the end (early stopping)",
+    only=EXACT,
+)
+def early_stopping(t: Trial) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    best: Any = (math.inf, None, None)
+    for step in range(4):
+        loss = model(*tokens(step % 2))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            value = model(*tokens(9)).item()
+        if value < best[0]:
+            best = (value, model.state_dict(), copy.deepcopy(model.state_dict()))
+        t.end_step()
+    t.note("by reference", best[1])
+    model.load_state_dict(best[2])
+    t.end_step()

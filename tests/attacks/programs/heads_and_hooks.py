@@ -368,7 +368,10 @@ def mixture_of_softmaxes(t: Trial) -> None:
 @attack("parts", "the gradients of two losses with respect to the logits are compared, and their angle penalised")
 def angle_of_losses(t: Trial) -> None:
     def loss(_: Any, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        first, second = _flat(logits, y), functional.mse_loss(logits.softmax(-1), torch.full_like(logits, 1 / NUM_CLASSES))
+        first, second = (
+            _flat(logits, y),
+            functional.mse_loss(logits.softmax(-1), torch.full_like(logits, 1 / NUM_CLASSES)),
+        )
         g = torch.autograd.grad(first, logits, create_graph=True)[0]
         h = torch.autograd.grad(second, logits, create_graph=True)[0]
         return first + functional.cosine_similarity(g.flatten(), h.flatten(), dim=0)
@@ -471,7 +474,11 @@ def edge_of_logits(t: Trial) -> None:
         t.end_step()
 
 
-@attack("parts", "the loss is compiled (backend='eager'), and so is a function of the logits beside it", only=("chunked loss, gradients in forward", "chunked loss, gradients in backward", "checkpointing"))
+@attack(
+    "parts",
+    "the loss is compiled (backend='eager'), and so is a function of the logits beside it",
+    only=("chunked loss, gradients in forward", "chunked loss, gradients in backward", "checkpointing"),
+)
 def compiled_loss(t: Trial) -> None:
     loss = torch.compile(_flat, backend="eager")
     beside = torch.compile(lambda logits: logits.square().mean(), backend="eager")

@@ -4,7 +4,20 @@ import math
 from typing import Any
 
 import torch
-from tests.attacks.models import BATCH, NUM_CLASSES, TOKENS, WIDTH, Block, Images, Net, adamw, images, sgd, tokens, train
+from tests.attacks.models import (
+    BATCH,
+    NUM_CLASSES,
+    TOKENS,
+    WIDTH,
+    Block,
+    Images,
+    Net,
+    adamw,
+    images,
+    sgd,
+    tokens,
+    train,
+)
 from tests.attacks.places import EXACT, WITHOUT_TILES
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -109,7 +122,10 @@ def weights_used_twice(t: Trial) -> None:
     _attend(t, made)
 
 
-@attack("parts", "attention becomes causal only while training (a flag that the loop sets), and its scores are capped by a clamp")
+@attack(
+    "parts",
+    "attention becomes causal only while training (a flag that the loop sets), and its scores are capped by a clamp",
+)
 def causal_later(t: Trial) -> None:
     flag = [False]
 
@@ -159,7 +175,10 @@ def positions_by_slice(t: Trial) -> None:
     train(t, Net([Placed(), Placed()]))
 
 
-@attack("parts", "the norm is over tokens and features together (layer_norm of x.shape[1:]), and a Frobenius norm over everything")
+@attack(
+    "parts",
+    "the norm is over tokens and features together (layer_norm of x.shape[1:]), and a Frobenius norm over everything",
+)
 def norm_over_both(t: Trial) -> None:
     class Both(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +203,9 @@ def until_converged(t: Trial) -> None:
     train(t, Net([Iterating(), Iterating()]))
 
 
-@attack("parts", "tokens halt one by one and the others go on (adaptive computation time), with their count as a penalty")
+@attack(
+    "parts", "tokens halt one by one and the others go on (adaptive computation time), with their count as a penalty"
+)
 def halting_tokens(t: Trial) -> None:
     class Halting(Block):
         def __init__(self) -> None:
@@ -232,7 +253,10 @@ def assertions_in_block(t: Trial) -> None:
     train(t, Net([Asserting(), Asserting()]))
 
 
-@attack("parts", "a recurrent layer over the tokens inside of the block (LSTM, batch first), and a selective scan by a loop (Mamba)")
+@attack(
+    "parts",
+    "a recurrent layer over the tokens inside of the block (LSTM, batch first), and a selective scan by a loop (Mamba)",
+)
 def recurrent_blocks(t: Trial) -> None:
     class Recurrent(Block):
         def __init__(self) -> None:
@@ -253,7 +277,9 @@ def recurrent_blocks(t: Trial) -> None:
     train(t, Net([Recurrent(), Scanning()], sequential=False))
 
 
-@attack("parts", "global response normalisation (ConvNeXt v2), blurred pooling and a layer norm over channels in the chain")
+@attack(
+    "parts", "global response normalisation (ConvNeXt v2), blurred pooling and a layer norm over channels in the chain"
+)
 def response_norm_in_chain(t: Trial) -> None:
     class Response(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -267,10 +293,19 @@ def response_norm_in_chain(t: Trial) -> None:
     train(t, Images([nn.Conv2d(3, 4, 3, padding=1), Response(), OverChannels(4), nn.AvgPool2d(2)]), batch=images)
 
 
-@attack("parts", "a chain with a resize to a fixed size, a negative padding, max pooling with overlaps and a random leaky relu in evaluation")
+@attack(
+    "parts",
+    "a chain with a resize to a fixed size, a negative padding, max pooling with overlaps and a random leaky relu in evaluation",
+)
 def resized_in_chain(t: Trial) -> None:
     slope = nn.RReLU()
-    layers = [nn.Conv2d(3, 4, (1, 5), padding=(0, 2)), nn.ZeroPad2d(-1), nn.MaxPool2d(3, 1), slope.eval(), nn.Upsample(size=(6, 6), mode="bilinear")]
+    layers = [
+        nn.Conv2d(3, 4, (1, 5), padding=(0, 2)),
+        nn.ZeroPad2d(-1),
+        nn.MaxPool2d(3, 1),
+        slope.eval(),
+        nn.Upsample(size=(6, 6), mode="bilinear"),
+    ]
     model = Images(layers)
     train(t, model, batch=images)
 
@@ -283,17 +318,27 @@ def wide_and_tall(t: Trial) -> None:
         x = torch.randn(BATCH, 3, *size, generator=chance, dtype=torch.float64).to(torch.get_default_dtype())
         return x, torch.randint(0, NUM_CLASSES, (BATCH,), generator=chance)
 
-    layers = [nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3), nn.Hardswish(), nn.Conv2d(6, 4, 1), nn.Conv2d(4, 4, 3, padding=2, dilation=2)]
+    layers = [
+        nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3),
+        nn.Hardswish(),
+        nn.Conv2d(6, 4, 1),
+        nn.Conv2d(4, 4, 3, padding=2, dilation=2),
+    ]
     train(t, Images(layers), batch=batch)
 
 
-@attack("gradients", "optimizers of torch's that are seldom tried: Adagrad, RMSprop centred, ASGD, Adamax and Adafactor on a part each")
+@attack(
+    "gradients",
+    "optimizers of torch's that are seldom tried: Adagrad, RMSprop centred, ASGD, Adamax and Adafactor on a part each",
+)
 def five_optimizers(t: Trial) -> None:
     model = Net([Block(), Block(), Block()])
     parts = [model.stem, *model.blocks, model.head]
     made = [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Adamax, torch.optim.Adafactor]
     settings = [{}, {"centered": True, "momentum": 0.5}, {}, {}, {}]
-    optimizers = [kind(part.parameters(), lr=1e-3, **more) for kind, part, more in zip(made, parts, settings, strict=True)]
+    optimizers = [
+        kind(part.parameters(), lr=1e-3, **more) for kind, part, more in zip(made, parts, settings, strict=True)
+    ]
     t.apply(model, *optimizers)
     for step in range(4):
         loss = model(*tokens(step))
@@ -306,7 +351,10 @@ def five_optimizers(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "an optimizer with one step size for all, learned from dot products of gradients and weights over all groups (D-Adaptation)")
+@attack(
+    "gradients",
+    "an optimizer with one step size for all, learned from dot products of gradients and weights over all groups (D-Adaptation)",
+)
 def adapted_step_size(t: Trial) -> None:
     class Adapted(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -332,7 +380,11 @@ def adapted_step_size(t: Trial) -> None:
     train(t, model, optimizer, after=lambda _: t.note("d", optimizer.param_groups[0]["d"]))
 
 
-@attack("gradients", "weights are exchanged for their average around each evaluation by the optimizer itself (schedule-free)", only=EXACT)
+@attack(
+    "gradients",
+    "weights are exchanged for their average around each evaluation by the optimizer itself (schedule-free)",
+    only=EXACT,
+)
 def schedule_free(t: Trial) -> None:
     class Free(torch.optim.SGD):
         def exchanged(self) -> None:
@@ -362,7 +414,10 @@ def schedule_free(t: Trial) -> None:
     train(t, model, optimizer, after=evaluate)
 
 
-@attack("gradients", "an object that is no Optimizer holds one: it counts, accumulates and decides when the real one steps (accelerate)")
+@attack(
+    "gradients",
+    "an object that is no Optimizer holds one: it counts, accumulates and decides when the real one steps (accelerate)",
+)
 def held_optimizer(t: Trial) -> None:
     class Holder:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -390,7 +445,10 @@ def held_optimizer(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "schedules are made after the plan, chained, saved and loaded into new ones while training (cyclic momentum)")
+@attack(
+    "gradients",
+    "schedules are made after the plan, chained, saved and loaded into new ones while training (cyclic momentum)",
+)
 def schedules_made_later(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -414,10 +472,19 @@ def schedules_made_later(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "hooks on saving and loading of the optimizer's states change what is kept, and groups have names and keys of their own")
+@attack(
+    "gradients",
+    "hooks on saving and loading of the optimizer's states change what is kept, and groups have names and keys of their own",
+)
 def optimizer_state_hooks(t: Trial) -> None:
     model = Net()
-    optimizer = torch.optim.AdamW([{"params": list(part.parameters()), "name": name, "scale": 1.0 + i} for i, (name, part) in enumerate(model.named_children())], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": list(part.parameters()), "name": name, "scale": 1.0 + i}
+            for i, (name, part) in enumerate(model.named_children())
+        ],
+        lr=1e-2,
+    )
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "extra"})
 
@@ -460,16 +527,28 @@ def _kept_weights(t: Trial, ask: Any, read: Any = lambda *_: None) -> None:
 _OF_ATTENTION = ("attention", "chunked loss, gradients in forward", "micro-batches", "update in backward")
 
 
-@attack("parts", "weights of attention kept on the block are asked to keep their gradient before the backward pass (Grad-CAM)", only=_OF_ATTENTION)
+@attack(
+    "parts",
+    "weights of attention kept on the block are asked to keep their gradient before the backward pass (Grad-CAM)",
+    only=_OF_ATTENTION,
+)
 def late_retain_of_weights(t: Trial) -> None:
     _kept_weights(t, lambda weights, _: weights.retain_grad(), lambda t, weights: t.note("gradient", weights.grad))
 
 
-@attack("parts", "weights of attention kept on the block get a hook before the backward pass, which halves their gradient", only=_OF_ATTENTION)
+@attack(
+    "parts",
+    "weights of attention kept on the block get a hook before the backward pass, which halves their gradient",
+    only=_OF_ATTENTION,
+)
 def late_hook_on_weights(t: Trial) -> None:
     _kept_weights(t, lambda weights, _: weights.register_hook(lambda g: g * 0.5))
 
 
-@attack("parts", "the gradient of the loss with respect to weights of attention that are kept on the block is logged", only=_OF_ATTENTION)
+@attack(
+    "parts",
+    "the gradient of the loss with respect to weights of attention that are kept on the block is logged",
+    only=_OF_ATTENTION,
+)
 def gradient_of_weights(t: Trial) -> None:
     _kept_weights(t, lambda weights, loss: t.note("gradient", torch.autograd.grad(loss, weights, retain_graph=True)))

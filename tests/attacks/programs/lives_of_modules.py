@@ -24,7 +24,9 @@ class _Strong(Block):
         return x + self.strength * self.inner(x)
 
 
-@attack("changes", "a shallow copy of a block, with another setting and the same weights, takes its place while training")
+@attack(
+    "changes", "a shallow copy of a block, with another setting and the same weights, takes its place while training"
+)
 def shallow_copy_of_block(t: Trial) -> None:
     model = Net([_Strong(), _Strong()], sequential=False)
 
@@ -67,7 +69,9 @@ def shallow_copy_of_model(t: Trial) -> None:
     for step in range(4):
         if step == 2:
             model = copy.copy(model)
-            model.loss = lambda logits, y: functional.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.5)
+            model.loss = lambda logits, y: functional.cross_entropy(
+                logits.flatten(0, 1), y.flatten(), label_smoothing=0.5
+            )
         loss = model(*tokens(step))
         t.note("loss", loss)
         optimizer.zero_grad()
@@ -76,7 +80,10 @@ def shallow_copy_of_model(t: Trial) -> None:
         t.end_step()
 
 
-@attack("changes", "a block's copy with other weights is put after it while training (growing depth), its weights added to the optimizer")
+@attack(
+    "changes",
+    "a block's copy with other weights is put after it while training (growing depth), its weights added to the optimizer",
+)
 def depth_doubled(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -93,7 +100,9 @@ def depth_doubled(t: Trial) -> None:
         t.end_step()
 
 
-@attack("changes", "a hook of accelerate's kind: _old_forward is kept on the module, forward replaced, and put back later")
+@attack(
+    "changes", "a hook of accelerate's kind: _old_forward is kept on the module, forward replaced, and put back later"
+)
 def hooked_like_accelerate(t: Trial) -> None:
     model = Net()
 
@@ -139,7 +148,11 @@ def forward_deleted(t: Trial) -> None:
     train(t, model, before=between)
 
 
-@attack("changes", "quantisation-aware training begins in the middle: linear layers are exchanged for ones that round their weights", only=EXACT)
+@attack(
+    "changes",
+    "quantisation-aware training begins in the middle: linear layers are exchanged for ones that round their weights",
+    only=EXACT,
+)
 def quantised_later(t: Trial) -> None:
     class Rounding(nn.Linear):
         @classmethod
@@ -198,7 +211,9 @@ def batch_norm_folded(t: Trial) -> None:
 @attack("changes", "the memory format of the chain changes to channels last while training")
 def channels_last_later(t: Trial) -> None:
     model = Images()
-    train(t, model, batch=images, before=lambda step: model.to(memory_format=torch.channels_last) if step == 2 else None)
+    train(
+        t, model, batch=images, before=lambda step: model.to(memory_format=torch.channels_last) if step == 2 else None
+    )
 
 
 @attack("changes", "the model is emptied of one block, which a function in its place skips, and gets it back")
@@ -278,7 +293,9 @@ def optimizer_of_two_models(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a wrapper of the program's own is given the plan: it holds the model as .module and scales its loss")
+@attack(
+    "gradients", "a wrapper of the program's own is given the plan: it holds the model as .module and scales its loss"
+)
 def wrapped_model(t: Trial) -> None:
     class Wrapper(nn.Module):
         returns_loss = True
@@ -299,7 +316,10 @@ def wrapped_model(t: Trial) -> None:
     train(t, Wrapper(Net()))
 
 
-@attack("gradients", "parameters that nothing uses, of no elements, of no dimensions and frozen ones stand in the optimizer, with names")
+@attack(
+    "gradients",
+    "parameters that nothing uses, of no elements, of no dimensions and frozen ones stand in the optimizer, with names",
+)
 def odd_parameters(t: Trial) -> None:
     class Model(Net):
         def __init__(self) -> None:
@@ -316,7 +336,10 @@ def odd_parameters(t: Trial) -> None:
     train(t, model, torch.optim.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1))
 
 
-@attack("gradients", "blocks are left out by turns, gradients set to zero and not to None, with AdamW: momentum moves what was left out")
+@attack(
+    "gradients",
+    "blocks are left out by turns, gradients set to zero and not to None, with AdamW: momentum moves what was left out",
+)
 def left_out_with_zeros(t: Trial) -> None:
     class Model(Net):
         step = 0
@@ -341,7 +364,10 @@ def left_out_with_zeros(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "gradients are added to main_grad in a wider type by hooks, and handed to the optimizer at the step (Megatron)")
+@attack(
+    "gradients",
+    "gradients are added to main_grad in a wider type by hooks, and handed to the optimizer at the step (Megatron)",
+)
 def main_gradients(t: Trial) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -366,7 +392,10 @@ def main_gradients(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a backward hook of the stem reads the weights and gradients of later layers while the backward pass runs")
+@attack(
+    "gradients",
+    "a backward hook of the stem reads the weights and gradients of later layers while the backward pass runs",
+)
 def hook_reads_later_layers(t: Trial) -> None:
     model, seen = Net(), []
 
@@ -378,7 +407,9 @@ def hook_reads_later_layers(t: Trial) -> None:
     train(t, model, after=lambda _: t.note("seen", list(seen)))
 
 
-@attack("gradients", "hooks draw noise for gradients, and gradients are clipped by hand after the backward pass", only=EXACT)
+@attack(
+    "gradients", "hooks draw noise for gradients, and gradients are clipped by hand after the backward pass", only=EXACT
+)
 def noisy_hooks_and_clipping_by_hand(t: Trial) -> None:
     model = Net()
     for p in model.parameters():

@@ -1,13 +1,25 @@
 """Training recipes as published code has them: language models, detection, diffusion, teachers and students, with everything around them."""
 
-import contextlib
 import copy
 import math
 import random
 from typing import Any
 
 import torch
-from tests.attacks.models import BATCH, NUM_CLASSES, TOKENS, WIDTH, Block, Images, Net, adamw, images, sgd, tokens, train
+from tests.attacks.models import (
+    BATCH,
+    NUM_CLASSES,
+    TOKENS,
+    WIDTH,
+    Block,
+    Images,
+    Net,
+    adamw,
+    images,
+    sgd,
+    tokens,
+    train,
+)
 from tests.attacks.places import BITWISE, EXACT, WITHOUT_TILES
 from tests.attacks.registry import attack
 from tests.attacks.trial import Trial
@@ -80,7 +92,11 @@ def _words(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
-@attack("clean", "nanoGPT's loop: tied head, decay by dimension, accumulation over two, clipping, a cosine by hand, estimate_loss", only=WITHOUT_TILES)
+@attack(
+    "clean",
+    "nanoGPT's loop: tied head, decay by dimension, accumulation over two, clipping, a cosine by hand, estimate_loss",
+    only=WITHOUT_TILES,
+)
 def nano_gpt(t: Trial) -> None:
     model = _Gpt()
     groups = [
@@ -163,7 +179,10 @@ def _dropped(x: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
     return x * (torch.rand(len(x), *[1] * (x.dim() - 1)) >= rate) / (1 - rate)
 
 
-@attack("recomputation", "paths are dropped for whole examples, at a rate that grows with depth (timm's DropPath), with LayerScale")
+@attack(
+    "recomputation",
+    "paths are dropped for whole examples, at a rate that grows with depth (timm's DropPath), with LayerScale",
+)
 def drop_path(t: Trial) -> None:
     class Path(Block):
         def __init__(self, rate: float) -> None:
@@ -176,7 +195,10 @@ def drop_path(t: Trial) -> None:
     train(t, Net([Path(0.0), Path(0.2), Path(0.4)]))
 
 
-@attack("parts", "an autoencoder of masked patches: most tokens are left out by argsort of noise, and mask tokens put in (MAE)")
+@attack(
+    "parts",
+    "an autoencoder of masked patches: most tokens are left out by argsort of noise, and mask tokens put in (MAE)",
+)
 def masked_autoencoder(t: Trial) -> None:
     class Model(Net):
         def __init__(self) -> None:
@@ -213,14 +235,24 @@ def diffusion_inside(t: Trial) -> None:
     train(t, Model(), batch=lambda step: tokens(step)[:1])
 
 
-@attack("parts", "a denoiser: noise and times come from the loop, conditions are dropped for some examples, and an average is kept", only=EXACT)
+@attack(
+    "parts",
+    "a denoiser: noise and times come from the loop, conditions are dropped for some examples, and an average is kept",
+    only=EXACT,
+)
 def diffusion_outside(t: Trial) -> None:
     class Model(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.head, self.times, self.classes = nn.Linear(WIDTH, WIDTH), nn.Embedding(10, WIDTH), nn.Embedding(NUM_CLASSES + 1, WIDTH)
+            self.head, self.times, self.classes = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Embedding(10, WIDTH),
+                nn.Embedding(NUM_CLASSES + 1, WIDTH),
+            )
 
-        def forward(self, x: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, noise: torch.Tensor, time: torch.Tensor, label: torch.Tensor
+        ) -> torch.Tensor:
             share = ((time + 0.5) / 10).to(x)[:, None, None]
             given = self.times(time) + self.classes(label)
             seen = self.features((1 - share).sqrt() * x + share.sqrt() * noise + given.unsqueeze(1))
@@ -243,7 +275,10 @@ def diffusion_outside(t: Trial) -> None:
     train(t, model, adamw(model), batch=batch, after=blend)
 
 
-@attack("parts", "a variational autoencoder: drawn codes, the divergence summed and divided by the batch, its weight raised by a counter")
+@attack(
+    "parts",
+    "a variational autoencoder: drawn codes, the divergence summed and divided by the batch, its weight raised by a counter",
+)
 def variational(t: Trial) -> None:
     class Model(Net):
         def __init__(self) -> None:
@@ -261,19 +296,27 @@ def variational(t: Trial) -> None:
     train(t, model, adamw(model, lr=1e-3), batch=lambda step: tokens(step)[:1])
 
 
-@attack("parts", "a detector: images as a list, targets as a list of dicts, losses as a dict, divided by the count of boxes in the batch (DETR)")
+@attack(
+    "parts",
+    "a detector: images as a list, targets as a list of dicts, losses as a dict, divided by the count of boxes in the batch (DETR)",
+)
 def detector(t: Trial) -> None:
     class Model(Images):
         def __init__(self) -> None:
             super().__init__()
             self.boxes = nn.Linear(4, 4)
 
-        def forward(self, pictures: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        def forward(
+            self, pictures: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]
+        ) -> dict[str, torch.Tensor]:
             seen = self.chain(self.stem(torch.stack(pictures))).mean((2, 3))
             scores, boxes = self.head(seen), self.boxes(seen).sigmoid()
             count = max(1, sum(len(target["boxes"]) for target in targets))
             off = [(boxes[i] - target["boxes"]).abs().sum() for i, target in enumerate(targets)]
-            of_class = [functional.cross_entropy(scores[i].expand(len(g["labels"]), -1), g["labels"], reduction="sum") for i, g in enumerate(targets)]
+            of_class = [
+                functional.cross_entropy(scores[i].expand(len(g["labels"]), -1), g["labels"], reduction="sum")
+                for i, g in enumerate(targets)
+            ]
             return {"boxes": torch.stack(off).sum() / count, "classes": torch.stack(of_class).sum() / count}
 
     model = Model()
@@ -283,7 +326,9 @@ def detector(t: Trial) -> None:
         x, y = images(step)
         chance = torch.Generator().manual_seed(step)
         counts = [1 + (step + i) % 3 for i in range(BATCH)]
-        targets = [{"boxes": torch.rand(n, 4, generator=chance).to(x), "labels": y[i].repeat(n)} for i, n in enumerate(counts)]
+        targets = [
+            {"boxes": torch.rand(n, 4, generator=chance).to(x), "labels": y[i].repeat(n)} for i, n in enumerate(counts)
+        ]
         losses = model(list(x), targets)
         t.note("losses", losses)
         optimizer.zero_grad()
@@ -292,7 +337,10 @@ def detector(t: Trial) -> None:
         t.end_step()
 
 
-@attack("parts", "segmentation: classes in the second dimension, a void class, an auxiliary head that is left out in evaluation")
+@attack(
+    "parts",
+    "segmentation: classes in the second dimension, a void class, an auxiliary head that is left out in evaluation",
+)
 def segmentation(t: Trial) -> None:
     class Model(Images):
         def __init__(self) -> None:
@@ -319,7 +367,10 @@ def segmentation(t: Trial) -> None:
     train(t, model, batch=batch, after=evaluate)
 
 
-@attack("clean", "a loader that shuffles with torch's random numbers, random crops by Python's, two epochs, metrics of torch's own")
+@attack(
+    "clean",
+    "a loader that shuffles with torch's random numbers, random crops by Python's, two epochs, metrics of torch's own",
+)
 def loader_and_crops(t: Trial) -> None:
     x, y = tokens(0, batch=12)
     loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True, drop_last=True)
@@ -361,7 +412,9 @@ def autocast_around(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a GradScaler that meets an infinite gradient: the step is skipped and the scale halved", only=EXACT)
+@attack(
+    "gradients", "a GradScaler that meets an infinite gradient: the step is skipped and the scale halved", only=EXACT
+)
 def scaler_skips(t: Trial) -> None:
     model = Net()
     optimizer = adamw(model)
@@ -382,7 +435,10 @@ def scaler_skips(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "the loss is scaled by hand, gradients divided and tested before the step, the scale moved (dynamic loss scaling)")
+@attack(
+    "gradients",
+    "the loss is scaled by hand, gradients divided and tested before the step, the scale moved (dynamic loss scaling)",
+)
 def scaled_by_hand(t: Trial) -> None:
     model, scale = Net(), 8.0
     optimizer = sgd(model)
@@ -403,7 +459,10 @@ def scaled_by_hand(t: Trial) -> None:
         t.end_step()
 
 
-@attack("parts", "a student learns from a teacher's logits and features, of which a layer outside of the model makes its own (FitNets)")
+@attack(
+    "parts",
+    "a student learns from a teacher's logits and features, of which a layer outside of the model makes its own (FitNets)",
+)
 def feature_distillation(t: Trial) -> None:
     teacher = Net().eval().requires_grad_(False)
     model, adapter = Net(), nn.Linear(WIDTH, WIDTH)
@@ -425,7 +484,10 @@ def feature_distillation(t: Trial) -> None:
         t.end_step()
 
 
-@attack("parts", "the log-probability of whole answers, better ones against worse, with a frozen copy as the reference (DPO)")
+@attack(
+    "parts",
+    "the log-probability of whole answers, better ones against worse, with a frozen copy as the reference (DPO)",
+)
 def preferences(t: Trial) -> None:
     model = Net()
     reference = copy.deepcopy(model).requires_grad_(False)
@@ -449,7 +511,11 @@ def preferences(t: Trial) -> None:
         t.end_step()
 
 
-@attack("gradients", "a critic with a target network that moves slowly, an actor through the critic, a learned temperature (SAC)", only=EXACT)
+@attack(
+    "gradients",
+    "a critic with a target network that moves slowly, an actor through the critic, a learned temperature (SAC)",
+    only=EXACT,
+)
 def actor_and_critic(t: Trial) -> None:
     actor, critic = Net(), Net()
     target = copy.deepcopy(critic).requires_grad_(False)
@@ -483,7 +549,10 @@ def actor_and_critic(t: Trial) -> None:
         t.end_step()
 
 
-@attack("changes", "training is cut off and taken up: new objects, weights, states, schedule and random state loaded, and a plan put on again")
+@attack(
+    "changes",
+    "training is cut off and taken up: new objects, weights, states, schedule and random state loaded, and a plan put on again",
+)
 def taken_up(t: Trial) -> None:
     def made() -> Any:
         model = Net()
@@ -511,24 +580,3 @@ def taken_up(t: Trial) -> None:
                 each.load_state_dict(state)
             torch.set_rng_state(random_state)
             t.apply(model, optimizer)
-
-
-@attack("changes", "the best weights are kept by reference and by copy, and the copied ones loaded at the end (early stopping)", only=EXACT)
-def early_stopping(t: Trial) -> None:
-    model = Net()
-    optimizer = sgd(model)
-    t.apply(model, optimizer)
-    best: Any = (math.inf, None, None)
-    for step in range(4):
-        loss = model(*tokens(step % 2))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with contextlib.nullcontext(), torch.no_grad():
-            value = model(*tokens(9)).item()
-        if value < best[0]:
-            best = (value, model.state_dict(), copy.deepcopy(model.state_dict()))
-        t.end_step()
-    t.note("by reference", best[1])
-    model.load_state_dict(best[2])
-    t.end_step()

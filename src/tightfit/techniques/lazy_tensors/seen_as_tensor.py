@@ -25,10 +25,10 @@ class SeenAsTensor(_TENSORS):
         made.__module__, made.__qualname__, made.__name__ = "torch", "Tensor", "Tensor"
         return made
 
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or (other is torch.Tensor and not _is_of_torch(sys._getframe(1)))
+    def __eq__(self, other: object) -> bool:
+        return self is other or (other is torch.Tensor and not _is_of_torch(sys._getframe(1)))
 
-    def __hash__(cls) -> int:
+    def __hash__(self) -> int:
         # As of all that is equal.
         return hash(torch.Tensor)
 

@@ -197,7 +197,9 @@ class Updates:
     def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
         """Why this pass is left to torch; empty where it is not."""
         if line := self._question.line():
-            self._why_kept = f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+            self._why_kept = (
+                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+            )
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
         if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():

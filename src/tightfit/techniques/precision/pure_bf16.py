@@ -20,9 +20,15 @@ from tightfit.devices.device import Device
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Category, Tape
-from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, cast_results, seconds_saved_in_bfloat16
+from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
+from tightfit.techniques.precision.casts import (
+    born_in_float32,
+    can_be_lowered,
+    cast,
+    cast_results,
+    seconds_saved_in_bfloat16,
+)
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, Rounding, WideStates
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs

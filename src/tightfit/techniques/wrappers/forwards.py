@@ -94,7 +94,9 @@ class WrappedForward:
         """
         module = self._module()
         if module is None:
-            raise ApplyError("the forward of a module is called that the program has dropped; leave out what a plan puts around it")
+            raise ApplyError(
+                "the forward of a module is called that the program has dropped; leave out what a plan puts around it"
+            )
         return module
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
