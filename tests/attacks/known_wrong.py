@@ -5,7 +5,7 @@ Written by `python -m tests.attacks.report --write`.
 
 # fmt: off
 KNOWN_WRONG: dict[tuple[str, str], str] = {
-    ('loss_by_type', 'chunked loss, gradients in forward'): 'wrong: loss is 4.05826 instead of 2.02913',
-    ('loss_by_type', 'chunked loss, gradients in backward'): 'wrong: loss is 4.05826 instead of 2.02913',
     ('path_length', 'pure bf16'): 'crashed: RuntimeError at second_order.py:296: expected dtype c10::BFloat16 for `end` but got dtype float',
+    ('mask_written_before_step', 'update in backward'): 'wrong: refused after 3 steps, but weights.0.head.weight is off by 0.0333: a backward pass that ran twice ga...',
+    ('mask_written_before_step', 'update in backward, clips'): 'wrong: refused after 3 steps, but weights.0.head.weight is off by 0.0333: a backward pass that ran twice ga...',
 }

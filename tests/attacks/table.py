@@ -46,7 +46,7 @@ MARKS = {
 
 
 def tables(verdicts: Verdicts) -> str:
-    """All tables, one for each kind of attack."""
+    """All tables, one for each kind of attack; rows without verdicts are those of the page."""
     return "\n".join(_lines(verdicts))
 
 
@@ -89,18 +89,26 @@ def on_page() -> str:
 
 
 def _lines(verdicts: Verdicts) -> Iterator[str]:
-    known = attacks()
-    counts = Counter(verdict.outcome for of_attack in verdicts.values() for verdict in of_attack.values())
-    yield summary(len(known), counts)
+    rows = _rows(verdicts)
+    yield summary(len(rows), counts_of_rows("\n".join(rows.values())))
     yield ""
     yield "Techniques: " + ", ".join(f"{code} {name}" for name, code in CODES.items()) + "."
     for kind, title in KINDS.items():
         yield from ("", f"### {title}", "")
         yield "| program | " + " | ".join(CODES[name] for name in VARIANTS) + " | a refusal says |"
         yield "|---|" + "---|" * len(VARIANTS) + "---|"
-        for name, attack in known.items():
-            if attack.kind == kind:
-                yield row(attack, verdicts[name])
+        yield from (rows[name] for name, attack in attacks().items() if attack.kind == kind)
+
+
+def _rows(verdicts: Verdicts) -> dict[str, str]:
+    """The row of each attack by name; as the page has it where there are no verdicts on it."""
+    there = {
+        line.removeprefix("| ").partition(" | ")[0]: line for line in on_page().splitlines() if line.startswith("| ")
+    }
+    return {
+        name: row(attack, verdicts[name]) if name in verdicts else there[attack.what]
+        for name, attack in attacks().items()
+    }
 
 
 def row(attack: Attack, verdicts: Mapping[str, Verdict]) -> str:

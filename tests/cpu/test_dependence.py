@@ -121,6 +121,8 @@ STEPS: dict[str, Function] = {
     "normalised": lambda x: x / x.norm(),
     "instance norm": functional.instance_norm,
     "pool": lambda x: functional.avg_pool1d(x, 2),
+    "hard swish": functional.hardswish,
+    "log sigmoid": functional.logsigmoid,
     "one hot": lambda x: functional.one_hot((x > 0).long(), 2).to(x.dtype).flatten(-2),
 }  # fmt: skip
 
@@ -162,7 +164,7 @@ def test_each_step_alone_is_true_in_numbers(name: str, dim: int) -> None:
 
 KEPT_APART = """tanh;softmax last;mean last;sum of last;max of second;transpose;contiguous;merge;by size;flip last;cumsum second;cat;stack;gram;
 product;product left;einsum;layer norm;positions;scale by other size;sort;gather;pick;first of second;pad;masked;where;attention;convolution;
-expanded;written;put;scattered;embedding;index table;unbind;instance norm;pool;one hot;split last;transpose last"""
+expanded;written;put;scattered;embedding;index table;unbind;instance norm;pool;hard swish;log sigmoid;one hot;split last;transpose last"""
 
 
 @pytest.mark.parametrize("name", [name.strip() for name in KEPT_APART.split(";")])

@@ -283,3 +283,53 @@ def test_a_copy_is_given_the_batch_that_it_is_trained_with() -> None:
     assert twin(rows).shape[0] == len(rows)
     with pytest.raises(ApplyError, match="larger than"):
         model(rows)
+
+
+def test_a_shallow_copy_of_a_module_runs_with_its_own_settings_and_without_the_plan() -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * super().forward(x)
+
+    layer = Scaled(3, 3)
+    session = Session(model=layer, optimizers=[])
+    session.wrap_forward(layer, doubling)
+    other, batch = copy.copy(layer), torch.ones(1, 3)
+    other.scale = 3.0
+    third = copy.copy(other)
+    torch.testing.assert_close(other(batch), 3 * nn.Linear.forward(layer, batch))
+    torch.testing.assert_close(layer(batch), 2 * nn.Linear.forward(layer, batch))
+    # Hooks are shared by shallow copies.
+    third.register_forward_hook(lambda _, __, out: out + 1)
+    torch.testing.assert_close(third(batch), 3 * nn.Linear.forward(layer, batch) + 1)
+    torch.testing.assert_close(layer(batch), 2 * nn.Linear.forward(layer, batch) + 1)
+    assert "forward" not in vars(other) and isinstance(vars(layer)["forward"], WrappedForward)
+    session.undo()
+
+
+def test_a_forward_that_is_set_on_another_module_by_name_runs_for_its_own() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    session = Session(model=first, optimizers=[])
+    session.wrap_forward(first, doubling)
+    second.forward = first.forward
+    torch.testing.assert_close(second(torch.ones(1, 3)), 2 * nn.Linear.forward(first, torch.ones(1, 3)))
+    session.undo()
+
+
+def test_a_forward_that_outlives_its_module_says_so() -> None:
+    layer = nn.Linear(3, 3)
+    Session(model=nn.Sequential(), optimizers=[]).wrap_forward(layer, doubling)
+    kept = layer.forward
+    del layer
+    with pytest.raises(ApplyError, match="the program has dropped"):
+        kept(torch.ones(1, 3))
+
+
+def test_a_copy_of_a_module_within_the_model_is_undone_with_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    session = apply_choices([choice("checkpointing", "Sequential.0")], model, [])
+    model.append(copy.deepcopy(model[0]))
+    assert isinstance(vars(model[1]).get("forward"), WrappedForward)
+    session.undo()
+    assert not any("forward" in vars(module) for module in model.modules())

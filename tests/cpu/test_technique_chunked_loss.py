@@ -275,3 +275,44 @@ def test_more_chunks_save_more_and_the_backward_pass_costs_a_product_more():
 
 def test_a_small_head_is_not_offered():
     assert list(ChunkedLoss().options(Profile(_traced("classifier"), find(DEVICE)))) == []
+
+
+def test_the_class_of_the_logits_is_that_of_any_tensor():
+    _, other, _ = _pair(Plain(), "Plain.head")
+    logits: Any = other(*batch(0))[0]
+    assert logits.__class__ is torch.Tensor
+    assert {torch.Tensor: "tensor"}[type(logits)] == "tensor"
+    assert type(logits) == torch.Tensor and type(logits) in (int, torch.Tensor)  # noqa: E721
+    assert repr(type(logits)) == repr(torch.Tensor)
+
+
+def test_code_that_asks_by_identity_for_the_class_of_a_tensor_is_refused_with_its_line():
+    class Asking(Plain):
+        def forward(self, *args: Any) -> Any:
+            logits, loss = super().forward(*args)
+            return logits, loss if type(logits) is torch.Tensor else 2 * loss
+
+    _, other, _ = _pair(Asking(), "Asking.head")
+    with pytest.raises(
+        ApplyError, match=r"test_technique_chunked_loss.py:\d+ asks whether a tensor's class is torch.Tensor"
+    ):
+        other(*batch(0))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda logits, _: logits.retain_grad(),
+        lambda logits, _: logits.register_hook(lambda g: g),
+        lambda logits, _: logits.grad_fn,
+        lambda logits, loss: torch.autograd.grad(loss, logits),
+        lambda logits, loss: loss.backward(inputs=[logits]),
+        lambda logits, _: torch.autograd.graph.get_gradient_edge(logits),
+    ],
+)
+def test_gradients_of_logits_are_refused_once_their_loss_went_past_them(ask: Any):
+    _, other, session = _pair(Plain(), "Plain.head")
+    logits, loss = other(*batch(0))
+    with pytest.raises(ApplyError, match="asks for the gradient of logits"):
+        ask(logits, loss)
+    assert session.failure is not None

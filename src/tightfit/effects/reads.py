@@ -1,6 +1,7 @@
 """Reads of tensor values by Python code, and the lines of the user's code that make them."""
 
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ def line_of_code() -> str:
     return found
 
 
-def is_called_by_us() -> bool:
-    """Whether the innermost caller outside of torch is our own code, such as a check of values."""
-    frame = sys._getframe(2)
+def is_called_by_us(inner: types.FrameType | None = None) -> bool:
+    """Whether what is called now is called by our own code, such as a check of values, and not by the program's or a library's.
+
+    `inner` is where the look begins, with a frame of torch's protocols; without it, the caller of who asks.
+    """
+    frame = inner or sys._getframe(2)
     torch_files, own_files = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.wrappers.forwards import Around, OnlyHere, wrap_forward
+from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
 from tightfit.techniques.wrappers.replaced_methods import Layer
 
 Undo = Callable[[], object]
@@ -209,6 +209,7 @@ class Session:
             return
         self._is_guarded = True
         self.when_undone(self.verdict.forget)
+        self.when_undone(self._take_off_copies)
         for optimizer in self.optimizers:
             handle = self.hook(optimizer.register_step_pre_hook, self.verdict.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -216,6 +217,11 @@ class Session:
         # Of a program of TorchScript the steps are watched.
         if not isinstance(self.model, torch.jit.ScriptModule):
             self.wrap_forward(self.model, self.verdict.before_forward)
+
+    def _take_off_copies(self) -> None:
+        """Modules of the model that are copies of others of its modules (a network that grows) came with what was around those."""
+        for module in copied_wrappers(self.model):
+            take_off_copied(module)
 
     def undo(self) -> None:
         """Undoes everything; the values of parameters and optimizer states stay as trained.

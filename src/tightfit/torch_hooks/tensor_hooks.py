@@ -40,6 +40,8 @@ def _put(inner: Callable[..., Any], owners: Callable[[], list[object]]) -> Calla
     @functools.wraps(inner)
     def hooked(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if owners() and tensor.grad_fn is not None:
+            # A node of ours may know that gradients go past it.
+            getattr(tensor.grad_fn, "before_gradient", _nothing)()
             # On the node and not in a table by tensor: in-place operators give a tensor another node, and hooks
             # stay with the one that they were registered on. `metadata` is the anomaly mode's dict
             # (torch/csrc/autograd/python_anomaly_mode.h).
@@ -48,6 +50,10 @@ def _put(inner: Callable[..., Any], owners: Callable[[], list[object]]) -> Calla
         return inner(tensor, *args, **kwargs)
 
     return hooked
+
+
+def _nothing() -> None:
+    pass
 
 
 _REPLACED: tuple[Replaced[object], ...] = (Replaced(TENSOR_HOOK, _put), Replaced(RETAIN_GRAD, _put))

@@ -12,10 +12,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightfit.analysis.profile import Profile
+from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.techniques.attention.deferred_scores import started
 from tightfit.techniques.attention.score_options import attention_options, math_attention_bytes
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.lazy_tensors.deferral import name_of
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -38,8 +40,10 @@ class Attention(AbstractTechnique):
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the `forward` of the modules that the choices name."""
         places = [place for choice in chosen for place in choice.settings["modules"]]
+        question = ClassQuestion(session.model)
         for place, module in [(place, session.module(place)) for place in places]:
-            session.wrap_forward(module, _Deferring(place, session.verdict))
+            session.wrap_forward(module, _Deferring(place, session.verdict, question))
+        watch_inputs_of_backward(session)
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
         """Advice on calls of `scaled_dot_product_attention` that only the plain kernel can run."""
@@ -82,17 +86,23 @@ class _Start(TorchFunctionMode):
 class _Deferring:
     """The wrapper around the forward of one module."""
 
-    def __init__(self, where: str, verdict: Verdict) -> None:
+    def __init__(self, where: str, verdict: Verdict, question: ClassQuestion) -> None:
         self._where = where
         self._verdict = verdict
+        self._question = question
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferring":
-        return _Deferring(self._where, Verdict())
+        return _Deferring(self._where, Verdict(), self._question)
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # A function mode and a tensor subclass would end up in the compiled graph, or inside of the transform.
         if torch.compiler.is_compiling() or are_transforms_active():
             return forward(*args, **kwargs)
+        if line := self._question.line():
+            raise self._refusal(
+                f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of scores that are not computed is not; "
+                "ask by isinstance, or go on without it: tightfit plan --without attention"
+            )
         with _Start(self._refusal):
             return forward(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of
+from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, fact, name_of
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
@@ -47,6 +48,16 @@ class Attention:
     is_softmax: bool = False
     refuse: Refuse = ApplyError
     versions: tuple[int, ...] = ()
+    # The results of kernels, of all that comes from the same scores.
+    results: list[None] = dataclasses.field(default_factory=list, compare=False)
+
+    def before_gradient(self) -> None:
+        """As `DeferredTensor.before_gradient`."""
+        if self.results:
+            raise self.refuse(
+                "the program asks for the gradient of attention scores or weights (a hook, retain_grad, autograd.grad) after they were used; "
+                "go on without it: tightfit plan --without attention"
+            )
 
     def check(self) -> None:
         """Checks that the tensors of the recorded calls have not changed.
@@ -110,6 +121,7 @@ class Attention:
         if query.dim() == 3:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        self.results.append(None)
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
         return out.squeeze(1) if self.query.dim() == 3 else out
 
@@ -121,7 +133,7 @@ class _Defer(torch.autograd.Function):
     def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> "DeferredScores":
         # Nothing is saved for backward: the scores are recomputed from the recorded calls if their own gradient
         # is ever needed.
-        ctx.attention, ctx.refuse = attention, attention.refuse
+        ctx.attention, ctx.refuse, ctx.before_gradient = attention, attention.refuse, attention.before_gradient
         return DeferredScores.of(attention)
 
     @staticmethod
@@ -137,11 +149,14 @@ class _Defer(torch.autograd.Function):
         return None, *(found.pop(id(leaves[id(t)]), None) for t in tensors)
 
 
-class DeferredScores(torch.Tensor):
+class DeferredScores(DeferredTensor):
     """Attention scores or weights without data."""
 
     _attention: Attention
     _settled: torch.Tensor | None
+
+    def before_gradient(self) -> None:
+        self._attention.before_gradient()
 
     @classmethod
     def of(cls, attention: Attention) -> Self:
@@ -192,10 +207,11 @@ class DeferredScores(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         args, given = tuple(args), dict(kwargs or {})
+        refuse_lost_gradients(func, args, given)
         if name_of(func) == "type_as":
             func, args = torch.Tensor.to, (args[0], args[1].dtype)
         waiting = [m for m in _members((args, given)) if m._settled is None]
-        if waiting and name_of(func) in FACTS and args and args[0] is waiting[0]:
+        if waiting and name_of(func) in FACTS and not is_read_of_node(func) and args and args[0] is waiting[0]:
             return fact(func, *args, **given)
         if len(waiting) == 1:
             out = waiting[0]._after(func, args, given)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
+
 NOT_ANSWERED = object()
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
@@ -57,7 +59,7 @@ class ElementsNeeded(Exception):
         self.source = source
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
     """A tensor whose elements come from `source`."""
 
     source: AbstractSource

@@ -90,7 +90,9 @@ class _Gradients:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`apply(hidden, weight, bias, target, loss)`: `(N, H)`, `(V, H)`, `(V,)` or None, `(N,)` of classes; a scalar, or `(N,)` unreduced.
+    """`apply(hidden, bias, weight, target, loss)`: `(N, H)`, `(V,)` or None, `(V, H)`, `(N,)` of classes; a scalar, or `(N,)` unreduced.
+
+    The gradient of the bias comes before that of the weight, as from a plain head: hooks on them are called in that order.
 
     Gradients in the forward pass are the method of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989); those in the backward pass save what Cut Your
     Losses (Wijmans et al. 2024, arXiv:2411.09009) saves, without its skipping of small gradients.
@@ -100,8 +102,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
         bias: torch.Tensor | None,
+        weight: torch.Tensor,
         target: torch.Tensor,
         loss: Loss,
     ) -> torch.Tensor:
@@ -144,8 +146,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                         part.mul_(gradient)
             return (
                 _as_type_of(gradients.hidden, hidden),
-                _as_type_of(gradients.weight, weight),
                 _as_type_of(gradients.bias, bias),
+                _as_type_of(gradients.weight, weight),
                 None,
                 None,
             )
@@ -271,7 +273,7 @@ def _through_vocabulary(
 ) -> _Gradients:
     loss: Loss = ctx.loss
     is_counted = (target != loss.ignore_index).unsqueeze(1)
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_hidden, needs_bias, needs_weight = ctx.needs_input_grad[:3]
     vocabulary = _Vocabulary(
         loss=loss,
         hidden=hidden.to(loss.head_type),
@@ -354,7 +356,7 @@ def _slope(probabilities: torch.Tensor, places: torch.Tensor, hit: torch.Tensor 
 def _empty_gradients(
     ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, loss: Loss
 ) -> _Gradients:
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_hidden, needs_bias, needs_weight = ctx.needs_input_grad[:3]
     return _Gradients(
         hidden=torch.empty_like(hidden, dtype=loss.head_type) if needs_hidden else None,
         weight=torch.zeros_like(weight, dtype=loss.sum_type) if needs_weight else None,

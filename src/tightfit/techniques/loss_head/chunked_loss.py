@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.analysis.profile import Profile
+from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.loss_head.deferred_logits import Chunks, Copies, Origin, deferred_logits
 from tightfit.techniques.loss_head.options import loss_head_options
 from tightfit.techniques.session import Session
@@ -55,11 +57,12 @@ class ChunkedLoss(AbstractTechnique):
 
         heads = check_each(chosen, check)
         origins: WeakTable[Origin, None] = WeakTable()
+        question = ClassQuestion(session.model)
         for choice, head in zip(chosen, heads, strict=True):
             chunks = Chunks(**choice.settings)
             refuse = functools.partial(session.verdict.refuse, technique=self.name, places=(choice.where,))
             deferral = _Deferral(
-                chunks, origins, functools.partial(_count, session.statistics), refuse, session.check_steps
+                chunks, origins, functools.partial(_count, session.statistics), refuse, session.check_steps, question
             )
             session.wrap_forward(head, deferral)
 
@@ -72,6 +75,7 @@ class ChunkedLoss(AbstractTechnique):
 
         for optimizer in session.optimizers:
             session.hook(optimizer.register_step_pre_hook, before_step)
+        watch_inputs_of_backward(session)
 
 
 class _Deferral:
@@ -84,12 +88,14 @@ class _Deferral:
         counted: Callable[[str], None],
         refuse: Refuse,
         check_steps: int,
+        question: ClassQuestion,
     ) -> None:
         self.chunks = chunks
         self.origins = origins
         self.counted = counted
         self.refuse = refuse
         self.checks_left = check_steps
+        self.question = question
 
     def __call__(self, forward: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         linear = _linear_of(forward)
@@ -97,6 +103,11 @@ class _Deferral:
             return forward(*args, **kwargs)
         if not has_plain_weight(linear) or not _can_wait(linear, args[0]):
             return forward(*args, **kwargs)
+        if line := self.question.line():
+            raise self.refuse(
+                f"{line} asks whether a tensor's class is torch.Tensor (type(...) is ...), which that of logits that are not computed is not; "
+                "ask by isinstance, or go on without it: tightfit plan --without chunked_loss"
+            )
         for earlier in self.origins:
             if earlier.parameter is linear.weight:
                 earlier.when_called_again()

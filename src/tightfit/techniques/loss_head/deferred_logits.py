@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
 from tightfit.techniques.loss_head.chunked_cross_entropy import (
     Cast,
@@ -75,6 +76,7 @@ class Origin:
         self.autocasts_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.type: torch.dtype = self.autocasts_to or torch.promote_types(hidden.dtype, linear.weight.dtype)
         self.whole: torch.Tensor | None = None
+        self.has_loss = False
         # Versions only grow: the sum is the same exactly if both are.
         self._version = linear.weight._version + hidden._version
         self._is_of_the_past = False
@@ -99,6 +101,18 @@ class Origin:
             raise self.refuse(
                 "the logits of an earlier step are read after the next step has begun, or after the weight of the head was changed by "
                 "hand; read them before that, or leave the technique chunked_loss out"
+            )
+
+    def before_gradient(self) -> None:
+        """Somebody is about to ask for the gradient with respect to these logits.
+
+        Raises:
+            ApplyError: a loss in chunks was made of them, whose gradient does not go through them.
+        """
+        if self.has_loss:
+            raise self.refuse(
+                "the program asks for the gradient of logits (a hook, retain_grad, autograd.grad) whose loss was computed in chunks before that; "
+                "go on without it: tightfit plan --without chunked_loss"
             )
 
     @property
@@ -162,7 +176,7 @@ class _Defer(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin, form: Form
     ) -> "DeferredLogits":
-        ctx.origin, ctx.form, ctx.refuse = origin, form, origin.refuse
+        ctx.origin, ctx.form, ctx.refuse, ctx.before_gradient = origin, form, origin.refuse, origin.before_gradient
         return DeferredLogits.of(origin, form)
 
     @staticmethod
@@ -181,12 +195,15 @@ class _Defer(torch.autograd.Function):
         return *gradients, *([None] * (5 - len(gradients)))
 
 
-class DeferredLogits(torch.Tensor):
+class DeferredLogits(DeferredTensor):
     """Logits of a head, or a tensor derived from them, without data."""
 
     _origin: Origin
     _form: Form
     _settled: torch.Tensor | None
+
+    def before_gradient(self) -> None:
+        self._origin.before_gradient()
 
     @classmethod
     def of(cls, origin: Origin, form: Form) -> Self:
@@ -235,9 +252,10 @@ class DeferredLogits(torch.Tensor):
     ) -> Any:
         rest = dict(kwargs or {})
         name = name_of(func)
+        refuse_lost_gradients(func, args, rest)
         first, *others = args if args else (rest.pop("input", None),)
         if isinstance(first, DeferredLogits) and first._settled is None:
-            if name in FACTS:
+            if name in FACTS and not is_read_of_node(func):
                 return fact(func, first, *others, **rest)
             if first._origin.whole is None:
                 if name in _ONLY_READ:
@@ -298,6 +316,7 @@ def _loss(
     if not is_ours or target.dtype != torch.int64 or list(target.shape) != rest or not target.numel():
         return None
     origin.check()
+    origin.has_loss = True
     hidden = form.hidden.movedim(1, -1).reshape(-1, form.hidden.shape[1])
     wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or origin.weight.requires_grad)
     pointwise = form.pointwise
@@ -324,7 +343,7 @@ def _loss(
             raise origin.refuse(
                 f"{told} in chunks differs from the plain one; go on without it: tightfit plan --without chunked_loss"
             )
-    out = ChunkedCrossEntropy.apply(hidden, origin.weight, origin.bias, target.reshape(-1), loss)
+    out = ChunkedCrossEntropy.apply(hidden, origin.bias, origin.weight, target.reshape(-1), loss)
     assert isinstance(out, torch.Tensor)
     return out.reshape(target.shape) if reduction == "none" else out
 

@@ -19,7 +19,7 @@ def sample_differs(
     """What differs between the two losses of some tokens of `hidden`, `(N, H)`, in words, or nothing. The large gradient of the weight is left out."""
     places = torch.linspace(0, len(hidden) - 1, min(len(hidden), _MOST_TOKENS), device=hidden.device).long()
     rows, classes = hidden.detach()[places], target[places]
-    fixed = weight.detach(), None if bias is None else bias.detach()
+    fixed = None if bias is None else bias.detach(), weight.detach()
     device = hidden.device.type
     with torch.enable_grad(), torch.autocast(device, enabled=False), paused(), saved_apart():
         one, other = (rows.clone().requires_grad_() for _ in range(2))

@@ -22,6 +22,7 @@ from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
 from tightfit.techniques.random_operators import draws
@@ -127,6 +128,7 @@ class MicroBatches(AbstractTechnique):
             check_steps=session.check_steps,
         )
         session.wrap_forward(model, split)
+        watch_inputs_of_backward(session)
 
 
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:

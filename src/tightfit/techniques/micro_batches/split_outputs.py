@@ -158,8 +158,9 @@ class Outputs:
     def joined(self, sums: Sums, parameters: Sequence[torch.Tensor]) -> Any:
         """The output for the whole batch, of the model's own output type."""
         keys = list(self.values)
-        loss, *others = _Joined.apply(sums, [torch.cat(self.values[key]) for key in keys], *parameters)
-        found = dict(zip(keys, others, strict=True)) | {self.loss_key: loss}
+        loss = _Joined.apply(sums, *parameters)
+        found: dict[Any, Any] = {key: _Beside.apply(sums.refuse, self.values[key], *parameters) for key in keys}
+        found[self.loss_key] = loss
         items = {key: found[key] if key in found else LeftOut(key, self.refuse) for key in self.keys}
         if issubclass(self.kind, torch.Tensor):
             return loss
@@ -191,24 +192,44 @@ class LeftOut:
     __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __sub__ = __matmul__ = __truediv__ = _refuse
 
 
-class _Joined(torch.autograd.Function):
-    """The loss of the whole batch, whose gradients are computed already."""
+class _Beside(torch.autograd.Function):
+    """An output of the whole batch beside the loss: its values, joined, and no gradient, for that of the loss did not go through it."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Sums, others: Sequence[torch.Tensor], *parameters: torch.Tensor) -> Any:
-        ctx.sums, ctx.refuse = sums, sums.refuse
-        # None for outputs without a gradient, so that a second loss on them can be detected.
+    def forward(ctx: Any, refuse: Refuse, values: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        def before_gradient() -> None:
+            raise refuse(
+                "the program asks for the gradient of what the model returns beside its loss (a hook, retain_grad, autograd.grad), and "
+                "micro_batches has the gradients of parameters only; leave it out"
+            )
+
+        ctx.refuse, ctx.before_gradient = refuse, before_gradient
         ctx.set_materialize_grads(False)
-        return sums.loss(), *others
+        return torch.cat(list(values))
 
     @staticmethod
     @first_order("micro_batches")
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
-        gradient, *others = grad_outputs
-        if any(other is not None for other in others):
+        if grad_outputs[0] is not None:
             raise ctx.refuse(
                 "the program computes a loss of its own from what the model returns, and micro_batches has only the gradients of the model's own; leave it out"
             )
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Joined(torch.autograd.Function):
+    """The loss of the whole batch, whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, *parameters: torch.Tensor) -> Any:
+        ctx.sums, ctx.refuse = sums, sums.refuse
+        ctx.set_materialize_grads(False)
+        return sums.loss()
+
+    @staticmethod
+    @first_order("micro_batches")
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:  # pyrefly: ignore[bad-override]
+        (gradient,) = grad_outputs
         # The gradients are returned once: a second pass would scale them again.
         sums, ctx.sums = ctx.sums, None
         if sums is None:
@@ -220,10 +241,10 @@ class _Joined(torch.autograd.Function):
             )
         gradients, sums.gradients = sums.gradients, []
         if gradient is None:
-            return None, None, *(None for _ in gradients)
+            return None, *(None for _ in gradients)
         scale = gradient * sums.scale()
         _scale([value for value in gradients if value is not None], scale)
-        return None, None, *gradients
+        return None, *gradients
 
 
 def _scale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

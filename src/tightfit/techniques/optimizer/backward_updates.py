@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
 from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, told_of_gradients
@@ -83,6 +84,7 @@ class Updates:
         self._steppers = {o: _Stepper(update=update, updates_all=updates_all) for o, update in updates.items()}
         self._kept: list[KeptPass] = []
         self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
+        self._question = ClassQuestion(session.model)
         self._num_checked = 0
         self._reads_later = False
         self._num_read = 0
@@ -202,6 +204,10 @@ class Updates:
 
     def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
         """The reason to leave this pass to torch; empty if there is none."""
+        if line := self._question.line():
+            self._why_kept = (
+                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+            )
         if backward.creates_graph:
             return "a backward pass is run with create_graph=True"
         # Each optimizer would update it with the one gradient, and the first update frees that.

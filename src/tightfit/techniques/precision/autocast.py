@@ -4,6 +4,7 @@ Micikevicius et al., "Mixed precision training" (arXiv:1710.03740). Parameters, 
 range of float32, so losses need no scaling. With float16 they do, and a `GradScaler` changes the training loop: that is only advised.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -18,7 +19,8 @@ from tightfit.cost.classes import operator_class
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
 from tightfit.tape import Category
-from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast_results, seconds_saved_in_bfloat16
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -85,15 +87,18 @@ class Autocast(AbstractTechnique):
             )
         device_type = first.device.type
 
+        refuse = functools.partial(session.verdict.refuse, technique=self.name)
+
         def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # A forward that the script itself runs under autocast keeps the script's dtype.
             if torch.is_autocast_enabled(device_type):
                 return forward(*args, **kwargs)
             with torch.autocast(device_type, dtype=torch.bfloat16):
                 result = forward(*args, **kwargs)
-            return cast(result, torch.bfloat16, torch.float32)
+            return cast_results(result, torch.float32, refuse)
 
         session.wrap_forward(session.model, around)
+        watch_inputs_of_backward(session)
 
 
 def _parameter_bytes(run: OptimizerProfile) -> int:

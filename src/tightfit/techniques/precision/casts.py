@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
 from tightfit.analysis.optimizer import OptimizerProfile
@@ -13,6 +13,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
 from tightfit.cost.roofline import operator_seconds
 from tightfit.tape import Column, Phase, Tape
+from tightfit.techniques.wrappers.first_order import Refuse
 
 # Cards from this compute capability on multiply in bfloat16 (CUDA C++ programming guide, table of arithmetic instructions).
 _FIRST_WITH_BFLOAT16 = (8, 0)
@@ -66,6 +67,34 @@ def born_in_float32(tape: Tape) -> Column:
 
 def _is_pass(tape: Tape) -> Column:
     return np.isin(tape.operators.phase, (Phase.FORWARD, Phase.BACKWARD))
+
+
+class _CastBesides(torch.autograd.Function):
+    """One of several results, as another type. Others may come from it, whose gradients do not go through what it is cast to."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, target: torch.dtype, refuse: Refuse) -> torch.Tensor:
+        def before_gradient() -> None:
+            raise refuse(
+                "the program asks for the gradient of one of several results of the model (a hook, retain_grad, autograd.grad), which were cast "
+                "one by one; leave the other precision out of the plan"
+            )
+
+        ctx.source, ctx.before_gradient = value.dtype, before_gradient
+        return value.to(target)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return grad_outputs[0].to(ctx.source), None, None
+
+
+def cast_results(values: Any, target: torch.dtype, refuse: Refuse) -> Any:
+    """What a model returns, its tensors in bfloat16 as tensors of type `target`. `watch_inputs_of_backward` is to be on."""
+    waiting = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype == torch.bfloat16]
+    if sum(v.requires_grad for v in waiting) < 2:
+        return cast(values, torch.bfloat16, target)
+    known = {id(v): _CastBesides.apply(v, target, refuse) if v.requires_grad else v.to(target) for v in waiting}
+    return tree_map(lambda v: known.get(id(v), v), values)
 
 
 def cast(values: Any, source: torch.dtype, target: torch.dtype) -> Any:

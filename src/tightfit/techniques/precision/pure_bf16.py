@@ -21,8 +21,15 @@ from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Category
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
-from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast, seconds_saved_in_bfloat16
+from tightfit.techniques.precision.casts import (
+    born_in_float32,
+    can_be_lowered,
+    cast,
+    cast_results,
+    seconds_saved_in_bfloat16,
+)
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, Rounding, WideStates
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -102,6 +109,7 @@ class PureBf16(AbstractTechnique):
             if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
                 session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse))
         session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
+        watch_inputs_of_backward(session)
         for optimizer in session.optimizers:
             session.set(optimizer, "__deepcopy__", _refuse_copy)
             session.set(optimizer, "__reduce_ex__", _refuse_copy)
@@ -116,8 +124,10 @@ def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
 def _whole_in_bfloat16(
     refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
+    args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
     with _told_of_types(refuse):
-        return _in_bfloat16(forward, *args, **kwargs)
+        result = forward(*args, **kwargs)
+    return cast_results(result, torch.float32, refuse)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 import threading
 import types
 import weakref
@@ -17,9 +18,13 @@ from typing import Any
 
 import torch
 
+from tightfit.errors import ApplyError
+
 # Called with what comes next, and with the arguments of the module.
 Around = Callable[..., Any]
 
+# Torch's own code that calls the forward of a module, which is `self` there.
+_CALLS_MODULES = inspect.getfile(torch.nn.Module)
 # The threads that are inside of `plain_forwards`. No context variable, which code that torch compiles cannot read.
 _PLAIN_IN: set[int] = set()
 
@@ -82,13 +87,38 @@ class WrappedForward:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The module whose `forward` this is."""
+        """The module whose `forward` this is.
+
+        Raises:
+            ApplyError: it is gone, and this was kept by its name or in a copy.
+        """
         module = self._module()
-        assert module is not None
+        if module is None:
+            raise ApplyError(
+                "the forward of a module is called that the program has dropped; leave out what a plan puts around it"
+            )
         return module
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (other := self._shallow_copy(sys._getframe(1))) is not None:
+            take_off_all(other)
+            return other.forward(*args, **kwargs)
         return self.inner(*args, **kwargs) if are_forwards_plain() else self.around(self.inner, *args, **kwargs)
+
+    def _shallow_copy(self, caller: types.FrameType) -> torch.nn.Module | None:
+        """The module that was called, where that is not this one's but took its attributes along (`copy.copy`, a replica); None as a rule.
+
+        Such a copy has settings of its own, which the forward of the first module would not see.
+        """
+        # Only of torch's frames: to ask for the variables of one of the program's would keep its tensors alive.
+        called = caller.f_locals.get("self") if caller.f_code.co_filename == _CALLS_MODULES else None
+        module = self._module()
+        if called is None or called is module or not isinstance(called, torch.nn.Module):
+            return None
+        if module is not None and not _shares_attributes(called, module):
+            # A forward that was set on another module by its name runs for the module that it is of.
+            return None
+        return called
 
     @property
     def inner(self) -> Callable[..., Any]:
@@ -152,6 +182,23 @@ class WrappedForward:
     def __reduce__(self) -> tuple[Any, ...]:
         # By name: the type of bound methods has no name that pickle finds.
         return (getattr, (self.module, "forward"))
+
+
+def _shares_attributes(copied: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether a table (of parameters, children, hooks) is one and the same object in both, as a shallow copy leaves it."""
+    own = vars(module)
+    return any(isinstance(value, dict) and own.get(name) is value for name, value in vars(copied).items())
+
+
+def take_off_all(module: torch.nn.Module) -> None:
+    """Has `module` do without any wrapper, whosever it is."""
+    current = vars(module).get("forward")
+    while isinstance(current, WrappedForward):
+        current = current.previous
+    if current is not None:
+        vars(module)["forward"] = current
+    else:
+        vars(module).pop("forward", None)
 
 
 def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
