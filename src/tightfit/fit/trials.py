@@ -105,7 +105,7 @@ class Bench:
                 timeout_seconds=self._timeout_seconds,
                 show_output=self._show_output,
                 preparation=Preparation(
-                    function="tightfit.runtime.attach:prepare", argument={"choices": [_plain(o) for o in options]}
+                    function="tightfit.runtime.run:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
             )
