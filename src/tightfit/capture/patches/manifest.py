@@ -213,11 +213,6 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch._C:_dispatch_has_kernel_for_dispatch_key", "to see which kernels an operator has", "capture/kernels"),
     known("torch._C:_get_sdp_priority_order", "to choose the attention kernel that a card would", "capture/kernels"),
     known(
-        "torch._prims_common:is_non_overlapping_and_dense_or_false",
-        "to lay out a result in memory as a card does",
-        "capture/dispatch",
-    ),
-    known(
         "torch._prims_common:suggest_memory_format", "to lay out a result in memory as a card does", "capture/kernels"
     ),
     known(
@@ -242,7 +237,7 @@ IN_CHILD: tuple[Name, ...] = (
     # Autograd.
     known("torch._C:_current_autograd_node", "to find the backward node that is running", "capture/observe"),
     known(
-        "torch.autograd.graph:Node._sequence_nr",
+        "torch._C:_functions.AccumulateGrad._sequence_nr",
         "to find the forward operator of a backward node",
         "capture/effects capture/observe",
     ),
