@@ -42,10 +42,10 @@ units:
 test-torch: .venv-torch-$(TORCH)/.test
 	.venv-torch-$(TORCH)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# All that is pinned but torch. Its CUDA libraries are gigabytes: delete the folder afterwards, or `make clean`.
+# All that is pinned but torch and sympy, which torch 2.6 pins itself. The CUDA libraries are gigabytes: delete the folder afterwards, or `make clean`.
 .venv-torch-%/.test: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	grep -Ev '^(torch|sympy)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet -c $(@D)/constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch==$* numpy
 	echo "torch==$*" >> $(@D)/constraints.txt
 	$(@D)/bin/pip install --quiet -c $(@D)/constraints.txt -e ".[hf,dev,examples]"

@@ -7,7 +7,7 @@ the source. Operators are listed where a release without them would stop us; an 
 
 import dataclasses
 
-from tightfit.errors.private_names import Name, known, operators, require
+from tightfit.errors.private_names import FIRST_TORCH, LAST_TORCH, Name, known, operators, require
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +36,29 @@ GUARD_REGISTRY = Symbol(
     library="c10",
     name="_ZN3c104impl26device_guard_impl_registryE",
     purpose="to register a device guard for cuda in a CPU build",
-    first="2.11",
-    last="2.13",
+    first=FIRST_TORCH,
+    last=LAST_TORCH,
 )
 CUDA_HOOKS = Symbol(
     library="torch_cpu",
     name="_ZN2at6detail12getCUDAHooksEv",
     purpose="to have cuda count as an accelerator that is there",
-    first="2.11",
-    last="2.13",
+    first=FIRST_TORCH,
+    last=LAST_TORCH,
 )
 HOOKS_HEADER = "ATen/detail/AcceleratorHooksInterface.h"
 # The Itanium C++ ABI gives a virtual destructor the slots 0 and 1.
 SLOTS = (
-    Slot(index=2, function="isBuilt", purpose="to say that torch was built with CUDA", first="2.11", last="2.13"),
-    Slot(index=3, function="isAvailable", purpose="to say that there is a card", first="2.11", last="2.13"),
     Slot(
-        index=4, function="hasPrimaryContext", purpose="to say that the card has a context", first="2.11", last="2.13"
+        index=2, function="isBuilt", purpose="to say that torch was built with CUDA", first=FIRST_TORCH, last=LAST_TORCH
+    ),
+    Slot(index=3, function="isAvailable", purpose="to say that there is a card", first=FIRST_TORCH, last=LAST_TORCH),
+    Slot(
+        index=4,
+        function="hasPrimaryContext",
+        purpose="to say that the card has a context",
+        first=FIRST_TORCH,
+        last=LAST_TORCH,
     ),
 )
 
