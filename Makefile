@@ -1,13 +1,15 @@
 # make demo   sets up, then shows the main job on a real model; no GPU is needed
 # make test   sets up, then runs everything that CI runs
+# make test-torch TORCH=2.15.0   runs the tests, or TESTS="tests/null tests/surface", with another torch, in .venv-torch-2.15.0
 PYTHON ?= python3
 TORCH_INDEX ?=
+TESTS ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 export PYTHONHASHSEED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types layers sizes units format clean
+.PHONY: demo test test-torch lint types layers sizes units format clean
 
 demo: $(VENV)/.demo
 	@echo '$$ tightfit estimate examples/train_gpt2.py --device "RTX 4060" --save-tape $(VENV)/gpt2.npz'
@@ -37,6 +39,18 @@ sizes:
 units:
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-torch: .venv-torch-$(TORCH)/.test
+	.venv-torch-$(TORCH)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# All that is pinned but torch and sympy, which torch 2.6 pins itself. The CUDA libraries are gigabytes: delete the folder afterwards, or `make clean`.
+.venv-torch-%/.test: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	grep -Ev '^(torch|sympy)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet -c $(@D)/constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch==$* numpy
+	echo "torch==$*" >> $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet -c $(@D)/constraints.txt -e ".[hf,dev,examples]"
+	@touch $@
+
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -57,4 +71,4 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache

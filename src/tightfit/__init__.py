@@ -60,12 +60,16 @@ _HOMES = {
     "replay": ("tightfit.fit", "replay"),
     "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),
 }
+# Their modules take private names of torch at their heads, so the installed torch is looked at before they are loaded.
+_BESIDE_TORCH = ("apply", "Session")
 
 
 def __getattr__(name: str) -> Any:
     # A module's __getattr__ is also asked for names such as __path__ and by hasattr, which expect an AttributeError.
     if name not in _HOMES:
         raise AttributeError(f"module 'tightfit' has no attribute '{name}'")
+    if name in _BESIDE_TORCH:
+        importlib.import_module("tightfit.torch_hooks.manifest").check()
     module, attribute = _HOMES[name]
     value = getattr(importlib.import_module(module), attribute)
     # Found without __getattr__ from now on.

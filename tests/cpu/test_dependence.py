@@ -113,6 +113,8 @@ STEPS: dict[str, Function] = {
     "expanded": lambda x: x + _fixed(1, *x.shape[1:]).expand(x.shape) * 2,
     "written": _written,
     "put": _put,
+    "filled": lambda x: x.index_fill(0, torch.arange(x.shape[0]), 0.0),
+    "filled along": lambda x: x.index_fill(1, torch.tensor([0]), 0.0),
     "scattered": _scattered,
     "embedding": lambda x: functional.embedding((x > 0).long(), _fixed(2, 3)).flatten(-2),
     "index table": lambda x: _fixed(5)[(x > 0).long()],

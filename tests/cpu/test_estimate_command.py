@@ -245,6 +245,29 @@ def test_a_missing_package_is_named_with_how_to_install_it(
     assert "not installed" in line
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torchvision\n",
+        "try:\n    import torchvision\nexcept RuntimeError as error:\n    raise ModuleNotFoundError('no such model') from error\n",
+    ],
+    ids=["imported by the script", "imported by a library"],
+)
+def test_a_torchvision_that_was_built_for_another_torch_is_told_with_what_helps(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """PyPI's torchvision is built for CUDA and registers its operators with a CPU build of torch in vain."""
+    package = tmp_path / "broken" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")\n')
+    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    (tmp_path / "vision.py").write_text(text)
+    line = refused("estimate", "vision.py", "--device", "4090", code=3)
+    assert "operator torchvision::nms does not exist" in line
+    assert "install the torchvision that was built with your torch" in line
+    assert "uninstall" in line
+
+
 def test_what_the_workload_prints_is_shown_on_stderr_if_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

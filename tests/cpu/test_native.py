@@ -60,3 +60,43 @@ def test_every_private_name_that_is_replaced_or_called_exists():
     }
     missing = [f"{owner}.{name}" for owner, names in private.items() for name in names if not hasattr(owner, name)]
     assert missing == []
+
+
+MISSING = """
+from tightfit.capture.patches import manifest, native
+import dataclasses, torch
+{change}
+try:
+    native.pretend_cuda_is_built()
+except native.UnsupportedTorch as error:
+    print(error)
+print(torch.accelerator.current_accelerator(), len(native._kept_alive))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            'native.CUDA_HOOKS = dataclasses.replace(manifest.CUDA_HOOKS, name="gone")',
+            "has no symbol gone in its libtorch_cpu, which the virtual GPU needs to have cuda count as an accelerator",
+        ),
+        (
+            "native.SLOTS = tuple(dataclasses.replace(slot, index=slot.index + 1) for slot in manifest.SLOTS)",
+            "has no isBuilt in slot 3 of its CUDA hooks, which the virtual GPU needs to say that torch was built with CUDA",
+        ),
+        (
+            "native._registry()[native._CUDA] = native._registry()[native._CPU]",
+            "keeps its device guards in another way, which the virtual GPU needs to register a device guard",
+        ),
+    ],
+)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build has a guard of its own")
+def test_what_is_elsewhere_is_told_before_anything_is_redirected(change: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING.format(change=change)], capture_output=True, text=True, check=True
+    )
+    line, state = done.stdout.splitlines()
+    assert line.startswith(f"torch {torch.__version__} {said}")
+    assert "are known to work: install one of them" in line
+    assert state == "None 0"

@@ -1,6 +1,7 @@
 """A name that is replaced stands for its old object again once nobody needs it, in whatever order owners and other people come and go."""
 
 import _thread
+import dataclasses
 import functools
 import gc
 import itertools
@@ -16,11 +17,11 @@ import pytest
 import torch
 
 from tightfit.errors import ApplyError
+from tightfit.errors.private_names import Name, known
 from tightfit.torch_hooks import manifest
-from tightfit.torch_hooks.manifest import Name
 from tightfit.torch_hooks.replaced import Replaced
 
-NAME = Name(module="library_of_a_test", name="compute", purpose="to test", versions="1")
+NAME = known("library_of_a_test:compute", "to test", "tests", first="1", last="1")
 
 
 class Owner:
@@ -170,7 +171,7 @@ def test_a_method_that_a_class_has_from_its_base_is_inherited_again(library: Any
 
         return compute
 
-    name = Replaced(Name(module=NAME.module, kind="Kind", name="compute", purpose="to test", versions="1"), put)
+    name = Replaced(dataclasses.replace(NAME, path="library_of_a_test:Kind.compute"), put)
     owners = [Owner(), Owner()]
     leave = [name.enter(owner) for owner in owners]
     assert Kind().compute() == 1 and told == owners and Base().compute() == 1 and told == owners

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture import targets
+from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, TightfitError, apply_error, faults, programs
 
@@ -88,6 +89,8 @@ def _note_unraisable(unraisable: Any) -> None:
 
 def _trace(request: Request, path: str, terminal: int) -> Any:
     try:
+        # First, as what is imported next takes these names at its head.
+        manifest.check()
         from tightfit.capture.session import Session
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -122,7 +122,17 @@ def isin(flow: Flow, call: Call) -> Result:
     return flow.layout(call["elements"])
 
 
-@rule("index_add index_copy index_fill")
+@rule("index_fill")
+def index_fill(flow: Flow, call: Call) -> Result:
+    """Writes one number to what `index` would give; torch 2.15 makes this of `x[torch.arange(len(x)), 0] = 0`."""
+    rows, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
+    if rows is None or (isinstance(call["value"], torch.Tensor) and flow.layout(call["value"]) is not None):
+        raise Mixes("writes rows over others")
+    indexed(flow, call["self"], [*[None] * dim, call["index"]])
+    return rows
+
+
+@rule("index_add index_copy")
 def write_along(flow: Flow, call: Call) -> Result:
     """Writes along another dimension, at the same positions for all rows."""
     layout, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()

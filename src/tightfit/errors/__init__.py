@@ -5,6 +5,7 @@
     │   └── UnknownDevice   2  no such GPU; lists the nearest names
     ├── CaptureError        3  the workload could not be traced to its end
     │   └── MissingExtra    3  a package that this target needs is not installed
+    ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
     ├── DoesNotFit          1  the answer is no
     ├── PlanError           3  no plan could be made
@@ -44,6 +45,10 @@ class CaptureError(TightfitError):
 
 class MissingExtra(CaptureError):
     """A package that this target needs is not installed; the message says what to install."""
+
+
+class UnsupportedTorch(TightfitError):
+    """The installed torch lacks a name of its own that tightfit uses; the message says which, and which versions have it."""
 
 
 class RecordingError(TightfitError):

@@ -7,17 +7,27 @@ import traceback
 from tightfit.errors.faults import chain, is_own_file
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+# What is wrong with an environment and not with a program: what the error says, and what helps.
+_REMEDIES = {
+    # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
+    "operator torchvision::": (
+        "install the torchvision that was built with your torch (pip install --force-reinstall torchvision, "
+        "with --index-url https://download.pytorch.org/whl/cpu beside a CPU build), or uninstall it where nothing needs it"
+    ),
+}
 
 
 def one_line(label: str, error: BaseException) -> str:
     """A line that says that `label` raised `error`, where, and what its first cause was."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{label} has a syntax error at {os.path.relpath(error.filename)}:{error.lineno}: {error.msg}"
-    first = chain(error)[-1]
+    *_, first = links = chain(error)
     place = _place(error) or _place(first)
     where = f" at {place}" if place else ""
     cause = "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_first_line(first)})"
-    return f"{label} raised {type(error).__name__}{where}: {_first_line(error)}{cause}"
+    said = " ".join(map(_first_line, links))
+    helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
+    return f"{label} raised {type(error).__name__}{where}: {_first_line(error)}{cause}{helps}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -290,7 +290,7 @@ def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) 
         label=script,
         device=plan.device,
         preparation=Preparation(
-            function="tightfit.runtime.attach:prepare",
+            function="tightfit.runtime.run:prepare",
             argument={"choices": [dataclasses.asdict(c) for c in plan.choices], "roots": plan.model.get("roots", ())},
         ),
     )

@@ -17,6 +17,7 @@ from tightfit.recordings.marks import Origin
 from tightfit.recordings.runs import snapshot_of_card_run, snapshot_of_host_run
 from tightfit.recordings.write import write_snapshot
 from tightfit.runtime.recorded import CardRun
+from tightfit.torch_hooks import manifest
 
 if TYPE_CHECKING:
     from tightfit.runtime.record_card import CardRecorder
@@ -71,6 +72,7 @@ class Recording:
         if Recording.is_under_way:
             raise UsageError("a recording is under way already: one process records one run at a time")
         try:
+            manifest.check()
             from tightfit.runtime.recorder import new_recorder
         except ModuleNotFoundError as error:
             # Another missing module means a broken installation of tightfit.

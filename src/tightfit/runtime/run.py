@@ -5,14 +5,15 @@ plan waits for the script's model and optimizers (`tightfit.runtime.attach`).
 """
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from tightfit.capture.targets import Script, run_script
 from tightfit.errors import ApplyError, TightfitError, apply_error, forget_apply_errors
 from tightfit.errors.faults import noted
 from tightfit.planner.explain import groups
 from tightfit.planner.plan import Plan
+from tightfit.torch_hooks import manifest
 from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
         if "alloc_conf" in choice.settings:
             own = os.environ.get(ALLOC_CONF)
             os.environ[ALLOC_CONF] = ",".join(part for part in (own, choice.settings["alloc_conf"]) if part)
+    manifest.check()
     # Only now: this imports torch, which reads the allocator's settings.
     from tightfit.runtime.attach import Attachment
 
@@ -64,6 +66,18 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
         end()
     if not said:
         say(f"{script.path} called no model with gradients: there was nothing to put a plan on")
+
+
+def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Puts choices on the program that a child is about to run: `tightfit.runtime.attach.prepare`, once torch is known to have what that imports.
+
+    Raises:
+        UnsupportedTorch: it has not.
+    """
+    manifest.check()
+    from tightfit.runtime.attach import prepare as prepare_
+
+    return prepare_(argument)
 
 
 def _raise_what_was_swallowed() -> None:

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.handlers import HANDLERS
-from tightfit.capture.dispatch.operators import tensors
+from tightfit.capture.dispatch.operators import is_dense, tensors
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.tape import Phase
 
@@ -82,7 +81,7 @@ def _can_be_overwritten(func: OpOverload, args: Sequence[Any]) -> bool:
     return (
         all(t.layout == torch.strided and t.untyped_storage()._cdata != storage for t in tensors(args[1:]))
         and torch._C._storage_Use_Count(storage) == _NUM_OWNERS_OF_SOLE_STORAGE
-        and is_non_overlapping_and_dense_or_false(held)
+        and is_dense(held)
     )
 
 

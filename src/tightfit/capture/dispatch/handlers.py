@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch import sparse
 from tightfit.capture.dispatch.known_values import Unknown, limit
-from tightfit.capture.dispatch.operators import facts
+from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
 from tightfit.tape import Category
@@ -55,9 +55,7 @@ def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def _stride_of_copy(source: torch.Tensor, memory_format: torch.memory_format | None) -> tuple[int, ...]:
-    if memory_format in (None, torch.preserve_format) and torch._prims_common.is_non_overlapping_and_dense_or_false(
-        source
-    ):
+    if memory_format in (None, torch.preserve_format) and is_dense(source):
         return source.stride()
     shape = torch.empty(source.size(), dtype=source.dtype, device="meta")
     if memory_format is not None and memory_format in (torch.channels_last, torch.channels_last_3d):

@@ -83,3 +83,15 @@ def written(operator: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tens
                 else None
             )
             yield from tensors((value,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is non-overlapping and dense: some order of its dimensions is contiguous. torch's own function has had several names."""
+    if tensor.layout != torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True

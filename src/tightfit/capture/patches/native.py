@@ -4,30 +4,32 @@ Two things are needed. A device guard must be registered for CUDA (autograd swit
 available accelerator (autograd asks for its streams, and whether it has a context). torch has a no-op guard for this, which a CUDA build
 without a card installs on request, and which a CPU build installs once it is shown a guard with zero devices. The virtual functions
 `isBuilt`, `isAvailable` and `hasPrimaryContext` of the CUDA hooks are replaced by ones that return true. Two pointers are set; no machine code
-is patched and nothing is compiled. This is the only file that knows about it; `tests/cpu/test_native.py` names what it relies on.
+is patched and nothing is compiled. This is the only file that knows about it. The symbols and vtable slots are rows of
+`tightfit.capture.patches.manifest`, and are probed (`_probe`) before either pointer is set; `tests/cpu/test_native.py` names what else it relies on.
 
 Sources: c10/core/impl/DeviceGuardImplInterface.{h,cpp}, aten/src/ATen/detail/AcceleratorHooksInterface.h and CUDAHooksInterface.cpp,
 aten/src/ATen/DeviceAccelerator.cpp.
 """
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 
 import torch
 from torch._subclasses import fake_tensor
 
+from tightfit.capture.patches.manifest import CUDA_HOOKS, GUARD_REGISTRY, HOOKS_HEADER, SLOTS, Symbol
 from tightfit.capture.replace import replace
-from tightfit.errors import CaptureError
+from tightfit.errors import CaptureError, UnsupportedTorch
 
-_CUDA = 1  # c10/core/DeviceType.h
+_CPU, _CUDA = 0, 1  # c10/core/DeviceType.h
 # The registry has one slot for each device type of c10/core/DeviceType.h; only that of CUDA is touched.
 _NUM_DEVICE_TYPES = 22
-# Itanium C++ ABI: two words precede the address point of a vtable, and a virtual destructor takes two slots.
+# Itanium C++ ABI: two words precede the address point of a vtable (offset to top, typeinfo), and a virtual destructor takes two slots.
 _NUM_WORDS_BEFORE_VTABLE = 2
 _NUM_HOOK_SLOTS = 96
-# The order of declaration in AcceleratorHooksInterface.h, after the destructor's two slots.
-_ANSWERED_SLOTS = (2, 3, 4)  # isBuilt, isAvailable, hasPrimaryContext
+_WORD = ctypes.sizeof(ctypes.c_void_p)
 
 # torch reads the table and calls through it for the rest of the process: were they collected, it would call
 # freed memory.
@@ -39,8 +41,10 @@ def pretend_cuda_is_built() -> None:
 
     Raises:
         CaptureError: this build of torch keeps these two pointers where they cannot be set.
+        UnsupportedTorch: it lacks a symbol, or a virtual function is in another slot. Nothing has been set then.
     """
     if not _kept_alive:
+        _probe()
         if torch.version.cuda is None:
             _install_guard()
         else:
@@ -64,10 +68,54 @@ def _library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}{suffix}"))
 
 
-def _install_guard() -> None:
-    registry = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(
-        _library("c10"), "_ZN3c104impl26device_guard_impl_registryE"
+def _address(symbol: Symbol) -> int:
+    try:
+        return ctypes.addressof(ctypes.c_char.in_dll(_library(symbol.library), symbol.name))
+    except ValueError as error:
+        raise _unsupported(f"has no symbol {symbol.name} in its lib{symbol.library}", symbol.purpose) from error
+
+
+def _unsupported(what: str, purpose: str) -> UnsupportedTorch:
+    known = f"torch {CUDA_HOOKS.first} to {CUDA_HOOKS.last} are known to work"
+    return UnsupportedTorch(
+        f"torch {torch.__version__} {what}, which the virtual GPU needs {purpose}; {known}: install one of them, or look for a newer tightfit"
     )
+
+
+def _registry() -> "ctypes.Array[ctypes.c_void_p]":
+    """The device guards by the number of their device type."""
+    return (ctypes.c_void_p * _NUM_DEVICE_TYPES).from_address(_address(GUARD_REGISTRY))
+
+
+def _vtable_pointer() -> ctypes.c_void_p:
+    """The first word of the CUDA hooks, which points to their vtable."""
+    hooks = ctypes.CFUNCTYPE(ctypes.c_void_p)(_address(CUDA_HOOKS))()
+    return ctypes.c_void_p.from_address(hooks)
+
+
+def _probe() -> None:
+    """Looks at both pointers, and at what is behind them, without setting any.
+
+    Raises:
+        UnsupportedTorch: something is not where it is expected.
+    """
+    if torch.version.cuda is None and (_registry()[_CPU] is None or _registry()[_CUDA] is not None):
+        raise _unsupported("keeps its device guards in another way", GUARD_REGISTRY.purpose)
+    vtable = _vtable_pointer().value
+    if vtable is None or ctypes.c_void_p.from_address(vtable - _NUM_WORDS_BEFORE_VTABLE * _WORD).value is not None:
+        raise _unsupported("keeps the vtable of its CUDA hooks in another way", CUDA_HOOKS.purpose)
+    # The wheel's own header has the order of its virtual functions; of the functions themselves only the addresses are known.
+    header = Path(torch.__file__).parent / "include" / HOOKS_HEADER
+    if header.exists():
+        declared = re.findall(r"^\s*virtual\s+[^(]*?([~\w]+)\(", header.read_text(), re.MULTILINE)
+        slots = dict(enumerate(declared, 1))  # the destructor has the slots 0 and 1
+        for slot in SLOTS:
+            if slots.get(slot.index) != slot.function:
+                raise _unsupported(f"has no {slot.function} in slot {slot.index} of its CUDA hooks", slot.purpose)
+
+
+def _install_guard() -> None:
+    registry = _registry()
     zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _this: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
     # Every slot returns 0: whichever of them `deviceCount` is, it says that there are no devices. torch calls
@@ -84,17 +132,15 @@ def _install_guard() -> None:
 
 
 def _install_hooks() -> None:
-    get_hooks = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
-    get_hooks.restype = ctypes.c_void_p
-    vtable_of_hooks = ctypes.c_void_p.from_address(get_hooks())
+    vtable_of_hooks = _vtable_pointer()
     assert vtable_of_hooks.value is not None
-    start = vtable_of_hooks.value - _NUM_WORDS_BEFORE_VTABLE * ctypes.sizeof(ctypes.c_void_p)
+    start = vtable_of_hooks.value - _NUM_WORDS_BEFORE_VTABLE * _WORD
     num_words = _NUM_WORDS_BEFORE_VTABLE + _NUM_HOOK_SLOTS
     # The whole table is copied, with the words before it (offset to top, type information), so that everything
     # else behaves as before; only this one object's pointer is set to the copy.
     vtable = (ctypes.c_void_p * num_words)(*(ctypes.c_void_p * num_words).from_address(start))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _this: True)
-    for slot in _ANSWERED_SLOTS:
-        vtable[_NUM_WORDS_BEFORE_VTABLE + slot] = ctypes.cast(yes, ctypes.c_void_p).value
+    for slot in SLOTS:
+        vtable[_NUM_WORDS_BEFORE_VTABLE + slot.index] = ctypes.cast(yes, ctypes.c_void_p).value
     _kept_alive.extend((vtable, yes))
-    vtable_of_hooks.value = ctypes.addressof(vtable) + _NUM_WORDS_BEFORE_VTABLE * ctypes.sizeof(ctypes.c_void_p)
+    vtable_of_hooks.value = ctypes.addressof(vtable) + _NUM_WORDS_BEFORE_VTABLE * _WORD

@@ -1,0 +1,331 @@
+"""Every private name of torch, vtable slot and native symbol that the child which traces uses, and those that a user's process uses as well.
+
+None of them is promised by torch. The child looks for them before it imports what uses them (`tightfit.capture.child`), so that a release which lacks
+one is told in one line. `tightfit.torch_hooks.manifest` has those of a user's process alone; tests/surface/test_manifest.py compares both with
+the source. Operators are listed where a release without them would stop us; an operator that only names are compared with is not.
+"""
+
+import dataclasses
+
+from tightfit.errors.private_names import FIRST_TORCH, LAST_TORCH, Name, known, operators, require
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Symbol:
+    """A symbol of one of torch's libraries (`lib` in its folder), as its linker has it."""
+
+    library: str
+    name: str
+    purpose: str
+    first: str
+    last: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A virtual function of the CUDA hooks that is answered in place of torch: its place in the vtable, and its name in the header."""
+
+    index: int
+    function: str
+    purpose: str
+    first: str
+    last: str
+
+
+GUARD_REGISTRY = Symbol(
+    library="c10",
+    name="_ZN3c104impl26device_guard_impl_registryE",
+    purpose="to register a device guard for cuda in a CPU build",
+    first=FIRST_TORCH,
+    last=LAST_TORCH,
+)
+CUDA_HOOKS = Symbol(
+    library="torch_cpu",
+    name="_ZN2at6detail12getCUDAHooksEv",
+    purpose="to have cuda count as an accelerator that is there",
+    first=FIRST_TORCH,
+    last=LAST_TORCH,
+)
+HOOKS_HEADER = "ATen/detail/AcceleratorHooksInterface.h"
+# The Itanium C++ ABI gives a virtual destructor the slots 0 and 1.
+SLOTS = (
+    Slot(
+        index=2, function="isBuilt", purpose="to say that torch was built with CUDA", first=FIRST_TORCH, last=LAST_TORCH
+    ),
+    Slot(index=3, function="isAvailable", purpose="to say that there is a card", first=FIRST_TORCH, last=LAST_TORCH),
+    Slot(
+        index=4,
+        function="hasPrimaryContext",
+        purpose="to say that the card has a context",
+        first=FIRST_TORCH,
+        last=LAST_TORCH,
+    ),
+)
+
+RUN_BACKWARD = known(
+    "torch.autograd:_engine_run_backward", "to see backward passes begin and end", "capture/steps torch_hooks"
+)
+STORAGE_USES = known(
+    "torch._C:_storage_Use_Count", "to tell memory that somebody else has a view of", "capture/dispatch techniques"
+)
+
+IN_BOTH: tuple[Name, ...] = (
+    RUN_BACKWARD,
+    STORAGE_USES,
+    # Tensors among arguments.
+    known(
+        "torch.utils._pytree:tree_leaves",
+        "to find tensors among arguments",
+        "capture/dispatch capture/effects effects techniques",
+    ),
+    known(
+        "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
+    ),
+    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "effects techniques"),
+    # Tensors without data, modes and operators.
+    known(
+        "torch._ops:OpOverload",
+        "to tell operators apart",
+        "capture/dispatch capture/kernels capture/observe effects techniques",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+        "to tell operators whose shapes depend on values",
+        "capture/dispatch effects",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "to have tensors without data",
+        "capture/dispatch capture/patches capture/steps effects techniques",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "to run operators on tensors without data",
+        "capture/dispatch capture/kernels effects",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:UnsupportedOperatorException",
+        "to tell operators without a rule for shapes",
+        "capture/dispatch effects",
+    ),
+    known("torch.overrides:_get_current_function_mode_stack", "to see the modes around a call", "effects techniques"),
+    known("torch.utils._device:DeviceContext", "to tell the mode of a default device", "effects"),
+    known("torch.utils._python_dispatch:TorchDispatchMode", "to see operators", "capture/dispatch effects runtime"),
+    known(
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "to run operators of our own that no mode sees",
+        "effects techniques",
+    ),
+    known(
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+        "to tell sharded and quantised tensors",
+        "capture/patches capture/steps effects techniques",
+    ),
+    known(
+        "torch:ops.aten.add.Tensor._schema",
+        "to see what an operator reads and writes",
+        "capture/dispatch capture/kernels effects techniques",
+    ),
+    # Autograd.
+    known(
+        "torch._C._autograd:_saved_tensors_hooks_is_enabled",
+        "to see whether hooks for saved tensors are switched off",
+        "effects",
+    ),
+    known("torch._C._functorch:get_unwrapped", "to look inside of torch.func transforms", "effects"),
+    known(
+        "torch._C._functorch:is_functorch_wrapped_tensor", "to tell tensors inside of torch.func transforms", "effects"
+    ),
+    known(
+        "torch.autograd.graph:_allow_mutation_on_saved_tensors_enabled",
+        "to see whether saved tensors may be written to",
+        "effects techniques",
+    ),
+    known(
+        "torch.autograd:Function._backward_cls._forward_cls",
+        "to find the autograd function of a node",
+        "effects techniques",
+    ),
+    # Tensors and storages.
+    known("torch:Tensor._is_zerotensor", "to tell tensors without a storage", "effects"),
+    known("torch:Tensor._version", "to see whether a tensor was written to", "capture/effects effects techniques"),
+    known(
+        "torch:UntypedStorage._cdata",
+        "to tell storages apart",
+        "capture/dispatch capture/effects effects runtime techniques",
+    ),
+    # Hooks and parts of modules, tensors and optimizers.
+    known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_buffer_registration_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_forward_hooks", "to see hooks on all modules", "effects techniques"),
+    known("torch.nn.modules.module:_global_forward_pre_hooks", "to see hooks on all modules", "effects techniques"),
+    known("torch.nn.modules.module:_global_module_registration_hooks", "to see hooks on all modules", "effects"),
+    known("torch.nn.modules.module:_global_parameter_registration_hooks", "to see hooks on all modules", "effects"),
+    known(
+        "torch.nn:Module._backward_hooks", "to see hooks on a module or tensor", "capture/effects effects techniques"
+    ),
+    known("torch.nn:Module._backward_pre_hooks", "to see hooks on a module", "capture/effects effects techniques"),
+    known(
+        "torch.nn:Module._buffers",
+        "to see a module's own buffers",
+        "capture/effects capture/patches capture/steps effects runtime techniques",
+    ),
+    known("torch.nn:Module._forward_hooks", "to see hooks on a module", "capture/effects effects techniques"),
+    known("torch.nn:Module._forward_pre_hooks", "to see hooks on a module", "capture/effects effects techniques"),
+    known("torch.nn:Module._modules", "to see a module's own children", "capture/effects effects runtime techniques"),
+    known(
+        "torch.nn:Module._parameters",
+        "to see a module's own parameters",
+        "capture/patches capture/steps effects runtime techniques",
+    ),
+    known(
+        "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks",
+        "to see hooks on an optimizer's step, and to order them",
+        "capture/effects techniques",
+    ),
+    known(
+        "torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks",
+        "to see hooks on an optimizer's step, and to order them",
+        "capture/effects runtime techniques",
+    ),
+    known(
+        "torch:Tensor._post_accumulate_grad_hooks",
+        "to see hooks on the gradient of a leaf",
+        "capture/effects techniques",
+    ),
+    # The card: context, allocator, compiler.
+    known("torch.cuda.memory:_record_memory_history", "to record what the allocator does", "capture/patches runtime"),
+    known(
+        "torch.cuda.memory:_set_allocator_settings",
+        "to change the settings of the allocator",
+        "capture/patches techniques",
+    ),
+    # Operators.
+    *operators("capture/dispatch effects", "_local_scalar_dense _reshape_alias _unsafe_view"),
+    *operators("capture/dispatch effects techniques", "_to_copy"),
+    *operators("capture/kernels techniques", "_addmm_activation _foreach_norm"),
+)
+"""What both the child and a user's process use."""
+
+IN_CHILD: tuple[Name, ...] = (
+    # Tensors among arguments.
+    known("torch.utils._pytree:TreeSpec", "to compare the inputs of steps", "capture/steps"),
+    known("torch.utils._pytree:tree_flatten", "to find tensors among arguments", "capture/steps"),
+    known("torch.utils._pytree:tree_unflatten", "to put tensors back among arguments", "capture/steps"),
+    # Tensors without data, modes and operators.
+    known("torch._C:DispatchKey.CUDA", "to see which kernels an operator has", "capture/dispatch"),
+    known("torch._C:DispatchKey.CompositeImplicitAutograd", "to see which kernels an operator has", "capture/dispatch"),
+    known("torch._C:_dispatch_has_kernel_for_dispatch_key", "to see which kernels an operator has", "capture/kernels"),
+    known("torch._C:_get_sdp_priority_order", "to choose the attention kernel that a card would", "capture/kernels"),
+    known(
+        "torch._prims_common:suggest_memory_format", "to lay out a result in memory as a card does", "capture/kernels"
+    ),
+    known(
+        "torch._subclasses.fake_impls:register_op_impl",
+        "to give operators shapes that torch has no rule for",
+        "capture/dispatch capture/kernels",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "to tell operators whose results depend on values",
+        "capture/dispatch",
+    ),
+    known(
+        "torch._subclasses.fake_tensor:init_gpu_context",
+        "to make no context on a card for tensors without data",
+        "capture/patches",
+    ),
+    known(
+        "torch.utils._device:_device_constructors", "to see tensors being made on a default device", "capture/patches"
+    ),
+    known("torch:ops.aten.add.Tensor._overloadpacket", "to count the FLOPs of an operator", "capture/dispatch"),
+    # Autograd.
+    known("torch._C:_current_autograd_node", "to find the backward node that is running", "capture/observe"),
+    known(
+        "torch._C:_functions.AccumulateGrad._sequence_nr",
+        "to find the forward operator of a backward node",
+        "capture/effects capture/observe",
+    ),
+    known(
+        "torch.autograd:_get_sequence_nr",
+        "to find the forward operator of a backward node",
+        "capture/effects capture/observe",
+    ),
+    # Tensors and storages.
+    known("torch._C:Generator", "to have random generators of a card", "capture/patches"),
+    known("torch._C:TensorBase.data", "to keep a parameter the same object when it moves", "capture/patches"),
+    known("torch._C:_set_only_lift_cpu_tensors", "to see numbers that become tensors on the card", "capture/patches"),
+    known("torch._C:_swap_tensor_impl", "to keep a parameter the same object when it moves", "capture/patches"),
+    known("torch:Tensor._indices", "to see the parts of a sparse tensor", "capture/dispatch"),
+    known("torch:Tensor._values", "to see the parts of a sparse tensor", "capture/dispatch"),
+    known(
+        "torch:_has_compatible_shallow_copy_type",
+        "to keep a parameter the same object when it moves",
+        "capture/patches",
+    ),
+    # Hooks and parts of modules, tensors and optimizers.
+    known("torch.nn.modules.batchnorm:_NormBase", "to tell norms with running statistics", "capture/effects"),
+    known("torch.nn:Module._apply", "to keep parameters the same objects when a module moves", "capture/patches"),
+    known(
+        "torch.optim.optimizer:_foreach_supported_types",
+        "to have virtual tensors updated as real ones are",
+        "capture/patches",
+    ),
+    known("torch.optim.optimizer:_global_optimizer_post_hooks", "to see hooks on all optimizers", "capture/effects"),
+    known("torch.optim.optimizer:_global_optimizer_pre_hooks", "to see hooks on all optimizers", "capture/effects"),
+    known(
+        "torch.utils._foreach_utils:_foreach_supported_types",
+        "to have virtual tensors updated as real ones are",
+        "capture/patches",
+    ),
+    # The card: context, allocator, compiler.
+    known("torch._C:_ensureCUDADeviceGuardSet", "to have torch's no-op guard installed for cuda", "capture/patches"),
+    known(
+        "torch._C:_scatter",
+        "to have data parallelism over one card",
+        "capture/dispatch",
+        is_checked=False,
+        is_in_cpu_builds=False,
+    ),
+    known(
+        "torch._dynamo:_trace_wrapped_higher_order_op",
+        "to load the compiler only where it compiles",
+        "capture/patches",
+        is_checked=False,
+    ),
+    known("torch.cuda.memory:_dump_snapshot", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_DeviceGuard", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_get_device", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_lazy_call", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_lazy_init", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_maybe_exchange_device", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known("torch.cuda:_sleep", "to answer for the virtual card", "capture/patches", is_checked=False),
+    known(
+        "torch:_dynamo",
+        "to load the compiler only where it compiles",
+        "capture/dispatch capture/patches",
+        is_checked=False,
+    ),
+    # Operators.
+    *operators(
+        "capture/dispatch",
+        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+    ),
+    *operators("capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _unique2"),
+    *operators(
+        "capture/kernels",
+        "_cudnn_rnn _cudnn_rnn_backward _embedding_bag_dense_backward _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _fused_rms_norm_backward _int_mm _log_softmax _log_softmax_backward_data _native_batch_norm_legit _safe_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward _scaled_mm _softmax _softmax_backward_data _unsafe_index_put",
+    ),
+)
+
+
+def check() -> None:
+    """Looks for all of these names in the installed torch.
+
+    Raises:
+        UnsupportedTorch: it lacks some.
+        ModuleNotFoundError: there is no torch.
+    """
+    require((*IN_BOTH, *IN_CHILD))

@@ -1,0 +1,153 @@
+"""Names of a library that it does not promise to keep: what each is, and the one line of error for a release that lacks one.
+
+The tables are `tightfit.torch_hooks.manifest` (a user's process) and `tightfit.capture.patches.manifest` (the child that traces). Nothing here
+imports torch before it is asked, and then only by the names in the tables, so that a check may come before all imports that would fail.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tightfit.errors import ApplyError, UnsupportedTorch
+
+# docs/versions.md says what was run on which.
+FIRST_TORCH, LAST_TORCH = "2.10", "2.15"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """One name: where it is, what it is needed for, and the first and last version of its library in which it was seen to be what is expected.
+
+    `path` is "module:name" or "module:class.name". `used_by` are the rooms of tightfit that use it. With `is_checked`, `require` looks for it;
+    all others are looked up when they are needed, or left alone by a release without them. `is_in_cpu_builds`: builds without CUDA have it too.
+    """
+
+    path: str
+    purpose: str
+    used_by: tuple[str, ...]
+    first: str = FIRST_TORCH
+    last: str = LAST_TORCH
+    is_checked: bool = True
+    is_in_cpu_builds: bool = True
+
+    def __str__(self) -> str:
+        return self.path.replace(":", ".")
+
+    @property
+    def module(self) -> str:
+        """The module that is imported for it."""
+        return self.path.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.path.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def library(self) -> str:
+        """The package that has it."""
+        return self.module.partition(".")[0]
+
+    @property
+    def versions(self) -> str:
+        """The first and last version that it is known in."""
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+    def holder(self) -> Any:
+        """The module, class or object that has the name, if need be from its base.
+
+        Raises:
+            ApplyError: there is no such name in the installed library.
+        """
+        holder = self._find()
+        if holder is None:
+            raise self.missing()
+        return holder
+
+    def value(self) -> Any:
+        """What the name stands for now, as its holder has it and not as an instance would see it.
+
+        Raises:
+            ApplyError: there is no such name in the installed library.
+        """
+        return inspect.getattr_static(self.holder(), self.name)
+
+    def is_there(self) -> bool:
+        """Whether the installed library has it."""
+        return self._find() is not None
+
+    def missing(self) -> ApplyError:
+        """The error for a library that does not have the name."""
+        return ApplyError(
+            f"{self.library} {_version(self.library)} has no {self}, which is needed {self.purpose}; install a version that has it ({self.versions})"
+        )
+
+    def _find(self) -> Any:
+        """What has the name; None if nothing does. Instances have what their class only annotates (`Module._buffers`)."""
+        try:
+            holder: Any = importlib.import_module(self.module)
+        except ImportError:
+            return None
+        *outer, name = self.path.partition(":")[2].split(".")
+        for part in outer:
+            holder = getattr(holder, part, None)
+        kinds = holder.__mro__ if isinstance(holder, type) else ()
+        is_there = hasattr(holder, name) or any(name in inspect.get_annotations(kind) for kind in kinds)
+        return holder if is_there else None
+
+
+def known(
+    path: str,
+    purpose: str,
+    used_by: str,
+    *,
+    first: str = FIRST_TORCH,
+    last: str = LAST_TORCH,
+    is_checked: bool = True,
+    is_in_cpu_builds: bool = True,
+) -> Name:
+    """A row of a manifest; `used_by` are rooms, with spaces between them."""
+    return Name(
+        path=path,
+        purpose=purpose,
+        used_by=tuple(used_by.split()),
+        first=first,
+        last=last,
+        is_checked=is_checked,
+        is_in_cpu_builds=is_in_cpu_builds,
+    )
+
+
+def operators(used_by: str, names: str, *, first: str = FIRST_TORCH, is_checked: bool = True) -> tuple[Name, ...]:
+    """The rows of torch's own operators of these names, with spaces between them."""
+    purpose = "to follow what it does with memory"
+    return tuple(
+        known(f"torch:ops.aten.{name}", purpose, used_by, first=first, is_checked=is_checked) for name in names.split()
+    )
+
+
+def require(names: Iterable[Name]) -> None:
+    """Looks for the names that are checked at once, before anything that needs them is imported or replaced.
+
+    Raises:
+        UnsupportedTorch: the installed torch lacks some; the message has the first.
+        ModuleNotFoundError: torch is not installed.
+    """
+    importlib.import_module("torch")
+    missing = [name for name in names if name.is_checked and not name.is_there()]
+    if not missing:
+        return
+    first, *others = missing
+    more = f" (and lacks {len(others)} more)" if others else ""
+    major, minor = LAST_TORCH.split(".")
+    raise UnsupportedTorch(
+        f"torch {_version('torch')} has no {first}, which tightfit needs {first.purpose}{more}; torch {FIRST_TORCH} to {LAST_TORCH} "
+        f"are known to work: pip install 'torch>={FIRST_TORCH},<{major}.{int(minor) + 1}', or look for a newer tightfit"
+    )
+
+
+def _version(library: str) -> str:
+    return getattr(sys.modules.get(library), "__version__", "that is installed")
