@@ -20,7 +20,7 @@ import grimp
 import networkx
 
 SOURCE = Path(__file__).parents[1] / "src" / "tightfit"
-MOST_FILES, MOST_MEMBERS, MOST_ARROWS = 20, 20, 40
+MAX_FILES, MAX_MEMBERS, MAX_ARROWS = 20, 20, 40
 _PRIVATE_OF_TORCH = re.compile(r"\btorch(?:\.[a-z]\w*)*\._\w+")
 
 
@@ -83,7 +83,7 @@ def lines_of_rooms(modules: Collection[str], imports: Collection[tuple[str, str]
         arrows = _arrows(room, imports)
         circles = [part for part in networkx.strongly_connected_components(arrows) if len(part) > 1]
         num_files = sum(1 for member in members if member not in rooms)
-        is_over = num_files > MOST_FILES or len(members) > MOST_MEMBERS or arrows.number_of_edges() > MOST_ARROWS
+        is_over = num_files > MAX_FILES or len(members) > MAX_MEMBERS or arrows.number_of_edges() > MAX_ARROWS
         mark = "  over" if is_over else ""
         yield f"{room:38}{num_files:7}{len(members):9}{arrows.number_of_edges():8}{len(circles):9}{mark}"
 

@@ -23,7 +23,7 @@ from tightfit.units import MIB, format_bytes
 
 NUM_EVENTS = 300_000
 NUM_SIZES = 200
-MOST_LIVE = 600
+MAX_LIVE = 600
 NUM_RUNS = 5
 CONFS = ("", "roundup_power2_divisions:4", "max_split_size_mb:64", "expandable_segments:True")
 
@@ -32,14 +32,14 @@ Event = tuple[int, int]
 
 
 def synthetic_events(num_events: int, seed: int = 1) -> list[Event]:
-    """Requests and frees of a few hundred sizes, half of them small, with up to `MOST_LIVE` blocks in use."""
+    """Requests and frees of a few hundred sizes, half of them small, with up to `MAX_LIVE` blocks in use."""
     source = random.Random(seed)
     sizes = [source.choice((source.randrange(1, MIB), source.randrange(MIB, 64 * MIB))) for _ in range(NUM_SIZES)]
     events: list[Event] = []
     live: list[int] = []
     num_requests = 0
     while len(events) < num_events:
-        if live and (len(live) > MOST_LIVE or source.random() < 0.48):
+        if live and (len(live) > MAX_LIVE or source.random() < 0.48):
             events.append((live.pop(source.randrange(len(live))), 0))
         else:
             events.append((num_requests, source.choice(sizes)))

@@ -25,8 +25,8 @@ class Case:
 
     name: str
     arguments: tuple[str, ...]
-    most_seconds: float
-    most_bytes: int | None = None
+    max_seconds: float
+    max_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class Timing:
     name: str
     seconds: float
     peak_bytes: int
-    most_seconds: float
-    most_bytes: int | None
+    max_seconds: float
+    max_bytes: int | None
 
     @property
     def is_within_limits(self) -> bool:
         """Whether both limits are kept."""
-        return self.seconds <= self.most_seconds and self.peak_bytes <= (self.most_bytes or self.peak_bytes)
+        return self.seconds <= self.max_seconds and self.peak_bytes <= (self.max_bytes or self.peak_bytes)
 
 
 def _config(source: str, batch_size: int, num_tokens: int, dtype: str, device: str) -> tuple[str, ...]:
@@ -51,16 +51,16 @@ def _config(source: str, batch_size: int, num_tokens: int, dtype: str, device: s
 
 
 CASES = (
-    Case(name="help", arguments=("--help",), most_seconds=0.5),
-    Case(name="devices", arguments=("devices",), most_seconds=1.0),
-    Case(name="gpt2-124m", arguments=_config("gpt2", 8, 512, "float32", "RTX 4090"), most_seconds=5.0),
+    Case(name="help", arguments=("--help",), max_seconds=0.5),
+    Case(name="devices", arguments=("devices",), max_seconds=1.0),
+    Case(name="gpt2-124m", arguments=_config("gpt2", 8, 512, "float32", "RTX 4090"), max_seconds=5.0),
     Case(
         name="llama-8b",
         arguments=_config("llama-3-8b", 1, 4096, "bfloat16", "H200"),
-        most_seconds=15.0,
-        most_bytes=2 * GIB,
+        max_seconds=15.0,
+        max_bytes=2 * GIB,
     ),
-    Case(name="llama-70b", arguments=_config("llama-3-70b", 1, 4096, "bfloat16", "H200"), most_seconds=45.0),
+    Case(name="llama-70b", arguments=_config("llama-3-70b", 1, 4096, "bfloat16", "H200"), max_seconds=45.0),
 )
 
 
@@ -84,8 +84,8 @@ def run(case: Case) -> Timing:
         name=case.name,
         seconds=time.monotonic() - started,
         peak_bytes=usage.ru_maxrss * 1024,
-        most_seconds=case.most_seconds,
-        most_bytes=case.most_bytes,
+        max_seconds=case.max_seconds,
+        max_bytes=case.max_bytes,
     )
 
 
@@ -98,9 +98,9 @@ def rows(timings: Sequence[Timing]) -> Iterator[tuple[str, ...]]:
     """The table, heading first."""
     yield ("case", "seconds", "at most", "peak memory", "at most", "within limits")
     for t in timings:
-        most = format_bytes(t.most_bytes) if t.most_bytes else ""
+        most = format_bytes(t.max_bytes) if t.max_bytes else ""
         within = "yes" if t.is_within_limits else "no"
-        yield (t.name, f"{t.seconds:.2f}", f"{t.most_seconds:g}", format_bytes(t.peak_bytes), most, within)
+        yield (t.name, f"{t.seconds:.2f}", f"{t.max_seconds:g}", format_bytes(t.peak_bytes), most, within)
 
 
 def main() -> int:

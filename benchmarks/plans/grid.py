@@ -53,10 +53,10 @@ def rows_of(workload: Workload, folder: Path | None, shares: Sequence[float] = S
         yield _baseline_row(workload, baseline, plain.high_bytes, plain.seconds)
     allowed = Allowed(names=frozenset(workload.allow))
     before: Row | None = None
-    least_bytes = Search(bench, 0, allowed).run().best.high_bytes
+    min_bytes = Search(bench, 0, allowed).run().best.high_bytes
     budgets = [(f"{share:.0%}", int(share * plain.high_bytes)) for share in shares]
-    reachable = min([least_bytes, *(b.high_bytes for b in simple if not b.why_not)])
-    within = [("least", least_bytes), *((name, budget) for name, budget in budgets if budget >= reachable)]
+    reachable = min([min_bytes, *(b.high_bytes for b in simple if not b.why_not)])
+    within = [("least", min_bytes), *((name, budget) for name, budget in budgets if budget >= reachable)]
     for name, budget in sorted(within, key=lambda pair: -pair[1]):
         started, traced = time.monotonic(), bench.num_traced
         found = Search(bench, budget, allowed).run()

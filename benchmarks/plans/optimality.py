@@ -58,13 +58,13 @@ class Comparison:
     name: str
     budget_bytes: int
     seconds: float
-    least_seconds: float
+    min_seconds: float
     num_combinations: int
 
     @property
     def above(self) -> float:
         """The share by which what was found takes longer."""
-        return self.seconds / self.least_seconds - 1
+        return self.seconds / self.min_seconds - 1
 
 
 def part_of(problem: Problem, techniques: frozenset[str]) -> Problem:
@@ -110,7 +110,7 @@ def against_all_promises(bench: StoredRuns) -> Iterator[Comparison]:
             name=bench.label,
             budget_bytes=budget,
             seconds=plain.seconds + solution.seconds,
-            least_seconds=float(seconds[peaks <= budget].min()),
+            min_seconds=float(seconds[peaks <= budget].min()),
             num_combinations=len(found),
         )
 
@@ -137,7 +137,7 @@ def against_all_traces(bench: StoredRuns) -> Iterator[Comparison]:
             name=bench.label,
             budget_bytes=budget,
             seconds=best.best.seconds if best.fits else float("inf"),
-            least_seconds=float(all_seconds[high <= budget].min()),
+            min_seconds=float(all_seconds[high <= budget].min()),
             num_combinations=len(found),
         )
 
@@ -223,5 +223,5 @@ def _table(kind: str, comparisons: Iterator[Comparison]) -> Iterator[str]:
     for c in comparisons:
         yield (
             f"{c.name:18} {kind:8} {c.budget_bytes / 2**30:6.2f} GiB  {c.seconds * 1e3:8.3f} ms, least of "
-            f"{c.num_combinations:,} {c.least_seconds * 1e3:8.3f} ms  {c.above:+.2%}"
+            f"{c.num_combinations:,} {c.min_seconds * 1e3:8.3f} ms  {c.above:+.2%}"
         )

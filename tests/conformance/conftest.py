@@ -54,14 +54,14 @@ class Tapes:
 
     def together(self, name: str, model: str) -> list[Option]:
         """As many of these as go together, those that save most first."""
-        return compatible(sorted(self.offered(name, model), key=most_saved, reverse=True))
+        return compatible(sorted(self.offered(name, model), key=max_saved, reverse=True))
 
     def all_exact(self, model: str) -> list[Option]:
         """What all exact techniques offer."""
         return [o for name, t in techniques().items() if t.exact for o in self.offered(name, model) if o.exact]
 
 
-def most_saved(option: Option) -> int:
+def max_saved(option: Option) -> int:
     """The most that the option takes from any moment."""
     return max((-change.num_bytes for change in option.changes), default=0)
 

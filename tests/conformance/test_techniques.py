@@ -72,7 +72,7 @@ def _model_where_it_saves_most(name: str, tapes: Tapes) -> tuple[str, list[Optio
 @pytest.mark.parametrize("name", list(techniques()))
 def test_the_traced_saving_is_the_promised_one(name: str, tapes: Tapes) -> None:
     model, options = _model_where_it_saves_most(name, tapes)
-    options = [option for option in options if not option.is_coarse]
+    options = [option for option in options if not option.needs_new_trace]
     if not any(option.changes for option in options):
         pytest.skip(f"{name} promises nothing on these models, or what it does is traced before it is planned with")
     before = _levels(tapes.of(model))

@@ -179,7 +179,7 @@ def test_the_promised_saving_is_the_traced_one(dtype):
     plain = _traced(dtype=dtype)
     (option,) = Attention().options(Profile(plain, find(DEVICE)))
     assert option.settings["modules"] == ["Sequential.0", "Sequential.1", "Sequential.2"]
-    assert option.is_coarse
+    assert option.needs_new_trace
     assert option.seconds < 0
     before = peak_bytes(plain)
     traced = before - peak_bytes(_traced(dtype=dtype, applied=1))

@@ -53,7 +53,7 @@ def test_the_promised_saving_is_near_the_traced_one():
     assert saved > 50e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=Autocast.tolerance)
     assert option.seconds < 0
-    assert option.is_coarse and not option.exact
+    assert option.needs_new_trace and not option.exact
     assert Autocast().options(Profile(actual, find(DEVICE))) == []
 
 

@@ -170,4 +170,4 @@ def test_the_promised_saving_is_near_the_traced_one(batch_size, rounding):
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 20e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=PureBf16.tolerance)
-    assert option.is_coarse and not option.exact
+    assert option.needs_new_trace and not option.exact

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
 
 KIB = 1024
@@ -98,27 +98,27 @@ def two_steps() -> tuple[Tape, dict[str, int]]:
 
 def test_a_module_is_visited_once_a_step() -> None:
     tape, _ = two_steps()
-    anatomy = Anatomy(tape)
-    visits = anatomy.visits("Net.h.1")
-    assert len(visits) == anatomy.num_rounds == 2
-    assert anatomy.modules_inside("Net.h.1") == ["Net.h.1", "Net.h.1.mlp"]
-    assert [v.end - v.begin for v in visits] == [3, 3]
-    assert all(v.end <= v.back_begin < v.back_end for v in visits)
+    module_calls = ModuleCalls(tape)
+    calls = module_calls.calls("Net.h.1")
+    assert len(calls) == module_calls.num_rounds == 2
+    assert module_calls.modules_inside("Net.h.1") == ["Net.h.1", "Net.h.1.mlp"]
+    assert [v.end - v.begin for v in calls] == [3, 3]
+    assert all(v.end <= v.back_begin < v.back_end for v in calls)
 
 
 def test_what_waits_is_what_the_backward_pass_finds_but_for_the_output() -> None:
     tape, seen = two_steps()
-    for step, visit in enumerate(Anatomy(tape).visits("Net.h.0")):
+    for step, call in enumerate(ModuleCalls(tape).calls("Net.h.0")):
         # The output is born before the statistics that come with it, and a workspace of a library is nobody's.
-        assert visit.output == seen[f"out {step} 0"]
-        assert visit.waiting.tolist() == [seen[f"saved {step} 0"], seen[f"mean {step} 0"]]
+        assert call.output == seen[f"out {step} 0"]
+        assert call.saved.tolist() == [seen[f"saved {step} 0"], seen[f"mean {step} 0"]]
 
 
 def test_the_input_is_the_last_large_storage_that_was_there_before() -> None:
     tape, seen = two_steps()
-    anatomy = Anatomy(tape)
-    assert [v.input for v in anatomy.visits("Net.h.1")] == [seen["out 0 0"], seen["out 1 0"]]
-    assert [v.input for v in anatomy.visits("Net.h.0")] == [-1, -1]
+    module_calls = ModuleCalls(tape)
+    assert [v.input for v in module_calls.calls("Net.h.1")] == [seen["out 0 0"], seen["out 1 0"]]
+    assert [v.input for v in module_calls.calls("Net.h.0")] == [-1, -1]
 
 
 def test_an_output_that_nothing_waits_for_is_an_output_still() -> None:
@@ -131,33 +131,33 @@ def test_an_output_that_nothing_waits_for_is_an_output_still() -> None:
     scribe.free(copy)
     scribe.operator("Net.a", Phase.BACKWARD)
     scribe.free(saved)
-    anatomy = Anatomy(scribe.tape())
-    (first,), (second,) = anatomy.visits("Net.a"), anatomy.visits("Net.b")
-    assert (first.output, first.waiting.tolist()) == (out, [saved])
-    assert second.input == out and anatomy.died[out] < second.back_event
+    module_calls = ModuleCalls(scribe.tape())
+    (first,), (second,) = module_calls.calls("Net.a"), module_calls.calls("Net.b")
+    assert (first.output, first.saved.tolist()) == (out, [saved])
+    assert second.input == out and module_calls.died[out] < second.back_event
 
 
 def test_events_frame_the_visit() -> None:
     tape, seen = two_steps()
-    anatomy = Anatomy(tape)
-    visit = anatomy.visits("Net.h.1")[-1]
+    module_calls = ModuleCalls(tape)
+    call = module_calls.calls("Net.h.1")[-1]
     kinds, storages = tape.events.kind, tape.events.storage
-    inside = range(visit.begin_event, visit.end_event)
+    inside = range(call.begin_event, call.end_event)
     births = [storages[i] for i in inside if kinds[i] == EventKind.ALLOCATE]
     assert births[0] == seen["saved 1 1"] and births[-1] == seen["mean 1 1"]
     (freed,) = np.flatnonzero((kinds == EventKind.FREE) & (storages == seen["saved 1 1"]))
-    assert visit.back_event <= freed
+    assert call.back_event <= freed
 
 
 def test_a_module_that_ran_nothing_has_no_visits() -> None:
     tape, _ = two_steps()
-    assert Anatomy(tape).visits("Net.h.7") == ()
-    assert Anatomy(tape).modules_inside("Net.h.7") == []
+    assert ModuleCalls(tape).calls("Net.h.7") == ()
+    assert ModuleCalls(tape).modules_inside("Net.h.7") == []
 
 
 def test_a_container_that_is_never_called_is_a_path_nevertheless() -> None:
     tape, _ = two_steps()
-    assert Anatomy(tape).paths == ["Net", "Net.h", "Net.h.0", "Net.h.0.mlp", "Net.h.1", "Net.h.1.mlp"]
+    assert ModuleCalls(tape).paths == ["Net", "Net.h", "Net.h.0", "Net.h.0.mlp", "Net.h.1", "Net.h.1.mlp"]
 
 
 def test_a_call_without_gradients_is_no_visit() -> None:
@@ -170,9 +170,9 @@ def test_a_call_without_gradients_is_no_visit() -> None:
             scribe.operator("Net.head", Phase.FORWARD, 64)
     scribe.operator("Net.block", Phase.BACKWARD, 64)
     scribe.free(inner, output)
-    (visit,) = Anatomy(scribe.tape()).visits("Net.block")
-    assert (visit.begin, visit.end) == (3, 5)
-    assert visit.waiting.tolist() == [inner]
+    (call,) = ModuleCalls(scribe.tape()).calls("Net.block")
+    assert (call.begin, call.end) == (3, 5)
+    assert call.saved.tolist() == [inner]
 
 
 def test_visits_of_one_round_go_backwards_one_after_the_other() -> None:
@@ -187,7 +187,7 @@ def test_visits_of_one_round_go_backwards_one_after_the_other() -> None:
         scribe.operator("Policy.inner", Phase.BACKWARD)
         scribe.free(*storages)
         scribe.operator("", Phase.BACKWARD)
-    first, second, third = Anatomy(scribe.tape()).visits("Policy")
+    first, second, third = ModuleCalls(scribe.tape()).calls("Policy")
     assert [(v.back_begin, v.back_end) for v in (third, second, first)] == [(10, 12), (14, 16), (18, 20)]
     assert third.back_event < third.back_end_event <= second.back_event
 
@@ -202,5 +202,5 @@ def test_visits_that_go_backwards_side_by_side_share_the_backward_pass() -> None
     for storage in saved:
         scribe.operator("Net.tower", Phase.BACKWARD)
         scribe.free(storage)
-    first, second = Anatomy(scribe.tape()).visits("Net.tower")
+    first, second = ModuleCalls(scribe.tape()).calls("Net.tower")
     assert (first.back_begin, first.back_end) == (second.back_begin, second.back_end) == (7, 9)

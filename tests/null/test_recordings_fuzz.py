@@ -20,8 +20,8 @@ from tightfit.recordings.replay import replay
 from tightfit.units import MIB
 
 ADDRESS = 0x7F0000000000
-MOST_SECONDS = 2.0
-MOST_BYTES = 300 * MIB
+MAX_SECONDS = 2.0
+MAX_BYTES = 300 * MIB
 
 
 def frames(*lines):
@@ -278,7 +278,7 @@ def test_whatever_the_file_holds_the_answer_is_a_recording_or_one_line(tmp_path,
         path.write_bytes(data)
         began = time.process_time()
         line = outcome(path)
-        assert time.process_time() - began < MOST_SECONDS, f"input {seed} takes too long"
+        assert time.process_time() - began < MAX_SECONDS, f"input {seed} takes too long"
         num_refused += line is not None
         assert line is None or (len(line.splitlines()) == 1 and str(path) in line and len(line) < 500), (
             f"input {seed}: {line}"
@@ -286,7 +286,7 @@ def test_whatever_the_file_holds_the_answer_is_a_recording_or_one_line(tmp_path,
         assert line is not None or make is not with_code, f"input {seed} holds code and was read"
         assert not canary.exists(), f"input {seed} ran code"
     assert num_refused > number // 10
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
 
 
 def test_the_command_says_one_line_and_ends_with_3(tmp_path):

@@ -295,8 +295,8 @@ class TestNeverWorse:
     @given(seed=st.integers(0, 1000), spare_mib=st.integers(0, 60))
     def test_with_little_memory_too(self, seed, spare_mib):
         recording = fragmenting(seed, steps=15).recording()
-        least_bytes = tune(recording, seconds=0).live_bytes
-        found = tune(recording, capacity_bytes=least_bytes + spare_mib * MIB, seconds=5)
+        min_bytes = tune(recording, seconds=0).live_bytes
+        found = tune(recording, capacity_bytes=min_bytes + spare_mib * MIB, seconds=5)
         if found.default.fits:
             chosen, default = found.recommended, found.default
             assert (chosen.alloc_retries, chosen.peak_reserved_bytes) <= (

@@ -19,9 +19,9 @@ NUM_INTERVALS = 16
 """Powers of two from 1 MiB to 32 GiB, each with its own number of divisions (kRoundUpPowerOfTwoIntervals)."""
 
 # torch computes value * 1024 * 1024 in a size_t and clamps values that would overflow.
-_MOST_MIB = (1 << 64) // MIB - 1
+_MAX_MIB = (1 << 64) // MIB - 1
 _MIN_LARGE_ALLOC_MIB = 10
-_MOST_REGISTER_THREADS = 128
+_MAX_REGISTER_THREADS = 128
 _SPECIAL = frozenset(",:[]")
 _WHOLE = re.compile(r"[+-]?\d+")
 # std::stod, like std::stoull below, reads a prefix and ignores what follows: "0.8x" is 0.8.
@@ -205,7 +205,7 @@ def _mebibytes(values: dict[str, _Value], key: str, default: int, least: int) ->
     count = _whole(key, _text(key, values[key]))
     if count < least:
         raise UsageError(f"{key} must be at least {least} here, and is {count}")
-    return min(count, _MOST_MIB)
+    return min(count, _MAX_MIB)
 
 
 def _check_ignored(values: dict[str, _Value]) -> None:
@@ -228,9 +228,9 @@ def _check_ignored(values: dict[str, _Value]) -> None:
         _text("pinned_num_register_threads", values.get("pinned_num_register_threads", "1")),
     )
     # pinned_max_register_threads() of c10/cuda/CUDAAllocatorConfig.h is 128.
-    if threads.bit_count() != 1 or threads > _MOST_REGISTER_THREADS:
+    if threads.bit_count() != 1 or threads > _MAX_REGISTER_THREADS:
         raise UsageError(
-            f"pinned_num_register_threads must be a power of two up to {_MOST_REGISTER_THREADS}, and is {threads}"
+            f"pinned_num_register_threads must be a power of two up to {_MAX_REGISTER_THREADS}, and is {threads}"
         )
     if values.get("pinned_reserve_segment_size_mb") == "0":
         raise UsageError("pinned_reserve_segment_size_mb must be greater than 0")

@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
@@ -30,17 +30,17 @@ class ScoreRun:
     is_kernel: bool
 
 
-def score_runs(anatomy: Anatomy) -> list[ScoreRun]:
+def score_runs(module_calls: ModuleCalls) -> list[ScoreRun]:
     """All attentions that materialise their scores, in order."""
-    tape = anatomy.tape
+    tape = module_calls.tape
     names = [tape.strings[name] for name in tape.operators.name.tolist()]
     forward = tape.operators.phase == Phase.FORWARD
     places = [i for i in np.flatnonzero(forward).tolist() if names[i] in _SOFTMAX]
-    return [run for at in places if (run := _score_run(anatomy, names, at)) is not None]
+    return [run for at in places if (run := _score_run(module_calls, names, at)) is not None]
 
 
-def _score_run(anatomy: Anatomy, names: list[str], softmax: int) -> ScoreRun | None:
-    tape = anatomy.tape
+def _score_run(module_calls: ModuleCalls, names: list[str], softmax: int) -> ScoreRun | None:
+    tape = module_calls.tape
     operators = tape.operators
     module = operators.module[softmax]
     numbers = _numbers(tape, softmax)

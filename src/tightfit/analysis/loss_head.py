@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.tape import Phase, Source, Tape
 
 # The operators of a linear layer; a module that runs any other cannot be deferred to the loss.
@@ -55,22 +55,22 @@ class LossHead:
     casts_weight: bool
 
 
-def loss_heads(anatomy: Anatomy) -> Iterator[LossHead]:
+def loss_heads(module_calls: ModuleCalls) -> Iterator[LossHead]:
     """All calls of all heads, in order."""
-    tape = anatomy.tape
+    tape = module_calls.tape
     names = [tape.strings[name] for name in tape.operators.name.tolist()]
     forward = tape.operators.phase == Phase.FORWARD
     for at in np.flatnonzero(forward):
         if names[at] == "aten._log_softmax":
             # cross_entropy_loss calls both in a row; nll_loss_nd may reshape its input in between (aten/src/ATen/native/LossNLL.cpp).
             loss = next((i for i in range(at + 1, min(at + 4, len(names))) if names[i] in _LOSSES and forward[i]), None)
-            found = None if loss is None else _loss_head(anatomy, names, int(at), loss)
+            found = None if loss is None else _loss_head(module_calls, names, int(at), loss)
             if found is not None:
                 yield found
 
 
-def _loss_head(anatomy: Anatomy, names: list[str], softmax: int, loss: int) -> LossHead | None:
-    tape = anatomy.tape
+def _loss_head(module_calls: ModuleCalls, names: list[str], softmax: int, loss: int) -> LossHead | None:
+    tape = module_calls.tape
     operators = tape.operators
     numbers = int(operators.bytes_written[softmax]) // _item_bytes(tape, softmax)
     # nll_loss reads the log-probabilities and the targets, so what is left over is the targets.
@@ -121,7 +121,7 @@ def _loss_head(anatomy: Anatomy, names: list[str], softmax: int, loss: int) -> L
         hidden_gradient=gradients[1],
         casts_weight=any(operators.bytes_written[i] == num_classes * width * item_bytes for i in casts),
     )
-    return dataclasses.replace(head, gone=_gone(anatomy, head, module))
+    return dataclasses.replace(head, gone=_gone(module_calls, head, module))
 
 
 def _item_bytes(tape: Tape, operator: int) -> int:
@@ -171,8 +171,8 @@ def _gradients(tape: Tape, begin: int, end: int, module: int, num_weights: int, 
     return weight, hidden
 
 
-def _gone(anatomy: Anatomy, head: LossHead, module: int) -> tuple[int, ...]:
-    tape = anatomy.tape
+def _gone(module_calls: ModuleCalls, head: LossHead, module: int) -> tuple[int, ...]:
+    tape = module_calls.tape
     born, sizes = tape.storages.operator, tape.storages.num_bytes
     least = _NEARLY * head.num_counted * head.num_classes * min(head.head_item_bytes, head.loss_item_bytes)
     is_own = tape.operators.module[born] == module

@@ -1,6 +1,6 @@
 """The module calls of a tape: the operators of each call in the forward and the backward pass, and the storages that it saves for backward.
 
-No model is needed. A module is a path; its submodules are the paths that continue it. A visit is one call of a module in a forward pass with
+No model is needed. A module is a path; its submodules are the paths that continue it. A module call is one call of a module in a forward pass with
 gradients: a contiguous range of its operators, with the range of the backward pass that belongs to it. A storage that is allocated in a call
 and still allocated when the backward pass begins is saved for backward; one of them may be the call's own output, which stays allocated
 whatever is done inside of the module. A tape does not say which storages are inputs and outputs: they are taken to be the last large ones
@@ -21,11 +21,11 @@ _SMALLEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class ModuleCall:
     """One call of the module at `path`. Forward operators are `[begin, end)`, backward ones `[back_begin, back_end)`.
 
     `end_event` is the first event after the forward operators, `back_event` the first of the backward ones and `back_end_event` the first
-    after them. `waiting` are the storages that the call saves for backward, without its `output`. `input` is the storage of its input, -1 where
+    after them. `saved` are the storages that the call saves for backward, without its `output`. `input` is the storage of its input, -1 where
     that is not from the same forward pass; recomputing the module requires it.
     """
 
@@ -38,12 +38,12 @@ class Visit:
     end_event: int
     back_event: int
     back_end_event: int
-    waiting: Column
+    saved: Column
     output: int
     input: int = -1
 
 
-class Anatomy:
+class ModuleCalls:
     """The module calls of a tape."""
 
     def __init__(self, tape: Tape) -> None:
@@ -91,18 +91,18 @@ class Anatomy:
         np.minimum.at(self._first_forward, numbers[at], at)
 
     @cached_property
-    def waits(self) -> Column:
+    def saved_for_backward(self) -> Column:
         """Which storages are saved for backward: allocated in a forward pass and not freed when the backward pass of its round begins."""
         born_of = self.tape.storages.operator
         known = (born_of >= 0) & self._is_tensor
-        waits = np.zeros(len(born_of), dtype=bool)
+        saved_for_backward = np.zeros(len(born_of), dtype=bool)
         operators = born_of[known]
         forward = self._phase[operators] == Phase.FORWARD
         rounds = np.where(forward, self._round[operators], 0)
         first = self._first_backward[rounds]
         has_backward = first < len(self._phase)
-        waits[known] = forward & has_backward & (self.died[known] > self.event_of(first))
-        return waits
+        saved_for_backward[known] = forward & has_backward & (self.died[known] > self.event_of(first))
+        return saved_for_backward
 
     def event_of(self, operator: Column | int) -> Column:
         """The index of the first event of an operator; for the number of operators, the number of events before the end of the tape."""
@@ -131,7 +131,7 @@ class Anatomy:
         low, high = self._inside(path)
         return self._names[low:high]
 
-    def visits(self, path: str) -> tuple[Visit, ...]:
+    def calls(self, path: str) -> tuple[ModuleCall, ...]:
         """The calls of the module at `path` that take part in a backward pass, in order."""
         low, high = self._inside(path)
         inside = (self._rank >= low) & (self._rank < high)
@@ -146,48 +146,48 @@ class Anatomy:
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             back = backward[self._round[backward] == self._round[begin]]
             if len(back):
-                found.append(self.visit(path, begin, end, int(back[0]), int(back[-1]) + 1))
-        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda visit: self._round[visit.begin])]
+                found.append(self.call(path, begin, end, int(back[0]), int(back[-1]) + 1))
+        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda call: self._round[call.begin])]
         # A single call in a round keeps its backward pass even if nothing of it is saved: a module may save only its inputs.
         ran = [[v for v in group if len(group) == 1 or self._is_run_backwards(v)] for group in rounds]
-        return tuple(visit for group in ran for visit in self._one_after_the_other(group, backward))
+        return tuple(call for group in ran for call in self._one_after_the_other(group, backward))
 
-    def _is_run_backwards(self, visit: Visit) -> bool:
+    def _is_run_backwards(self, call: ModuleCall) -> bool:
         """Whether a call has gradients: one that saved nothing before another call's backward pass ran under `no_grad`."""
-        return len(visit.waiting) > 0 or bool(visit.output >= 0 and self.died[visit.output] > visit.back_event)
+        return len(call.saved) > 0 or bool(call.output >= 0 and self.died[call.output] > call.back_event)
 
-    def _one_after_the_other(self, visits: list[Visit], backward: Column) -> list[Visit]:
+    def _one_after_the_other(self, calls: list[ModuleCall], backward: Column) -> list[ModuleCall]:
         """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range ends where the last
         storage that the call saved is freed. Where these ends are in another order, all calls share the whole range."""
-        if len(visits) < 2:
-            return visits
-        end, ends = visits[0].back_end, []
-        for visit in reversed(visits[1:]):
-            gone = self.died[visit.waiting]
-            gone = gone[(gone >= visit.back_event) & (gone < visit.back_end_event)]
+        if len(calls) < 2:
+            return calls
+        end, ends = calls[0].back_end, []
+        for call in reversed(calls[1:]):
+            gone = self.died[call.saved]
+            gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
             ends.append(int(self.tape.events.operator[gone.max()]) if len(gone) else end)
         if max(ends) >= end:
-            return visits
-        begins = [visits[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
+            return calls
+        begins = [calls[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
         if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
-            return visits
+            return calls
         return [
             dataclasses.replace(
-                visit, back_begin=b, back_end=e, back_event=int(self.event_of(b)), back_end_event=int(self.event_of(e))
+                call, back_begin=b, back_end=e, back_event=int(self.event_of(b)), back_end_event=int(self.event_of(e))
             )
-            for visit, b, e in zip(visits, reversed(begins), reversed([*ends, end]), strict=True)
+            for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
         ]
 
-    def visit(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> Visit:
+    def call(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> ModuleCall:
         """The call of `path` that consists of these operators, forward and backward."""
         born = self.tape.storages.operator
         inside = (born >= begin) & (born < end)
-        waiting = np.flatnonzero(inside & self.waits)
+        saved = np.flatnonzero(inside & self.saved_for_backward)
         # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
         before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
         at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
         output = self.output_of(begin, end)
-        return Visit(
+        return ModuleCall(
             path=path,
             begin=begin,
             end=end,
@@ -197,7 +197,7 @@ class Anatomy:
             end_event=int(self.event_of(end)),
             back_event=int(self.event_of(back_begin)),
             back_end_event=int(self.event_of(back_end)),
-            waiting=waiting[waiting != output],
+            saved=saved[saved != output],
             output=output,
             input=self._last_large(at_begin),
         )

@@ -9,10 +9,10 @@ import numpy as np
 
 from tightfit.analysis.attention import ScoreRun, score_runs
 from tightfit.analysis.loss_head import LossHead, loss_heads
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
 from tightfit.analysis.recomputable import Block, blocks
-from tightfit.analysis.sequences import Row, rows
+from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.cost.steps import step_operators
@@ -52,9 +52,9 @@ class Profile:
         return at
 
     @cached_property
-    def modules(self) -> Anatomy:
+    def modules(self) -> ModuleCalls:
         """The module calls of the run."""
-        return Anatomy(self.tape)
+        return ModuleCalls(self.tape)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -62,9 +62,9 @@ class Profile:
         return tuple(blocks(self.modules))
 
     @cached_property
-    def sequences(self) -> tuple[Row, ...]:
+    def sequences(self) -> tuple[LayerSequence, ...]:
         """The sequences of numbered children that ran one after another."""
-        return tuple(rows(self.modules))
+        return tuple(layer_sequences(self.modules))
 
     @cached_property
     def optimizer(self) -> OptimizerProfile:

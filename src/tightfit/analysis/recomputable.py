@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.cost.steps import step_operators
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
@@ -27,32 +27,36 @@ class Block:
 
     path: str
     alike: str
-    visits: tuple[Visit, ...]
+    calls: tuple[ModuleCall, ...]
     slots: frozenset[str]
 
 
-def blocks(anatomy: Anatomy) -> list[Block]:
+def blocks(module_calls: ModuleCalls) -> list[Block]:
     """The candidates of a run, outermost first."""
-    total = anatomy.bytes_of(np.flatnonzero(anatomy.waits)) / max(1, anatomy.num_rounds)
+    total = module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
     found = []
-    for path in anatomy.paths:
-        inside = anatomy.modules_inside(path)
+    for path in module_calls.paths:
+        inside = module_calls.modules_inside(path)
         is_root = "." not in path
         # A leaf module mostly saves its own input, which recomputing it would have to retain.
         if inside == [path] or (not is_root and _is_list(path, inside)):
             continue
-        visits = anatomy.visits(path)
+        calls = module_calls.calls(path)
         # Called once per round, the model recomputed as a whole saves nothing at the peak: all of it is back at once in backward.
-        if is_root and len(visits) <= anatomy.num_rounds:
+        if is_root and len(calls) <= module_calls.num_rounds:
             continue
-        if visits and anatomy.bytes_of(visits[-1].waiting) >= SMALLEST_SHARE * total:
+        if calls and module_calls.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
             slots = frozenset(f"activations@{module}" for module in inside)
-            found.append(Block(path=path, alike=_likeness(anatomy, path, visits[-1]), visits=visits, slots=slots))
+            found.append(Block(path=path, alike=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots))
     return found
 
 
 def recompute_option(
-    technique: str, anatomy: Anatomy, block: Block, seconds: Column, kept: Callable[[Visit], Column] | None = None
+    technique: str,
+    module_calls: ModuleCalls,
+    block: Block,
+    seconds: Column,
+    kept: Callable[[ModuleCall], Column] | None = None,
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks; `seconds` holds the time of each operator.
 
@@ -60,41 +64,41 @@ def recompute_option(
     allocated again. The input is retained until then if the plain run frees it earlier.
     """
     changes, added = [], 0.0
-    for visit in block.visits:
-        stays = np.zeros(len(visit.waiting), dtype=bool) if kept is None else kept(visit)
-        gone = visit.waiting[~stays]
-        changes.append(Change(begin=visit.end_event, end=visit.back_event, num_bytes=-anatomy.bytes_of(gone)))
-        changes += input_kept(anatomy, visit)
-        again = np.ones(visit.end - visit.begin, dtype=bool)
+    for call in block.calls:
+        stays = np.zeros(len(call.saved), dtype=bool) if kept is None else kept(call)
+        gone = call.saved[~stays]
+        changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-module_calls.bytes_of(gone)))
+        changes += input_kept(module_calls, call)
+        again = np.ones(call.end - call.begin, dtype=bool)
         if len(gone):
             # The second run ends when it has made the last thing that is missing.
-            again[int(anatomy.tape.storages.operator[gone].max()) + 1 - visit.begin :] = False
+            again[int(module_calls.tape.storages.operator[gone].max()) + 1 - call.begin :] = False
         # Selective checkpointing serves the kept results from its cache instead of computing them again.
         if kept is not None:
-            again[anatomy.tape.storages.operator[visit.waiting[stays]] - visit.begin] = False
-        added += float(seconds[visit.begin : visit.end][again].sum())
+            again[module_calls.tape.storages.operator[call.saved[stays]] - call.begin] = False
+        added += float(seconds[call.begin : call.end][again].sum())
     return Option(
         technique=technique,
         where=block.path,
         alike=f"{technique}:{block.alike}",
         changes=tuple(changes),
-        seconds=added / num_steps(anatomy),
+        seconds=added / num_steps(module_calls),
         exact=True,
         slots=block.slots,
     )
 
 
-def input_kept(anatomy: Anatomy, visit: Visit) -> list[Change]:
+def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:
     """The cost of retaining the input of a module call until its backward pass; none where the plain run retains it anyway."""
-    died = int(anatomy.died[visit.input]) if visit.input >= 0 else visit.back_event
-    if died >= visit.back_event:
+    died = int(module_calls.died[call.input]) if call.input >= 0 else call.back_event
+    if died >= call.back_event:
         return []
-    return [Change(begin=died, end=visit.back_end_event, num_bytes=int(anatomy.block_bytes[visit.input]))]
+    return [Change(begin=died, end=call.back_end_event, num_bytes=int(module_calls.block_bytes[call.input]))]
 
 
-def num_steps(anatomy: Anatomy) -> int:
+def num_steps(module_calls: ModuleCalls) -> int:
     """Steps of the program's loop; 1 where there are none, as it is a divisor."""
-    return max(1, len(step_operators(anatomy.tape)))
+    return max(1, len(step_operators(module_calls.tape)))
 
 
 def _is_list(path: str, inside: list[str]) -> bool:
@@ -103,12 +107,12 @@ def _is_list(path: str, inside: list[str]) -> bool:
     return path not in inside and all(module.split(".")[depth].isdigit() for module in inside)
 
 
-def _likeness(anatomy: Anatomy, path: str, visit: Visit) -> str:
-    tape = anatomy.tape
+def _likeness(module_calls: ModuleCalls, path: str, call: ModuleCall) -> str:
+    tape = module_calls.tape
     content = (
-        anatomy.operator_names(visit.begin, visit.end),
-        tape.operators.flops[visit.begin : visit.end].tolist(),
-        anatomy.block_bytes[visit.waiting].tolist(),
+        module_calls.operator_names(call.begin, call.end),
+        tape.operators.flops[call.begin : call.end].tolist(),
+        module_calls.block_bytes[call.saved].tolist(),
     )
     # Numbers in the path are left out, as layers.0 and layers.7 differ in nothing else; the hash of operators, FLOPs and bytes
     # keeps apart layers of one list that differ (every n-th one a mixture of experts, say).

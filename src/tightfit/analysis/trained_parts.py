@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tightfit.analysis.profile import Profile
 
 
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class TrainedParts:
     def __init__(self, profile: "Profile") -> None:
         self.run = profile.optimizer
         self.tape: Tape = profile.tape
-        self.anatomy = profile.modules
+        self.module_calls = profile.modules
 
     @cached_property
     def gradients(self) -> Column:
@@ -84,18 +84,18 @@ class TrainedParts:
     def blocks(self) -> Blocks | None:
         """The longest list of blocks that run one after another; None without one."""
         counts: dict[str, int] = {}
-        for path in self.anatomy.paths:
+        for path in self.module_calls.paths:
             parent, _, last = path.rpartition(".")
             if parent and last.isdigit():
                 counts[parent] = max(counts.get(parent, 0), int(last) + 1)
-        long = [path for path, number in counts.items() if number >= LEAST_BLOCKS]
+        long = [path for path, number in counts.items() if number >= MIN_BLOCKS]
         best: Blocks | None = None
         for path in sorted(long, key=lambda p: (-counts[p], p.count("."))):
-            visits = [self.anatomy.visits(f"{path}.{i}") for i in range(counts[path])]
-            in_order = all(visits) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(visits))
+            calls = [self.module_calls.calls(f"{path}.{i}") for i in range(counts[path])]
+            in_order = all(calls) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(calls))
             # A list inside of a numbered block (layers.0.experts) repeats within each layer and is no stack of layers.
             if in_order and not any(part.isdigit() for part in path.split(".")):
-                best = Blocks(path=path, number=counts[path], before=self._before(visits[0][0].begin))
+                best = Blocks(path=path, number=counts[path], before=self._before(calls[0][0].begin))
                 break
         return best
 

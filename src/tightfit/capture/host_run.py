@@ -28,7 +28,7 @@ from tightfit.errors import ApplyError, InternalError, faults
 from tightfit.errors.programs import one_line
 
 _SEED = 0
-_MOST_OBJECTS = 10_000
+_MAX_OBJECTS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _modules(variables: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]
     """The modules among a function's variables, including those in containers and objects."""
     waiting = list(variables.items())
     seen: set[int] = set()
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting and len(seen) < _MAX_OBJECTS:
         path, value = waiting.pop(0)
         if id(value) in seen:
             continue

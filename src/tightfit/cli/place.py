@@ -12,7 +12,7 @@ from tightfit.placement.solution import Solution
 from tightfit.placement.solve import solve
 from tightfit.units import format_bytes, parse
 
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
 def place(
@@ -62,8 +62,8 @@ def _as_json(solution: Solution) -> dict[str, object]:
 def _text(solution: Solution, capacity: int) -> str:
     crowd = solution.crowd
     # Thousands of buffers can be live at the peak.
-    names = ", ".join(crowd.names[:_MOST_NAMES])
-    more = len(crowd.names) - _MOST_NAMES
+    names = ", ".join(crowd.names[:_MAX_NAMES])
+    more = len(crowd.names) - _MAX_NAMES
     who = f"{names} and {more} more" if more > 0 else names
     facts = (
         f"height       {solution.height} ({format_bytes(solution.height)}), found by {solution.strategy} in {solution.seconds:.2f} s\n"

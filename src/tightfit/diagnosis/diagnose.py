@@ -13,7 +13,7 @@ from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
 from tightfit.diagnosis.allocation_sites import Holder, bytes_by_category, holders_of
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
-from tightfit.diagnosis.growth import LEAST_STEPS, Growth, growth_of
+from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
 from tightfit.diagnosis.run import SettingTried, Subject
 from tightfit.diagnosis.suggestions import Remedy, remedies_of
 from tightfit.diagnosis.timeline import Step, steps_of
@@ -110,7 +110,7 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
     All figures are 0 for a run without allocations.
     """
     history, places = subject.history, subject.places
-    peak, fragmented_at = history.peak_event, _most_reserved(subject)
+    peak, fragmented_at = history.peak_event, _max_reserved(subject)
     # The replay that built the history did not know yet which event to look at, so the run is replayed once more.
     look = _Look(fragmented_at)
     subject.again(look)
@@ -137,8 +137,8 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
         steps=every_step,
         growth=growth_of(history, places, steps),
         growth_note=""
-        if len(steps) >= LEAST_STEPS
-        else f"it takes {LEAST_STEPS} steps to tell, and there are {len(steps)}",
+        if len(steps) >= MIN_STEPS
+        else f"it takes {MIN_STEPS} steps to tell, and there are {len(steps)}",
         fragmented_at=_moment(history, places, fragmented_at),
         fragmentation=found,
         pinned_by=_pinned_by(history, places, fragmented_at, found),
@@ -164,7 +164,7 @@ class _Look:
             self.found = fragmentation_of(allocator, blocks)
 
 
-def _most_reserved(subject: Subject) -> int:
+def _max_reserved(subject: Subject) -> int:
     """The event of the first out-of-memory error, or else of the reserved peak; -1 where there is no event.
 
     Where the peak was reserved before the first event, it is the event at that level with the most allocated bytes.

@@ -24,9 +24,9 @@ SCHEMA = 1
 NUM_CHANGES = 16
 NUM_PARTINGS = 8
 # Two versions of a program share most lines; two different programs at best those of a library.
-_LEAST_SHARED = 0.2
+_MIN_SHARED = 0.2
 # 64 KiB: below it differences are the rounding of small blocks.
-_LEAST_CHANGE_BYTES = MIB // 16
+_MIN_CHANGE_BYTES = MIB // 16
 
 Kind = Literal["grown", "shrunk", "new", "gone"]
 
@@ -285,7 +285,7 @@ def _share_lines(a: Subject, b: Subject) -> bool:
     lines = [_file_and_line(place.line) for place in a.places]
     named_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line)
     shared_bytes = sum(count for line, count in zip(lines, num_bytes, strict=True) if line in known)
-    return bool(shared_bytes > _LEAST_SHARED * named_bytes)
+    return bool(shared_bytes > _MIN_SHARED * named_bytes)
 
 
 def _born_in(subject: Subject, step: Step) -> Column:
@@ -368,7 +368,7 @@ def _changes(a: _Spots, b: _Spots) -> tuple[Change, ...]:
             held.num_blocks += 1
             held.where = "" if category in whole else side.full[at]
     found = [_change(CATEGORIES[category], *held) for (category, _), held in rows.items()]
-    changed = [change for change in found if abs(change.more_bytes) >= _LEAST_CHANGE_BYTES]
+    changed = [change for change in found if abs(change.more_bytes) >= _MIN_CHANGE_BYTES]
     return tuple(sorted(changed, key=lambda change: -abs(change.more_bytes))[:NUM_CHANGES])
 
 

@@ -13,8 +13,8 @@ from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category
 
 # The first step is left out, and two ends are needed to see a difference.
-LEAST_STEPS = 3
-LEAST_BYTES = 1024
+MIN_STEPS = 3
+MIN_BYTES = 1024
 NUM_GROWING = 8
 
 
@@ -33,8 +33,8 @@ class Growth:
 
 
 def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ...]) -> tuple[Growth, ...]:
-    """The sites that grow, fastest first; empty with fewer than `LEAST_STEPS` steps."""
-    if len(steps) < LEAST_STEPS:
+    """The sites that grow, fastest first; empty with fewer than `MIN_STEPS` steps."""
+    if len(steps) < MIN_STEPS:
         return ()
     blocks = history.blocks
     ends = [step.end - 1 for step in steps[1:]]
@@ -49,7 +49,7 @@ def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ..
         levels = [int(num_bytes[(born <= end) & (died > end)].sum()) for end in ends]
         growth = (levels[-1] - levels[0]) // (len(levels) - 1)
         # Monotonic in every step: a cache that is filled and dropped in turn is no leak.
-        if growth >= LEAST_BYTES and levels == sorted(levels):
+        if growth >= MIN_BYTES and levels == sorted(levels):
             found.append(
                 Growth(
                     where=place.name,

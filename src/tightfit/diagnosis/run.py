@@ -22,7 +22,7 @@ from tightfit.simulate.timeline_bytes import Watch, levels_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Column, Phase, Tape
 from tightfit.tuning.search_settings import tune
-from tightfit.tuning.sweeps import LEAST_GAIN
+from tightfit.tuning.sweeps import MIN_GAIN
 from tightfit.units import MIB
 
 # One of each kind that docs/tuning.md found to help; a predicted run has no recording to search with more.
@@ -183,7 +183,7 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
 def _advised(saves_bytes: dict[str, int], peak_bytes: int) -> str | None:
     """The recommended setting: the simplest where it is nearly as good as the best; None where the best gains little."""
     best = max(saves_bytes, key=lambda text: saves_bytes[text])
-    if saves_bytes[best] < max(MIB, LEAST_GAIN * peak_bytes):
+    if saves_bytes[best] < max(MIB, MIN_GAIN * peak_bytes):
         return None
     return _SETTINGS[0] if saves_bytes[_SETTINGS[0]] >= _NEARLY * saves_bytes[best] else best
 

@@ -18,7 +18,7 @@ from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category, Column
 from tightfit.units import MIB
 
-LEAST_SHARE = 0.005
+MIN_SHARE = 0.005
 """Suggestions that save less than this share of the peak are left out."""
 _NUM_KEPT = 3
 _NUM_CHUNKS = 8
@@ -75,8 +75,8 @@ def remedies_of(history: History, places: tuple[Place, ...], phases: Column, cos
         *seen.step_in_backward(),
         *seen.optimizer_state(),
     ]
-    least_bytes = max(MIB, int(LEAST_SHARE * int(history.allocated.max())))
-    return sorted((r for r in found if r.saves_bytes >= least_bytes), key=lambda remedy: remedy.rank)
+    min_bytes = max(MIB, int(MIN_SHARE * int(history.allocated.max())))
+    return sorted((r for r in found if r.saves_bytes >= min_bytes), key=lambda remedy: remedy.rank)
 
 
 class _Seen:

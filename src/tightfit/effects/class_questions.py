@@ -19,7 +19,7 @@ import torch
 from tightfit.effects.reach import is_users_class, is_users_file
 
 _NOT_LOOKED_AT = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-_MOST_FUNCTIONS = 4_000
+_MAX_FUNCTIONS = 4_000
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
@@ -77,7 +77,7 @@ class _Walk:
                 self._value(held, frozenset())
 
     def _is_new(self, value: object) -> bool:
-        if id(value) in self._seen or len(self._seen) >= _MOST_FUNCTIONS:
+        if id(value) in self._seen or len(self._seen) >= _MAX_FUNCTIONS:
             return False
         self._seen.add(id(value))
         return True

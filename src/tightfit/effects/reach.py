@@ -30,8 +30,8 @@ from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
 # its cost must stay far below that of a block.
-_MOST_OBJECTS = 4_000
-_MOST_ITEMS = 256
+_MAX_OBJECTS = 4_000
+_MAX_ITEMS = 256
 _LARGEST_ARRAY_BYTES = 1 << 16
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -218,7 +218,7 @@ class _Walk:
         self._inside = inside
 
     def _hold(self, holder: Holder, *, is_other: bool = False) -> bool:
-        if len(self.found.holders) >= _MOST_OBJECTS:
+        if len(self.found.holders) >= _MAX_OBJECTS:
             return False
         if is_other:
             self.found.others.append(len(self.found.holders))
@@ -359,7 +359,7 @@ class _Walk:
 
     def _value(self, path: str, value: Any) -> None:
         """A value of any type."""
-        if isinstance(value, PLAIN) or len(self._seen) > 4 * _MOST_OBJECTS or not _can_hold(value):
+        if isinstance(value, PLAIN) or len(self._seen) > 4 * _MAX_OBJECTS or not _can_hold(value):
             return
         if type(value) in weakref.ProxyTypes:
             # Checked first, as a proxy reports the class of its object.
@@ -417,14 +417,14 @@ class _Walk:
     def _container(self, path: str, value: Any) -> None:
         if isinstance(value, dict):
             self._hold_dict(path, value, is_attributes=False)
-            for name, inner in itertools.islice(list(value.items()), _MOST_ITEMS):
+            for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
                 self._value(f"{path}[{name!r}]", inner)
         elif isinstance(value, set):
             self._hold(Members(path, value), is_other=True)
         else:
             if isinstance(value, list | deque):
                 self._hold(Items(path, value), is_other=True)
-            for number, inner in enumerate(itertools.islice(value, _MOST_ITEMS)):
+            for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
                 self._value(f"{path}[{number}]", inner)
 
     def _instance(self, path: str, value: Any) -> None:

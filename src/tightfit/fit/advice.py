@@ -89,15 +89,15 @@ def _blocks(base: TracedRun) -> Iterable[str]:
     number = max(1, blocks.number // _PART_OF_BLOCKS)
     # Counted without the first ones, which wait longest: the backward pass of the last is often where the peak is.
     paths = [f"{blocks.path}.{i}" for i in range(number)]
-    inside = {name for path in paths for name in parts.anatomy.modules_inside(path)}
+    inside = {name for path in paths for name in parts.module_calls.modules_inside(path)}
     gone = np.array([name in inside for name in parts.modules_of(parts.gradients)], dtype=bool)
     weight_bytes = int(run.block_bytes[_one_for_each_weight(parts, gone)].sum())
     weights = Change(begin=0, end=len(base.tape.events), num_bytes=-weight_bytes)
-    visits = [visit for path in paths for visit in parts.anatomy.visits(path)]
-    waiting = [
-        Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.anatomy.bytes_of(v.waiting)) for v in visits
+    calls = [call for path in paths for call in parts.module_calls.calls(path)]
+    saved = [
+        Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.bytes_of(v.saved)) for v in calls
     ]
-    left = parts.peak_with((weights, *parts.untrained(gone), *waiting))
+    left = parts.peak_with((weights, *parts.untrained(gone), *saved))
     yield (
         f"a lighter model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path}, would leave about "
         f"{format_bytes(left)} allocated instead of {format_bytes(parts.peak_with(()))} without any technique"

@@ -68,7 +68,7 @@ class Candidates:
     def _made_variant(self, run: TracedRun) -> Variant:
         taken = {option.technique for option in run.options}
         options = self._offers.options(run.profile)
-        fine = [o for o in options if not o.is_coarse and not o.is_of_the_allocator and o.technique not in taken]
+        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in taken]
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.

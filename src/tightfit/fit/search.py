@@ -108,13 +108,13 @@ class Search:
         fitting = [run.seconds for run in runs if self._fits(run)]
         if fitting:
             return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
-        least_bytes = min((run.high_bytes for run in runs), default=start.high_bytes)
-        return least_bytes - _saved(bundle) <= self.budget_bytes
+        min_bytes = min((run.high_bytes for run in runs), default=start.high_bytes)
+        return min_bytes - _saved(bundle) <= self.budget_bytes
 
     def _seconds_at_best(self, bundle: Sequence[Option], start: TracedRun) -> float:
         """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
         kind = _kind(bundle[0])
-        own = [o for o in self.offers.options(start.profile) if o.is_coarse and _kind(o) == kind]
+        own = [o for o in self.offers.options(start.profile) if o.needs_new_trace and _kind(o) == kind]
         variant = self.candidates.variant(start)
         left = problems.with_taken(variant.problem, own)
         # Of what a card needs beyond the bytes that are allocated, all but the context comes and goes with them.
@@ -128,7 +128,7 @@ class Search:
         """The coarse options, each technique's with the same settings together."""
         bundles: dict[tuple[str, str], list[Option]] = {}
         for option in self.offers.options(base.profile):
-            if option.is_coarse:
+            if option.needs_new_trace:
                 bundles.setdefault(_kind(option), []).append(option)
         return list(bundles.values())
 

@@ -15,7 +15,7 @@ from tightfit.errors import UsageError
 _COLUMNS = ("id", "lower", "upper", "size")
 # A solution can be read as a problem again.
 _ALLOWED = {*_COLUMNS, "offset"}
-_MOST_BYTES = 1 << 48
+_MAX_BYTES = 1 << 48
 """The largest size of one buffer, so that sums over thousands of them fit 64 bits."""
 
 
@@ -38,8 +38,8 @@ class Buffer:
             raise UsageError(f"buffer {self.name} ends at {self.upper}, not after its begin at {self.lower}")
         if self.size < 0:
             raise UsageError(f"buffer {self.name} has the negative size {self.size}")
-        if self.size > _MOST_BYTES:
-            raise UsageError(f"buffer {self.name} has {self.size} bytes; more than {_MOST_BYTES} cannot be placed")
+        if self.size > _MAX_BYTES:
+            raise UsageError(f"buffer {self.name} has {self.size} bytes; more than {_MAX_BYTES} cannot be placed")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

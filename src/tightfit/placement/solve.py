@@ -14,7 +14,7 @@ from tightfit.placement.restarts import place_below
 from tightfit.placement.search import Outcome
 from tightfit.placement.solution import Solution, height_of
 
-_MOST_BUFFERS = 2000
+_MAX_BUFFERS = 2000
 """Of one independent group: the tables of the search have the square of that many entries."""
 _CAPACITY_SHARE = 0.8
 """The part of the time for the capacity itself; the rest improves the best height that is reported where the capacity was not reached."""
@@ -105,7 +105,7 @@ def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outc
     offsets = {buffer.name: 0 for buffer in problem.buffers}
     for group in _groups([buffer for buffer in problem.buffers if buffer.size]):
         # Left to the greedy planners: the tables of 2,000 buffers are 32 MB each.
-        if len(group) > _MOST_BUFFERS:
+        if len(group) > _MAX_BUFFERS:
             return Outcome.STOPPED
         outcome, found = place_below(Board.of(group, problem.alignment), units, deadline=deadline)
         if outcome is not Outcome.FOUND:

@@ -44,7 +44,7 @@ class Option:
     `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
 
     At most one of the options that share a member of `slots` is chosen: a checkpointed module, say, takes the slots of all of its submodules.
-    `is_coarse`: it changes the run so much that it needs a new trace, on which the other options are computed again; until then, where it saves,
+    `needs_new_trace`: it changes the run so much that it needs a new trace, on which the other options are computed again; until then, where it saves,
     the others are assumed to keep `leaves_share` of their savings (residual savings). `alloc_conf` are allocator settings, `empties_at` events
     before which the cache is emptied: both are evaluated by replaying a traced run with them.
     """
@@ -57,7 +57,7 @@ class Option:
     seconds: float
     exact: bool
     slots: frozenset[str] = frozenset()
-    is_coarse: bool = False
+    needs_new_trace: bool = False
     leaves_share: float = 1.0
     alloc_conf: str = ""
     empties_at: tuple[int, ...] = ()

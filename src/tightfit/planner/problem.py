@@ -17,7 +17,7 @@ from tightfit.planner.option import Option
 Bytes = npt.NDArray[np.int64]
 
 # An option that saves less than 1/LEAST_WORTH of the peak only adds noise to a plan.
-LEAST_WORTH = 2000
+MIN_WORTH = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def _can_be_the_peak(highest: Bytes, steps: Sequence[Bytes]) -> npt.NDArray[np.b
 def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[int]:
     """The options that can be part of an optimum: those worth something that no other option with the same slots dominates."""
     saved = -changes.min(axis=1, initial=0)
-    worth = [i for i, o in enumerate(options) if o.seconds < 0 or saved[i] * LEAST_WORTH >= peak_bytes]
+    worth = [i for i, o in enumerate(options) if o.seconds < 0 or saved[i] * MIN_WORTH >= peak_bytes]
     places: dict[tuple[str, frozenset[str]], list[int]] = {}
     for index in worth:
         places.setdefault((options[index].where, options[index].slots), []).append(index)

@@ -66,7 +66,7 @@ def solve(
     # Nearly always the first is enough.
     for slack_mib in _SLACKS_MIB:
         fast = _Program(problem, rows, tricks)
-        found = fast.run(problem.seconds, deadline, most_mib=budget_bytes / _MIB - slack_mib)
+        found = fast.run(problem.seconds, deadline, max_mib=budget_bytes / _MIB - slack_mib)
         if found is None or problem.peak_bytes(found.chosen) <= budget_bytes:
             break
     if found is None or problem.peak_bytes(found.chosen) > budget_bytes:
@@ -74,7 +74,7 @@ def solve(
         least = _least(problem, rows, tricks, deadline + time_limit_seconds)
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
     smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))], tricks)
-    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY), most_mib=budget_bytes / _MIB)
+    tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
     return _solution(problem, chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
 
@@ -117,15 +117,15 @@ class _Program:
         self._moments = order[:_NUM_FIRST_MOMENTS].tolist() if tricks.add_rows_when_broken else order.tolist()
 
     def run(
-        self, costs: npt.NDArray[np.float64] | None, deadline: float, *, most_mib: float | None = None
+        self, costs: npt.NDArray[np.float64] | None, deadline: float, *, max_mib: float | None = None
     ) -> _Found | None:
         """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time."""
         while True:
-            found, peak_mib = self._run(costs, deadline, most_mib)
+            found, peak_mib = self._run(costs, deadline, max_mib)
             if found is None:
                 return None
             levels = self.problem.levels(found.chosen) / _MIB
-            ceiling = peak_mib if costs is None else most_mib
+            ceiling = peak_mib if costs is None else max_mib
             assert ceiling is not None
             # Time steps that have a row are satisfied by the solver, up to its tolerance.
             levels[self._moments] = -np.inf
@@ -137,22 +137,22 @@ class _Program:
                 return None
             self._moments += broken.tolist()
 
-    def _limits(self, costs: npt.NDArray[np.float64] | None, most_mib: float | None) -> list[_Row]:
-        """A row for each time step considered: its bytes are at most `most_mib`, or at most the peak."""
+    def _limits(self, costs: npt.NDArray[np.float64] | None, max_mib: float | None) -> list[_Row]:
+        """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak."""
         problem, peak = self.problem, len(self.problem.options)
         rows = []
         for at in self._moments:
             weights, base_mib = _weights(problem.changes[:, at]), int(problem.base_bytes[at]) / _MIB
             if costs is None:
                 rows.append(_Row(-_FREE, -base_mib, weights | {peak: -1.0}))
-            elif most_mib is not None:
-                rows.append(_Row(-_FREE, most_mib - base_mib, weights))
-        if costs is None and most_mib is not None:
-            rows.append(_Row(-_FREE, most_mib, {peak: 1.0}))
+            elif max_mib is not None:
+                rows.append(_Row(-_FREE, max_mib - base_mib, weights))
+        if costs is None and max_mib is not None:
+            rows.append(_Row(-_FREE, max_mib, {peak: 1.0}))
         return rows
 
     def _run(
-        self, costs: npt.NDArray[np.float64] | None, deadline: float, most_mib: float | None
+        self, costs: npt.NDArray[np.float64] | None, deadline: float, max_mib: float | None
     ) -> tuple[_Found | None, float]:
         try:
             import highspy
@@ -160,7 +160,7 @@ class _Program:
             raise MissingExtra(
                 "planning needs the solver HiGHS, which is not installed here: pip install highspy"
             ) from error
-        rows = [*self.rows, *self._limits(costs, most_mib)]
+        rows = [*self.rows, *self._limits(costs, max_mib)]
         num_options, has_peak = len(self.problem.options), costs is None
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = num_options + has_peak, len(rows)

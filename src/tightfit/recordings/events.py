@@ -16,7 +16,7 @@ Column = npt.NDArray[np.int64]
 
 MOST = (1 << 63) - 1
 # More than any machine has; a forged file could otherwise ask for millions of tables.
-MOST_DEVICES = 1 << 10
+MAX_DEVICES = 1 << 10
 DEFAULT_POOL = (0, 0)
 _NO_CONTEXT = "N/A"
 

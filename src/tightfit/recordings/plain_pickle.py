@@ -16,11 +16,11 @@ PlainValue = Any
 _UNPACK_I = struct.Struct("<i").unpack_from
 _UNPACK_FLOAT = struct.Struct(">d").unpack_from
 # int() of a long decimal is quadratic, so a forged number could take minutes.
-_MOST_DIGITS = 100
+_MAX_DIGITS = 100
 # Nested containers are walked by recursive functions later, under Python's own limit of 1000 frames.
-_MOST_DEPTH = 1000
+_MAX_DEPTH = 1000
 # Events leave this count when they go into columns; four million others is far more than blocks and segments of a real file.
-_MOST_CONTAINERS = 1 << 22
+_MAX_CONTAINERS = 1 << 22
 # Picklers number the memo consecutively. A forged index of 2**31 must not make a list of that length.
 _WIDEST_GAP = 1 << 10
 _WINDOW_BYTES = 1 << 20
@@ -114,7 +114,7 @@ class Reader:
                 push(data[at])
                 at += 1
             elif op == 0x28:  # MARK
-                if len(outer) > _MOST_DEPTH:
+                if len(outer) > _MAX_DEPTH:
                     raise NotPlain(f"collections are nested too deeply at byte {self._done_bytes + at}")
                 outer.append(stack)
                 self.stack = stack = []
@@ -164,8 +164,8 @@ class Reader:
 
     def _refill(self, wanted_bytes: int) -> None:
         """Moves the window forward, so that it holds `wanted_bytes` more if the file has them."""
-        if self.num_containers > _MOST_CONTAINERS:
-            raise NotPlain(f"more than {_MOST_CONTAINERS} collections that are no events, at byte {self.position}")
+        if self.num_containers > _MAX_CONTAINERS:
+            raise NotPlain(f"more than {_MAX_CONTAINERS} collections that are no events, at byte {self.position}")
         more = self._read(wanted_bytes)
         if self._advance is not None:
             self._advance(self.at)
@@ -279,14 +279,14 @@ def _set_items(reader: Reader, items: list[Any]) -> None:
 
 
 def _decimal(text: bytes) -> int:
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise NotPlain("a number of too many digits")
     return int(text)
 
 
 def _float_line(reader: Reader) -> float:
     text = reader.line()
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise NotPlain("a number of too many digits")
     return float(text)
 
@@ -310,7 +310,7 @@ def _long_line(reader: Reader) -> int:
 
 def _long(reader: Reader, width: int) -> int:
     digits = reader.take_counted(width)
-    if len(digits) > _MOST_DIGITS:
+    if len(digits) > _MAX_DIGITS:
         raise NotPlain("a number of too many digits")
     return int.from_bytes(digits, "little", signed=True)
 

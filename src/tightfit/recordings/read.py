@@ -13,8 +13,8 @@ from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.errors import RecordingError, UsageError
 from tightfit.recordings.events import (
     DEFAULT_POOL,
+    MAX_DEVICES,
     MOST,
-    MOST_DEVICES,
     Action,
     Column,
     EventTable,
@@ -39,7 +39,7 @@ __all__ = [
     "read_recording",
 ]
 
-_MOST_BLOCKS = 1 << 22
+_MAX_BLOCKS = 1 << 22
 _DEEPEST = 16
 
 
@@ -186,15 +186,15 @@ def _recording(name: str, value: Any, shared: Shared) -> Recording:
         raise Malformed("it lacks 'segments' or 'device_traces'")
     segments = [_mapping(s, "a segment") for s in _sequence(whole["segments"], "'segments'")]
     traces = _sequence(whole["device_traces"], "'device_traces'")
-    if len(traces) > MOST_DEVICES:
-        raise Malformed(f"it has more than {MOST_DEVICES} devices")
+    if len(traces) > MAX_DEVICES:
+        raise Malformed(f"it has more than {MAX_DEVICES} devices")
     tables = [_table(_sequence(trace, "a trace"), shared) for trace in traces]
     by_device: dict[int, list[Mapping[str, Any]]] = {device: [] for device in range(len(tables))}
     for segment in segments:
         by_device.setdefault(_count(segment, "device", 0), []).append(segment)
     # Bounded before objects are made of them: a block takes some hundred bytes here.
-    if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MOST_BLOCKS:
-        raise Malformed(f"it has more than {_MOST_BLOCKS} blocks")
+    if sum(len(_sequence(segment.get("blocks", ()), "'blocks'")) for segment in segments) > _MAX_BLOCKS:
+        raise Malformed(f"it has more than {_MAX_BLOCKS} blocks")
     # A segment can belong to a device without a trace, and the reverse: traces are per device, segments say theirs.
     if not by_device:
         raise Malformed("there is no device in it")

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tightfit.recordings.events import MOST_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
+from tightfit.recordings.events import MAX_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
 from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load
 
 # MARK, then BINGET or LONG_BINGET for each frame, then APPENDS: a stack whose frames were all memoised before.
@@ -142,8 +142,8 @@ class _RecordingReader(Reader):
         if target.table is None and not target and items and _is_event(items[0]):
             target.table = EventTable(self._shared, number=len(self._tables))
             self._tables.append(target.table)
-            if len(self._tables) > MOST_DEVICES:
-                raise Malformed(f"it has more than {MOST_DEVICES} lists of events")
+            if len(self._tables) > MAX_DEVICES:
+                raise Malformed(f"it has more than {MAX_DEVICES} lists of events")
         if target.table is None:
             target.extend(items)
         else:

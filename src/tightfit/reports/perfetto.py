@@ -23,7 +23,7 @@ from tightfit.tape import Column
 # A process ID that no trace of torch.profiler has: it uses PIDs for processes and indices for GPUs.
 PROCESS = 7_432_308
 # Perfetto's UI holds the trace in the browser's memory; beyond this a file has some 30 MB and more.
-MOST_WHOLE_EVENTS = 200_000
+MAX_WHOLE_EVENTS = 200_000
 _DETAIL = Detail(num_even=60_000, num_in_step=30_000, num_around_peak=4000, num_around_step_peaks=500, num_steps=16)
 # torch.profiler's export_chrome_trace compresses where the name ends in .gz.
 _GZIP = b"\x1f\x8b"
@@ -115,7 +115,7 @@ def _times(history: History, origin_us: float) -> Column:
 
 
 def _samples(history: History) -> Column:
-    if history.num_events <= MOST_WHOLE_EVENTS:
+    if history.num_events <= MAX_WHOLE_EVENTS:
         return np.arange(history.num_events)
     cut = timeline(history, _DETAIL)
     # The last event of each bucket too, or the counter would stay at a bucket's peak until the next one.

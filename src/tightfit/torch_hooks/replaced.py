@@ -25,7 +25,7 @@ Put = Callable[[Callable[..., Any], Callable[[], list[Owner]]], Callable[..., An
 
 # A bound on a walk through other people's objects: a wrapper around a wrapper is found within a few steps, and
 # a closure over a whole program need not be searched to its end.
-_MOST_LOOKED_AT = 500
+_MAX_LOOKED_AT = 500
 
 
 class Replaced(Generic[Owner]):
@@ -124,7 +124,7 @@ def _leads_to(start: Any, wanted: Any) -> bool:
     """Whether `wanted` is `start`, or can be called by it: found in its closure, defaults, attributes or global names."""
     seen: set[int] = set()
     waiting = deque([start])
-    while waiting and len(seen) < _MOST_LOOKED_AT:
+    while waiting and len(seen) < _MAX_LOOKED_AT:
         found = waiting.popleft()
         if found is wanted:
             return True

@@ -15,8 +15,8 @@ from tightfit.units import MIB
 EXPANDABLE = "expandable_segments:True"
 _LARGE_SEGMENT_MIB = 20
 # torch 2.10 and later accept 20, earlier versions want more than a large segment.
-_LEAST_SPLIT_MIB = _LARGE_SEGMENT_MIB + 1
-_LEAST_LARGE_SEGMENT_MIB = MIN_LARGE_BYTES // MIB + 1
+_MIN_SPLIT_MIB = _LARGE_SEGMENT_MIB + 1
+_MIN_LARGE_SEGMENT_MIB = MIN_LARGE_BYTES // MIB + 1
 # Every threshold is a replay of the whole recording.
 _NUM_THRESHOLDS = 12
 # 1 TiB: any cached block of that size or less may serve an oversize request.
@@ -149,7 +149,7 @@ def split_thresholds_mib(requests: Mapping[int, int]) -> list[int]:
 
     The smallest is 21: torch before 2.10 requires more than the 20 MiB of a large segment.
     """
-    return sorted({_LEAST_SPLIT_MIB, *(-(-size // MIB) for size in requests if size > _LEAST_SPLIT_MIB * MIB)})
+    return sorted({_MIN_SPLIT_MIB, *(-(-size // MIB) for size in requests if size > _MIN_SPLIT_MIB * MIB)})
 
 
 def thinned(values: list[int], count: int = _NUM_THRESHOLDS) -> list[int]:
@@ -168,7 +168,7 @@ def roundings() -> Iterator[str]:
 
 def large_segments(*, is_expandable: bool) -> Iterator[str]:
     """Sizes of large segments; with expandable segments these are the pages, and smaller ones waste less."""
-    for size_mib in (_LEAST_LARGE_SEGMENT_MIB, 12, 16, 32, 64) if is_expandable else (12, 16, 32, 64, 128, 256):
+    for size_mib in (_MIN_LARGE_SEGMENT_MIB, 12, 16, 32, 64) if is_expandable else (12, 16, 32, 64, 128, 256):
         yield f"large_segment_size_mb:{size_mib}"
 
 
@@ -179,7 +179,7 @@ def non_split_roundings(threshold_mib: int) -> Iterator[str]:
             yield f"max_non_split_rounding_mb:{rounding_mib}"
 
 
-def busy_intervals(requests: Mapping[int, int], least_share: float = 0.01) -> list[int]:
+def busy_intervals(requests: Mapping[int, int], min_share: float = 0.01) -> list[int]:
     """The intervals between powers of two (as `roundup_power2_divisions` counts them) with several sizes and a relevant share of bytes, most first."""
     traffic: dict[int, int] = {}
     variety: dict[int, int] = {}
@@ -187,7 +187,7 @@ def busy_intervals(requests: Mapping[int, int], least_share: float = 0.01) -> li
         interval = min(max(size.bit_length() - SMALL_BYTES.bit_length(), 0), NUM_INTERVALS - 1)
         traffic[interval] = traffic.get(interval, 0) + size * count
         variety[interval] = variety.get(interval, 0) + 1
-    least_bytes = least_share * sum(traffic.values())
+    min_bytes = min_share * sum(traffic.values())
     # An interval with one size has nothing to make equal.
-    busy = [at for at in traffic if variety[at] > 1 and traffic[at] >= least_bytes]
+    busy = [at for at in traffic if variety[at] > 1 and traffic[at] >= min_bytes]
     return sorted(busy, key=lambda at: -traffic[at])

@@ -16,12 +16,12 @@ from tightfit.recordings.read import Recording
 from tightfit.tuning.candidates import Refused, keys_of, known_bad, needs, spelled, without_effect
 from tightfit.tuning.program import Program
 from tightfit.tuning.static_placement import StaticPlacement, place_statically
-from tightfit.tuning.sweeps import LEAST_GAIN, Search
+from tightfit.tuning.sweeps import MIN_GAIN, Search
 
 _SEARCHED_BY, _CHECKED_BY = 0.6, 0.75
 """The parts of the time after which the search and the checks of its result end; the rest is for the static placement."""
 _NUM_ROWS = 8
-_MOST_CHECKS = 12
+_MAX_CHECKS = 12
 _FITTED_PRICE = 0.05
 """What each key but expandable_segments must save, as a share of the default's bytes: such values fit one recording. On other seeds of twenty
 synthetic workloads, 1 % instead chose worse than expandable segments alone in 16 of 180 cases, 5 % in none (docs/log.md)."""
@@ -255,7 +255,7 @@ class _Choice:
             and all(trial.is_no_worse(trials[baseline]) for baseline in self._baselines)
         ]
         # Each check on an altered copy costs as much as a trial, so only the preferred candidate is checked, until one passes.
-        for _ in range(_MOST_CHECKS):
+        for _ in range(_MAX_CHECKS):
             chosen = self._preferred(sound)
             if (
                 chosen is None
@@ -278,7 +278,7 @@ class _Choice:
         def cost(text: str) -> tuple[float, int, int]:
             trial = trials[text]
             # Each key is one more thing to explain and to keep up, so it must pay for itself.
-            price = sum(LEAST_GAIN if key == "expandable_segments" else _FITTED_PRICE for key in keys_of(text))
+            price = sum(MIN_GAIN if key == "expandable_segments" else _FITTED_PRICE for key in keys_of(text))
             price_bytes = price * trials[""].peak_reserved_bytes
             return trial.peak_reserved_bytes + price_bytes, trial.num_driver_calls, trial.peak_reserved_bytes
 
@@ -287,11 +287,9 @@ class _Choice:
     def _reason(self, chosen: str) -> str:
         trials, default = self._search.trials, self._search.trials[""]
         if chosen == "":
-            least_bytes = min(
-                trial.peak_reserved_bytes for trial in trials.values() if trial.is_calm or trial == default
-            )
-            if least_bytes >= (1 - LEAST_GAIN) * default.peak_reserved_bytes:
-                return f"nothing that was tried saves more than {LEAST_GAIN:.0%}: keep the default"
+            min_bytes = min(trial.peak_reserved_bytes for trial in trials.values() if trial.is_calm or trial == default)
+            if min_bytes >= (1 - MIN_GAIN) * default.peak_reserved_bytes:
+                return f"nothing that was tried saves more than {MIN_GAIN:.0%}: keep the default"
             return "what saves more fits this recording only, or saves too little for that risk: keep the default"
         trial = trials[chosen]
         keeps = ": keep the recorded settings" if chosen in self._baselines else ""

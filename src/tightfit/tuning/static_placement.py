@@ -18,9 +18,9 @@ from tightfit.tuning.program import Lifetime, Program
 
 Numbers = npt.NDArray[np.int64]
 
-_MOST_BLOCKS = 20_000
+_MAX_BLOCKS = 20_000
 """Of one arena; beyond that only the time around its peak is placed."""
-_MOST_SEARCHED = 600
+_MAX_SEARCHED = 600
 """The largest problem for the exact search, whose memory and time grow with the square of the number of blocks."""
 
 _NUM_VAIN_REPAIRS = 20
@@ -72,7 +72,7 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
     bound_bytes = _crowd(lower, upper, size)[1]
     height_bytes = _greedy_height(lower, upper, size, bound_bytes, deadline)
     is_optimal = height_bytes == bound_bytes
-    if not is_optimal and len(near) <= _MOST_SEARCHED:
+    if not is_optimal and len(near) <= _MAX_SEARCHED:
         buffers = tuple(
             # Sizes are multiples of 512, so placing in these units keeps every address aligned.
             Buffer(name=str(at), lower=block.lower, upper=block.upper, size=block.num_bytes // MIN_BLOCK_BYTES)
@@ -92,13 +92,13 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
 
 def _near_peak(blocks: list[Lifetime]) -> list[Lifetime]:
     """The blocks whose lifetimes are nearest to the peak, as many as can be placed."""
-    if len(blocks) <= _MOST_BLOCKS:
+    if len(blocks) <= _MAX_BLOCKS:
         return blocks
     lower, upper, size = _columns(blocks)
     moment = _crowd(lower, upper, size)[0]
     distance = np.maximum(np.maximum(lower - moment, moment - upper + 1), 0)
     order = np.argsort(distance, kind="stable")
-    furthest = distance[order[_MOST_BLOCKS]]
+    furthest = distance[order[_MAX_BLOCKS]]
     return [blocks[at] for at in order if distance[at] < furthest]
 
 

@@ -20,7 +20,7 @@ from tightfit.tuning.candidates import (
 )
 from tightfit.tuning.program import Program, Trial
 
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 """Settings that save less than this share of the default's reserved bytes are not worth recommending."""
 _NUM_COPIES = 6
 _DOWNWARDS = -1
@@ -31,7 +31,7 @@ _NEAR_ENOUGH = 0.002
 _NUM_REFINEMENTS = 3
 _NUM_BETWEEN = 6
 _ABOVE_ALL = 1 << 60
-_MOST_INTERVALS = 4
+_MAX_INTERVALS = 4
 _INTERVAL_DIVISIONS = (2, 4, 8, 16)
 _COLLECTION_THRESHOLDS = (0.6, 0.8, 0.9)
 _SPLIT, _NON_SPLIT = "max_split_size_mb", "max_non_split_rounding_mb"
@@ -156,7 +156,7 @@ class Search:
         self._try(EXPANDABLE)
         default = self.trials[""]
         # The default is within 1 % of the lower bound already.
-        if default.is_calm and default.peak_reserved_bytes * (1 - LEAST_GAIN) <= self.live_bytes:
+        if default.is_calm and default.peak_reserved_bytes * (1 - MIN_GAIN) <= self.live_bytes:
             raise _Enough
         for text in large_segments(is_expandable=True):
             self._try(EXPANDABLE, text)
@@ -211,7 +211,7 @@ class Search:
             if base is None:
                 continue
             divisions, best = (1,) * NUM_INTERVALS, base
-            for interval in busy_intervals(self._requests)[:_MOST_INTERVALS]:
+            for interval in busy_intervals(self._requests)[:_MAX_INTERVALS]:
                 unrounded = divisions
                 for count in _INTERVAL_DIVISIONS:
                     changed = (*unrounded[:interval], count, *unrounded[interval + 1 :])

@@ -17,7 +17,7 @@ from tightfit.capture.observe.attribution import short
 from tightfit.effects.reach import is_users_file
 
 # A bound for programs that name whole libraries of their own; what is sought is close to the forward.
-_MOST_FUNCTIONS = 256
+_MAX_FUNCTIONS = 256
 _CHANGES = frozenset(
     {"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear", "update", "setdefault"}
     | {"add", "discard", "write", "__setitem__"}
@@ -63,7 +63,7 @@ def _functions(module: torch.nn.Module) -> Iterator[types.FunctionType]:
             waiting += hooks.values()
         waiting.append(vars(part).get("forward"))
     seen: set[int] = set()
-    while waiting and len(seen) < _MOST_FUNCTIONS:
+    while waiting and len(seen) < _MAX_FUNCTIONS:
         value = waiting.pop(0)
         if isinstance(value, staticmethod | classmethod | types.MethodType):
             value = value.__func__

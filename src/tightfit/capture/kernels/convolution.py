@@ -39,7 +39,7 @@ class Physics:
     channel_bytes: int = 16  # channels are padded so that one pixel is a multiple of one 128-bit load
     alignment_bytes: int = 256  # each operand in the workspace starts aligned
     weight_splits: int = 1  # float32 copies of the filter's gradient that a half-precision kernel accumulates in
-    most_weight_splits: int = 16  # and the most that a split along the batch may use
+    max_weight_splits: int = 16  # and the most that a split along the batch may use
     conversions_at_most: int = 2  # an operand may be held twice, padded and transformed
     winograd_tile: int = 4  # output pixels of a Winograd tile along one side
 
@@ -133,7 +133,7 @@ def convolution_workspace_bytes(
     """
     element_bytes = dtype.itemsize
     weight_elements = math.prod(weight_shape)
-    splits_at_most = weight_elements * 4 * physics.most_weight_splits if direction == "backward_weight" else 0
+    splits_at_most = weight_elements * 4 * physics.max_weight_splits if direction == "backward_weight" else 0
     accumulated = (
         weight_elements * 4 * physics.weight_splits if direction == "backward_weight" and element_bytes == 2 else 0
     )

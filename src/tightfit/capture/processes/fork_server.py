@@ -36,7 +36,7 @@ _READ_AT_START = re.compile(
     "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 class ForkedChild:
@@ -63,7 +63,7 @@ class ForkedChild:
         if self.returncode is None:
             if not select.select([self._server.connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("the child", timeout or 0)
-            said = self._server.connection.recv(_MOST_BYTES)
+            said = self._server.connection.recv(_MAX_BYTES)
             self._server.is_busy = False
             # The kernel's killer may have taken the server, and its child with it.
             self.returncode = int(said) if said else -signal.SIGKILL
@@ -81,7 +81,7 @@ class ForkedChild:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self._errors], [], [], left)[0]:
                 raise subprocess.TimeoutExpired("the child", timeout or 0)
-            if not (piece := os.read(self._errors, _MOST_BYTES)):
+            if not (piece := os.read(self._errors, _MAX_BYTES)):
                 break
             pieces.append(piece)
         self.wait(None if end is None else max(0.0, end - time.monotonic()))
@@ -137,7 +137,7 @@ class _Server:
         try:
             order = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
             socket.send_fds(self.connection, [json.dumps(order).encode()], [1, stderr])
-            said = self.connection.recv(_MOST_BYTES)
+            said = self.connection.recv(_MAX_BYTES)
         except OSError:
             said = b""
         except BaseException:
@@ -223,7 +223,7 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
             importlib.import_module(name)
     folder = os.getcwd()
     while select.select([connection], [], [], _IDLE_SECONDS)[0]:
-        said, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 2)
+        said, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 2)
         if not said:
             return
         order = json.loads(said)

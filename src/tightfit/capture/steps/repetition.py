@@ -63,7 +63,7 @@ class _History:
 
     call: _Call | None = None
     num_alike: int = 0
-    most_bytes: int = 0
+    max_bytes: int = 0
 
 
 class Repetition:
@@ -123,7 +123,7 @@ class Repetition:
             history.num_alike = 0
         else:
             history.num_alike = history.num_alike + 1 if history.call is not None and call.is_like(history.call) else 1
-            history.most_bytes = max(history.most_bytes, alive)
+            history.max_bytes = max(history.max_bytes, alive)
         history.call = call
         return result
 
@@ -191,8 +191,8 @@ class Repetition:
         )
         name = recorder.intern(f"{type(module).__name__} (repeated)")
         recorder.operator(name, name, self._gpu.attribution.line(), 0, 0, 0, 0)
-        if alive > history.most_bytes * (1 + MIN_GROWTH):
-            history.most_bytes = alive
+        if alive > history.max_bytes * (1 + MIN_GROWTH):
+            history.max_bytes = alive
             self._repeat_events(call)
         self._kept += [self._gpu.new((size,), (1,), torch.uint8) for size in call.kept]
         storages: dict[int, torch.Tensor] = {}

@@ -9,7 +9,7 @@ from rich.text import Text
 from tightfit.diagnosis.diagnose import Diagnosis, Moment
 from tightfit.reports.advice import LABELS
 from tightfit.reports.text.columns import GAP, Column, shorten_middle, shorten_module, shorten_place
-from tightfit.reports.text.estimates import MAX_WIDTH, MOST_BAR_CELLS, STYLES, bar, console, fitted, share_words
+from tightfit.reports.text.estimates import MAX_BAR_CELLS, MAX_WIDTH, STYLES, bar, console, fitted, share_words
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.units import format_bytes, format_seconds
 
@@ -17,7 +17,7 @@ NUM_CALLERS = 2
 NUM_SETTINGS = 4
 NUM_STEPS = 8
 _LABEL_CELLS = 16
-_LEAST_BAR_CELLS = 10
+_MIN_BAR_CELLS = 10
 _FREE = (
     ("whole_segments_bytes", "segments that are free as a whole"),
     ("whole_pages_bytes", "pages that are free as a whole"),
@@ -117,7 +117,7 @@ def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
     table.add_column(no_wrap=True)
     total, most = max(1, diagnosis.peak_allocated_bytes), max(diagnosis.at_peak.values(), default=1)
     # 42 cells are about what the other three columns take.
-    cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
+    cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
     for name, num_bytes in diagnosis.at_peak.items():
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
         table.add_row(

@@ -36,10 +36,10 @@ NUM_PLACES = 2
 # Below these widths the least important column is left out rather than all of them shortened beyond recognition.
 _WIDTH_FOR_OPERATORS = 110
 _WIDTH_FOR_RANGES = 100
-_MOST_FILE_CELLS = 28
+_MAX_FILE_CELLS = 28
 _LABEL_CELLS = 16
-_LEAST_BAR_CELLS = 10
-MOST_BAR_CELLS = 48
+_MIN_BAR_CELLS = 10
+MAX_BAR_CELLS = 48
 
 STYLES = {
     "parameters": "blue",
@@ -199,7 +199,7 @@ def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
     shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
     # Bars are scaled to the largest category: scaled to the whole, most would be a cell wide.
     total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
-    cells = min(MOST_BAR_CELLS, max(_LEAST_BAR_CELLS, width - 42))
+    cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
     for name, num_bytes in shown.items():
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
         table.add_row(LABELS.get(name, name), format_bytes(num_bytes), share_words(num_bytes, total), drawn)
@@ -244,7 +244,7 @@ def _holders(estimate: Estimate, width: int) -> Table:
     last = len(_HOLDER_COLUMNS) if width >= _WIDTH_FOR_OPERATORS else len(_HOLDER_COLUMNS) - 1
     shown = [i for i in range(last) if any(row[i] for row in rows)]
     columns = [
-        dataclasses.replace(column, least_width=min(file_cells, _MOST_FILE_CELLS))
+        dataclasses.replace(column, least_width=min(file_cells, _MAX_FILE_CELLS))
         if column.shorten is shorten_place
         else column
         for column in (_HOLDER_COLUMNS[i] for i in shown)

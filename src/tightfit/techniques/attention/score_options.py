@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tightfit.analysis.attention import ScoreRun
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import arithmetic_type
@@ -20,20 +20,20 @@ _FLOPS_OF_KERNEL = 3.5
 
 def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
     """One option for all modules together; none if their scores are a negligible share of the activations."""
-    anatomy = profile.modules
+    module_calls = profile.modules
     runs = [run for run in profile.score_runs if not run.is_kernel]
     if not runs:
         return
-    waiting = np.flatnonzero(anatomy.waits)
+    waiting = np.flatnonzero(module_calls.saved_for_backward)
     scores = np.unique([storage for run in runs for storage in run.scores])
-    if anatomy.bytes_of(scores) < SMALLEST_SHARE * anatomy.bytes_of(waiting):
+    if module_calls.bytes_of(scores) < SMALLEST_SHARE * module_calls.bytes_of(waiting):
         return
     births = profile.allocated_at
     gone = [
-        Change(begin=int(births[s]), end=int(anatomy.died[s]), num_bytes=-int(anatomy.block_bytes[s]))
+        Change(begin=int(births[s]), end=int(module_calls.died[s]), num_bytes=-int(module_calls.block_bytes[s]))
         for s in scores.tolist()
     ]
-    kept = [change for run in runs if (change := _output(anatomy, run)) is not None]
+    kept = [change for run in runs if (change := _output(module_calls, run)) is not None]
     modules = list(dict.fromkeys(run.path for run in runs))
     yield Option(
         technique=technique,
@@ -43,16 +43,16 @@ def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
         seconds=sum(_added_seconds(profile, run) for run in runs) / profile.num_steps,
         exact=True,
         slots=frozenset(f"attention@{module}" for module in modules),
-        is_coarse=True,
+        needs_new_trace=True,
     )
 
 
-def _output(anatomy: Anatomy, run: ScoreRun) -> Change | None:
+def _output(module_calls: ModuleCalls, run: ScoreRun) -> Change | None:
     """The output of an attention, which its kernel saves for backward."""
     if not run.back:
         return None
-    begin, end = int(anatomy.event_of(run.end)), int(anatomy.event_of(run.back[0]))
-    return Change(begin=begin, end=end, num_bytes=int(anatomy.tape.operators.bytes_written[run.end]))
+    begin, end = int(module_calls.event_of(run.end)), int(module_calls.event_of(run.back[0]))
+    return Change(begin=begin, end=end, num_bytes=int(module_calls.tape.operators.bytes_written[run.end]))
 
 
 def _added_seconds(profile: Profile, run: ScoreRun) -> float:
@@ -69,6 +69,8 @@ def _added_seconds(profile: Profile, run: ScoreRun) -> float:
 
 def math_attention_bytes(profile: Profile) -> int:
     """Bytes of scores that the math backend of `scaled_dot_product_attention` saves for backward in one step."""
-    anatomy = profile.modules
-    scores = {s for run in profile.score_runs if run.is_kernel for s in run.scores if anatomy.waits[s]}
-    return anatomy.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps
+    module_calls = profile.modules
+    scores = {
+        s for run in profile.score_runs if run.is_kernel for s in run.scores if module_calls.saved_for_backward[s]
+    }
+    return module_calls.bytes_of(np.array(sorted(scores), dtype=np.int64)) // profile.num_steps

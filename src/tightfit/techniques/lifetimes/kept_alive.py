@@ -22,7 +22,7 @@ from tightfit.units import format_bytes
 SMALLEST_SHARE = 0.005
 """Of the run's peak: what a line must keep to be worth a word. Of what grows, a hundredth of that."""
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """The first step leaves things behind that are meant to stay; what the second leaves to the third is kept in every step."""
 
 NUM_LINES = 5
@@ -47,7 +47,7 @@ class KeptAlive(AbstractTechnique):
         run = profile.optimizer
         steps = profile.tape.spans.kind == SpanKind.STEP
         begins, ends = profile.tape.spans.begin[steps], profile.tape.spans.end[steps]
-        if len(begins) < LEAST_STEPS or not len(profile.tape.events):
+        if len(begins) < MIN_STEPS or not len(profile.tape.events):
             return []
         smallest = SMALLEST_SHARE * _peak_bytes(run)
         growing = _growing(run, ends)

@@ -10,14 +10,14 @@ from tightfit.effects.fingerprints import paused
 from tightfit.effects.value_checks import bound_for, difference
 from tightfit.techniques.loss_head.chunked_cross_entropy import ChunkedCrossEntropy, Loss, changed_logits
 
-_MOST_TOKENS = 32
+_MAX_TOKENS = 32
 
 
 def sample_differs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, loss: Loss
 ) -> str:
     """What differs between the two losses of some tokens of `hidden`, `(N, H)`, in words, or nothing. The large gradient of the weight is left out."""
-    places = torch.linspace(0, len(hidden) - 1, min(len(hidden), _MOST_TOKENS), device=hidden.device).long()
+    places = torch.linspace(0, len(hidden) - 1, min(len(hidden), _MAX_TOKENS), device=hidden.device).long()
     rows, classes = hidden.detach()[places], target[places]
     fixed = None if bias is None else bias.detach(), weight.detach()
     device = hidden.device.type

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from tightfit.analysis.loss_head import LossHead
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.option import Change, Option
@@ -21,7 +21,7 @@ from tightfit.techniques.loss_head.chunked_cross_entropy import NUM_WEIGHT_BLOCK
 SMALLEST_SHARE = 0.01
 """Of the bytes alive at the plain run's peak: what the logits must come to for a head to be offered."""
 
-_LEAST_TOKENS = 1024  # in a chunk: enough to fill a card with the product
+_MIN_TOKENS = 1024  # in a chunk: enough to fill a card with the product
 _FEW_CHUNKS = (4, 16)  # where there are not that many tokens at all
 _SUM_BYTES = 4
 _KERNELS_PER_CHUNK = 16
@@ -30,13 +30,13 @@ _PRODUCTS_PER_CHUNK: dict[GradientsIn, int] = {"forward": 3, "backward": 4}
 
 def loss_head_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all heads of a run."""
-    anatomy = profile.modules
+    module_calls = profile.modules
     runs: dict[str, list[LossHead]] = {}
     for head in profile.loss_heads:
         runs.setdefault(head.path, []).append(head)
-    peak = _peak_bytes(anatomy, profile.allocated_at)
+    peak = _peak_bytes(module_calls, profile.allocated_at)
     for path, heads in runs.items():
-        if max(anatomy.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
+        if max(module_calls.bytes_of(np.array(head.gone)) for head in heads) < SMALLEST_SHARE * peak:
             continue
         for num_chunks in _numbers_of_chunks(heads):
             for gradients_in in _PRODUCTS_PER_CHUNK:
@@ -62,10 +62,12 @@ class _Way:
 
     def changes(self, head: LossHead) -> Iterator[Change]:
         """The storages that are gone, and the ones that replace them."""
-        anatomy = self.profile.modules
+        module_calls = self.profile.modules
         for storage in head.gone:
-            size = int(anatomy.block_bytes[storage])
-            yield Change(begin=int(self.profile.allocated_at[storage]), end=int(anatomy.died[storage]), num_bytes=-size)
+            size = int(module_calls.block_bytes[storage])
+            yield Change(
+                begin=int(self.profile.allocated_at[storage]), end=int(module_calls.died[storage]), num_bytes=-size
+            )
         for begin, end, num_bytes in (*self._while_computing(head), *self._waiting(head), *self._afterwards(head)):
             if begin < end and num_bytes:
                 yield Change(begin=begin, end=end, num_bytes=num_bytes)
@@ -106,20 +108,20 @@ class _Way:
 
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
-        anatomy = self.profile.modules
-        died, back_end = int(anatomy.died[head.logits]), int(anatomy.event_of(head.back_end))
+        module_calls = self.profile.modules
+        died, back_end = int(module_calls.died[head.logits]), int(module_calls.event_of(head.back_end))
         if died <= back_end:
             return
         item_bytes = max(head.head_item_bytes, head.loss_item_bytes)
         yield back_end, died, head.num_tokens * head.width * item_bytes
-        later = anatomy.tape.operators.phase[head.back_end :]
-        steps, visits = np.flatnonzero(later == Phase.OPTIMIZER), np.flatnonzero(later == Phase.FORWARD)
+        later = module_calls.tape.operators.phase[head.back_end :]
+        steps, calls = np.flatnonzero(later == Phase.OPTIMIZER), np.flatnonzero(later == Phase.FORWARD)
         if head.weight_gradient >= 0 and len(steps):
-            step = int(anatomy.event_of(head.back_end + int(steps[0])))
-            again = int(visits[0]) + head.product - head.begin if len(visits) else 0
-            end = min(died, int(anatomy.event_of(head.back_end + again))) if again else died
-            logits = int(anatomy.block_bytes[head.logits])
-            yield step, end, min(logits, int(anatomy.block_bytes[head.weight_gradient]))
+            step = int(module_calls.event_of(head.back_end + int(steps[0])))
+            again = int(calls[0]) + head.product - head.begin if len(calls) else 0
+            end = min(died, int(module_calls.event_of(head.back_end + again))) if again else died
+            logits = int(module_calls.block_bytes[head.logits])
+            yield step, end, min(logits, int(module_calls.block_bytes[head.weight_gradient]))
 
     def seconds(self, head: LossHead) -> float:
         """The extra time of one run of the head."""
@@ -163,12 +165,12 @@ def _elementwise_seconds(tape: Tape, head: LossHead, seconds: Column) -> float:
 
 def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
     num_tokens = max(head.num_tokens for head in heads)
-    many = [2**k for k in range(1, 12) if num_tokens >= _LEAST_TOKENS * 2**k]
+    many = [2**k for k in range(1, 12) if num_tokens >= _MIN_TOKENS * 2**k]
     return many or [count for count in _FEW_CHUNKS if num_tokens >= 4 * count]
 
 
-def _peak_bytes(anatomy: Anatomy, births: Column) -> int:
-    changes = np.zeros(len(anatomy.tape.events) + 1, dtype=np.int64)
-    np.add.at(changes, births, anatomy.block_bytes)
-    np.subtract.at(changes, anatomy.died, anatomy.block_bytes)
+def _peak_bytes(module_calls: ModuleCalls, births: Column) -> int:
+    changes = np.zeros(len(module_calls.tape.events) + 1, dtype=np.int64)
+    np.add.at(changes, births, module_calls.block_bytes)
+    np.subtract.at(changes, module_calls.died, module_calls.block_bytes)
     return int(changes.cumsum().max(initial=0))

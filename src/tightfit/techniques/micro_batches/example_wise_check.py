@@ -25,7 +25,7 @@ from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
 
-_MOST_SHAPES = 64
+_MAX_SHAPES = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +135,11 @@ class BatchProofs:
             return proved
         self._code = Code(model)
         # Padded text has a new length in nearly every batch; the proofs of an epoch are not kept for ever.
-        if len(self._known) >= _MOST_SHAPES:
+        if len(self._known) >= _MAX_SHAPES:
             self._known.clear()
         proved = dataclasses.replace(proved, decisions=tuple(decisions))
         known = self._known.setdefault(key, {})
-        if len(known) >= _MOST_SHAPES:
+        if len(known) >= _MAX_SHAPES:
             known.clear()
         known[proved.decisions] = proved
         return proved

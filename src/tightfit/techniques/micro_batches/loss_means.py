@@ -39,7 +39,7 @@ class Term:
 
     loss: torch.Tensor
     num_terms: torch.Tensor | int | None
-    most_terms: int
+    max_terms: int
     is_contrastive: bool
 
 
@@ -100,7 +100,7 @@ class Watch(TorchFunctionMode):
             num_terms = torch.broadcast_shapes(scores.shape, target.shape).numel()
         elif call["reduction"] == "mean":
             num_terms = _num_targets(scores, target, call["weight"], call["ignore_index"])
-        term = Term(loss=loss, num_terms=num_terms, most_terms=max(1, target.numel()), is_contrastive=is_contrastive)
+        term = Term(loss=loss, num_terms=num_terms, max_terms=max(1, target.numel()), is_contrastive=is_contrastive)
         self.noted(term, call, is_of_classes=func in _OF_CLASSES)
 
     def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

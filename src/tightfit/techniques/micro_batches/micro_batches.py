@@ -69,7 +69,7 @@ class MicroBatches(AbstractTechnique):
                 # A part's backward pass runs inside the forward: no other technique may change what happens in
                 # backward passes.
                 slots=frozenset({"batch", BACKWARD_SLOT}),
-                is_coarse=True,
+                needs_new_trace=True,
                 leaves_share=1 / num_parts,
             )
 

@@ -82,7 +82,7 @@ class Sums:
         counts = [_count(terms, mean, num_examples) for mean in sorted(means)]
         self._counts.append(counts)
         if not self._losses:
-            self._unit = num_examples if ROWS in means else terms[min(means)].most_terms
+            self._unit = num_examples if ROWS in means else terms[min(means)].max_terms
         # A count of targets that are not ignored is on the device, and reading it back would wait for the
         # device once per part.
         if isinstance(counts[0], torch.Tensor):

@@ -156,7 +156,7 @@ def _watched(smoother: Any) -> Step:
             term = Term(
                 loss=loss,
                 num_terms=None if is_sum else (counting != smoother.ignore_index).sum(),
-                most_terms=max(1, counting.numel()),
+                max_terms=max(1, counting.numel()),
                 is_contrastive=False,
             )
             logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]

@@ -54,7 +54,7 @@ class Autocast(AbstractTechnique):
                 seconds=casting - seconds_saved_in_bfloat16(profile, everything=False),
                 exact=self.exact,
                 slots=frozenset({"precision"}),
-                is_coarse=True,
+                needs_new_trace=True,
             )
         ]
 

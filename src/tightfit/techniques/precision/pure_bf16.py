@@ -67,7 +67,7 @@ class PureBf16(AbstractTechnique):
                 seconds=_update_seconds(run) - run.seconds - saved_seconds,
                 exact=self.exact,
                 slots=frozenset({"precision", "optimizer"}),
-                is_coarse=True,
+                needs_new_trace=True,
             )
             for rounding in roundings
         ]

@@ -10,10 +10,10 @@ from typing import final
 
 import torch
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block, num_steps
-from tightfit.analysis.sequences import waiting_bytes
+from tightfit.analysis.sequences import saved_bytes
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
@@ -39,15 +39,15 @@ class NestedCheckpointing(AbstractTechnique):
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """Segments of several lengths, of each stack of equal consecutive blocks."""
-        anatomy, seconds = profile.modules, profile.seconds
-        least = _SMALLEST_SHARE * waiting_bytes(anatomy)
+        module_calls, seconds = profile.modules, profile.seconds
+        least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for stack in _stacks(profile):
-            inputs = sum(_outputs_bytes(anatomy, block) for block in stack)
+            inputs = sum(_outputs_bytes(module_calls, block) for block in stack)
             if len(stack) < _FEWEST_BLOCKS or inputs < least:
                 continue
             for length in _LENGTHS:
                 for begin in range(0, len(stack) - length + 1, length):
-                    yield _option(self.name, anatomy, stack[begin : begin + length], seconds)
+                    yield _option(self.name, module_calls, stack[begin : begin + length], seconds)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block of each segment."""
@@ -91,10 +91,10 @@ def _stacks(profile: Profile) -> Iterator[list[Block]]:
     by_list: dict[tuple[str, str, int], dict[int, Block]] = {}
     for block in profile.blocks:
         parent, _, last = block.path.rpartition(".")
-        visit = block.visits[-1]
-        names = profile.modules.operator_names(visit.begin, visit.end)
+        call = block.calls[-1]
+        names = profile.modules.operator_names(call.begin, call.end)
         if last.isdigit() and "." in parent and not any("batch_norm" in name for name in names):
-            by_list.setdefault((parent, block.alike, len(block.visits)), {})[int(last)] = block
+            by_list.setdefault((parent, block.alike, len(block.calls)), {})[int(last)] = block
     for found in by_list.values():
         stack: list[Block] = []
         for number in sorted(found):
@@ -105,24 +105,24 @@ def _stacks(profile: Profile) -> Iterator[list[Block]]:
         yield stack
 
 
-def _outputs_bytes(anatomy: Anatomy, block: Block) -> int:
-    output = block.visits[-1].output
-    return int(anatomy.block_bytes[output]) if output >= 0 and anatomy.waits[output] else 0
+def _outputs_bytes(module_calls: ModuleCalls, block: Block) -> int:
+    output = block.calls[-1].output
+    return int(module_calls.block_bytes[output]) if output >= 0 and module_calls.saved_for_backward[output] else 0
 
 
-def _option(technique: str, anatomy: Anatomy, segment: Sequence[Block], seconds: Column) -> Option:
+def _option(technique: str, module_calls: ModuleCalls, segment: Sequence[Block], seconds: Column) -> Option:
     changes, added = [], 0.0
-    for visits in zip(*(block.visits for block in segment), strict=True):
-        again = [float(seconds[visit.begin : visit.end].sum()) for visit in visits]
+    for calls in zip(*(block.calls for block in segment), strict=True):
+        again = [float(seconds[call.begin : call.end].sum()) for call in calls]
         added += sum(again) + sum(again[:-1])
-        for visit in visits:
-            gone = anatomy.bytes_of(visit.waiting)
-            changes.append(Change(begin=visit.end_event, end=visit.back_event, num_bytes=-gone))
-        back = visits[-1].back_event
-        for visit, following in itertools.pairwise(visits):
-            output = visit.output
-            if output >= 0 and anatomy.waits[output] and following.end_event < back:
-                size = int(anatomy.block_bytes[output])
+        for call in calls:
+            gone = module_calls.bytes_of(call.saved)
+            changes.append(Change(begin=call.end_event, end=call.back_event, num_bytes=-gone))
+        back = calls[-1].back_event
+        for call, following in itertools.pairwise(calls):
+            output = call.output
+            if output >= 0 and module_calls.saved_for_backward[output] and following.end_event < back:
+                size = int(module_calls.block_bytes[output])
                 changes.append(Change(begin=following.end_event, end=back, num_bytes=-size))
     parent, _, first = segment[0].path.rpartition(".")
     return Option(
@@ -131,7 +131,7 @@ def _option(technique: str, anatomy: Anatomy, segment: Sequence[Block], seconds:
         alike=f"{technique}:{segment[0].alike}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
-        seconds=added / num_steps(anatomy),
+        seconds=added / num_steps(module_calls),
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

@@ -46,7 +46,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
-_MOST_SHAPES = 64
+_MAX_SHAPES = 64
 # Checks after plain attributes have changed, which a counter does in every call; attributes that are restored
 # for the second run need none.
 _CHECKS_AFTER_CHANGES = 4
@@ -175,7 +175,7 @@ class Recomputed:
 
     def needs_check(self, shapes: Any, before: Snapshot) -> bool:
         """Whether the results of this call's two runs are to be compared: in the first calls, and after a change."""
-        is_new_shape = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
+        is_new_shape = shapes not in self._shapes and len(self._shapes) < _MAX_SHAPES
         self._shapes.add(shapes) if is_new_shape else None
         # Snapshots share one list of contents as long as nothing has changed: identity is enough.
         is_changed = self._contents is not None and before.contents is not self._contents

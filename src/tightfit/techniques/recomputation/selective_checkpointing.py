@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from tightfit.analysis.modules import Visit
+from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import recompute_option
 from tightfit.cost.classes import operator_class
@@ -44,21 +44,19 @@ class SelectiveCheckpointing(AbstractTechnique):
 
         Of the products, those are saved whose results the plain run saves; they are identified by their number in the block's forward.
         """
-        anatomy, seconds = profile.modules, profile.seconds
+        module_calls, seconds = profile.modules, profile.seconds
         is_product = np.array([operator_class(name) in _PRODUCTS for name in profile.tape.strings], dtype=bool)
 
-        def kept(visit: Visit) -> Column:
-            return is_product[profile.tape.operators.name[profile.tape.storages.operator[visit.waiting]]]
+        def kept(call: ModuleCall) -> Column:
+            return is_product[profile.tape.operators.name[profile.tape.storages.operator[call.saved]]]
 
         for block in profile.blocks:
-            visit = block.visits[-1]
-            stays = kept(visit)
+            call = block.calls[-1]
+            stays = kept(call)
             if stays.any() and not stays.all():
-                products = visit.begin + np.flatnonzero(
-                    is_product[profile.tape.operators.name[visit.begin : visit.end]]
-                )
-                keeping = np.flatnonzero(np.isin(products, profile.tape.storages.operator[visit.waiting[stays]]))
-                option = recompute_option(self.name, anatomy, block, seconds, kept)
+                products = call.begin + np.flatnonzero(is_product[profile.tape.operators.name[call.begin : call.end]])
+                keeping = np.flatnonzero(np.isin(products, profile.tape.storages.operator[call.saved[stays]]))
+                option = recompute_option(self.name, module_calls, block, seconds, kept)
                 yield dataclasses.replace(option, settings={"keep": keeping.tolist()})
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:

@@ -9,10 +9,10 @@ from typing import Any, final
 
 import torch
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block, recompute_option
-from tightfit.analysis.sequences import Stretch, segments, waiting_bytes, with_settings
+from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
 from tightfit.planner.option import Option
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
@@ -34,12 +34,12 @@ class SequentialCheckpointing(AbstractTechnique):
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each segment of each sequence of children; segments are nested or disjoint."""
-        anatomy, seconds = profile.modules, profile.seconds
-        least = _SMALLEST_SHARE * waiting_bytes(anatomy)
-        for row in profile.sequences:
-            for stretch in segments(row, 0, len(row)):
-                if anatomy.bytes_of(stretch.visits[-1].waiting) >= least:
-                    yield _option(self.name, anatomy, stretch, seconds)
+        module_calls, seconds = profile.modules, profile.seconds
+        least = _SMALLEST_SHARE * saved_bytes(module_calls)
+        for sequence in profile.sequences:
+            for layer_range in segments(sequence, 0, len(sequence)):
+                if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
+                    yield _option(self.name, module_calls, layer_range, seconds)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps each Sequential once, with code that runs its segments."""
@@ -49,10 +49,10 @@ class SequentialCheckpointing(AbstractTechnique):
             put_range(session, choice.where, begin, end, _maker(session, choice.where))
 
 
-def _option(technique: str, anatomy: Anatomy, stretch: Stretch, seconds: Any) -> Option:
-    alike = stretch.alike(anatomy)
-    block = Block(path=stretch.path, alike=alike, visits=stretch.visits, slots=stretch.slots)
-    return with_settings(recompute_option(technique, anatomy, block, seconds), stretch, alike)
+def _option(technique: str, module_calls: ModuleCalls, layer_range: LayerRange, seconds: Any) -> Option:
+    alike = layer_range.alike(module_calls)
+    block = Block(path=layer_range.path, alike=alike, calls=layer_range.calls, slots=layer_range.slots)
+    return with_settings(recompute_option(technique, module_calls, block, seconds), layer_range, alike)
 
 
 def _maker(session: Session, where: str) -> MakeRunner:

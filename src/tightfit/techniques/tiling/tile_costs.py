@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.option import Change
@@ -26,13 +26,13 @@ _HALF = frozenset({"float16", "bfloat16"})
 class Inside:
     """The intermediate results of one module call: `storages`, with their peaks in its forward and in its backward pass.
 
-    `around` is the call of the enclosing module that may be recomputed, or `visit` itself. `weight_gradients` are storages too, as are the gradients
+    `around` is the call of the enclosing module that may be recomputed, or `call` itself. `weight_gradients` are storages too, as are the gradients
     that are `handed_on`, and storages from before the backward pass that are freed in it, and are `held` to its end by tiles. `sum_bytes` is the
     size of the gradients' sums, `cast_bytes` that of the copies of the weights that autocast makes.
     """
 
-    visit: Visit
-    around: Visit
+    call: ModuleCall
+    around: ModuleCall
     storages: Column
     forward_bytes: int
     backward_bytes: int
@@ -45,35 +45,35 @@ class Inside:
     cast_bytes: int
 
 
-def inside_of(profile: Profile, visit: Visit, around: Visit | None = None) -> Inside:
-    """The intermediate results of `visit`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
-    tape, anatomy, births = profile.tape, profile.modules, profile.allocated_at
-    born, died = tape.storages.operator, anatomy.died
-    output = visit.output
-    made = np.flatnonzero((born >= visit.begin) & (born < visit.end))
-    back = np.flatnonzero((born >= visit.back_begin) & (born < visit.back_end))
+def inside_of(profile: Profile, call: ModuleCall, around: ModuleCall | None = None) -> Inside:
+    """The intermediate results of `call`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
+    tape, module_calls, births = profile.tape, profile.modules, profile.allocated_at
+    born, died = tape.storages.operator, module_calls.died
+    output = call.output
+    made = np.flatnonzero((born >= call.begin) & (born < call.end))
+    back = np.flatnonzero((born >= call.back_begin) & (born < call.back_end))
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
     # Temporaries of the backward pass's last operator are freed with the next one.
-    storages = np.r_[made[made != output], back[died[back] < visit.back_end_event]]
+    storages = np.r_[made[made != output], back[died[back] < call.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
-    handed_on = back[(died[back] >= visit.back_end_event) & ~np.isin(back, gradients)]
-    was_there = (births < visit.back_event) & (died > visit.back_event) & (died < visit.back_end_event)
+    handed_on = back[(died[back] >= call.back_end_event) & ~np.isin(back, gradients)]
+    was_there = (births < call.back_event) & (died > call.back_event) & (died < call.back_end_event)
     held = np.flatnonzero(was_there)
     held = held[~np.isin(held, np.r_[storages, output])]
-    sizes = anatomy.block_bytes[storages]
+    sizes = module_calls.block_bytes[storages]
     storages = storages[sizes >= _SMALLEST_STORAGE * sizes.max(initial=0)]
-    gradient_bytes = anatomy.bytes_of(gradients)
-    names = {tape.strings[n] for n in np.unique(tape.operators.name[visit.begin : visit.end]).tolist()}
-    kinds = {tape.strings[n] for n in np.unique(tape.operators.dtype[visit.begin : visit.end]).tolist()}
+    gradient_bytes = module_calls.bytes_of(gradients)
+    names = {tape.strings[n] for n in np.unique(tape.operators.name[call.begin : call.end]).tolist()}
+    kinds = {tape.strings[n] for n in np.unique(tape.operators.dtype[call.begin : call.end]).tolist()}
     is_half, casts = bool(kinds & _HALF), "aten._to_copy" in names
     return Inside(
-        visit=visit,
-        around=around or visit,
+        call=call,
+        around=around or call,
         storages=storages,
-        forward_bytes=_most_alive(anatomy, births, storages, visit.begin_event, visit.end_event),
-        backward_bytes=_most_alive(anatomy, births, storages, visit.back_event, visit.back_end_event),
+        forward_bytes=_max_alive(module_calls, births, storages, call.begin_event, call.end_event),
+        backward_bytes=_max_alive(module_calls, births, storages, call.back_event, call.back_end_event),
         output=output,
-        output_bytes=int(anatomy.block_bytes[output]) if output >= 0 else 0,
+        output_bytes=int(module_calls.block_bytes[output]) if output >= 0 else 0,
         weight_gradients=gradients,
         handed_on=handed_on,
         held=held,
@@ -82,10 +82,10 @@ def inside_of(profile: Profile, visit: Visit, around: Visit | None = None) -> In
     )
 
 
-def _most_alive(anatomy: Anatomy, births: Column, storages: Column, begin: int, end: int) -> int:
+def _max_alive(module_calls: ModuleCalls, births: Column, storages: Column, begin: int, end: int) -> int:
     steps = np.zeros(end - begin + 1, dtype=np.int64)
-    sizes = anatomy.block_bytes[storages]
-    starts, ends = np.clip(births[storages], begin, end), np.clip(anatomy.died[storages], begin, end)
+    sizes = module_calls.block_bytes[storages]
+    starts, ends = np.clip(births[storages], begin, end), np.clip(module_calls.died[storages], begin, end)
     np.add.at(steps, starts - begin, sizes)
     np.subtract.at(steps, ends - begin, sizes)
     return int(steps.cumsum().max(initial=0))
@@ -106,47 +106,51 @@ class TileAccount:
 
     def changes(self, one: Inside, *, is_alone: bool) -> Iterator[Change]:
         """The storages that are gone, and the ones that replace them. If not `is_alone`, a recomputed enclosing module accounts for all between the passes."""
-        visit, around, anatomy = one.visit, one.around, self.profile.modules
-        passes = [(visit.begin_event, visit.end_event), (visit.back_event, visit.back_end_event)]
-        windows = [(visit.begin_event, around.end_event), (around.back_event, visit.back_end_event)]
+        call, around, module_calls = one.call, one.around, self.profile.modules
+        passes = [(call.begin_event, call.end_event), (call.back_event, call.back_end_event)]
+        windows = [(call.begin_event, around.end_event), (around.back_event, call.back_end_event)]
         for storage in one.storages.tolist():
-            size = int(anatomy.block_bytes[storage])
-            born, died = int(self.profile.allocated_at[storage]), int(anatomy.died[storage])
+            size = int(module_calls.block_bytes[storage])
+            born, died = int(self.profile.allocated_at[storage]), int(module_calls.died[storage])
             for begin, end in [(born, died)] if is_alone else windows:
                 if max(born, begin) < min(died, end):
                     yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
         # A tile's input, output and input gradient are allocated beside its intermediate results.
-        beside = round(self._share * (one.output_bytes + 2 * anatomy.bytes_of(one.handed_on)))
+        beside = round(self._share * (one.output_bytes + 2 * module_calls.bytes_of(one.handed_on)))
         (begin, end), (back, back_end) = passes
         # The output is there from the first tile on.
         yield Change(begin=begin, end=end, num_bytes=self._tile(one, one.forward_bytes) + one.output_bytes)
-        gradients = anatomy.bytes_of(one.weight_gradients)
+        gradients = module_calls.bytes_of(one.weight_gradients)
         extra = one.sum_bytes - gradients + gradients * (self.num_tiles > 1)
         yield Change(begin=back, end=back_end, num_bytes=self._tile(one, one.backward_bytes) + beside + extra)
-        if one.output >= 0 and back < anatomy.died[one.output] < back_end:
+        if one.output >= 0 and back < module_calls.died[one.output] < back_end:
             # What comes after has used it before, and the module itself keeps it no more.
-            yield Change(begin=back, end=int(anatomy.died[one.output]), num_bytes=-one.output_bytes)
+            yield Change(begin=back, end=int(module_calls.died[one.output]), num_bytes=-one.output_bytes)
         for storage in one.held.tolist():
-            yield Change(begin=int(anatomy.died[storage]), end=back_end, num_bytes=int(anatomy.block_bytes[storage]))
+            yield Change(
+                begin=int(module_calls.died[storage]), end=back_end, num_bytes=int(module_calls.block_bytes[storage])
+            )
         for storage in (*one.weight_gradients.tolist(), *one.handed_on.tolist()):
             if back < self.profile.allocated_at[storage]:
                 yield Change(
-                    begin=back, end=int(self.profile.allocated_at[storage]), num_bytes=int(anatomy.block_bytes[storage])
+                    begin=back,
+                    end=int(self.profile.allocated_at[storage]),
+                    num_bytes=int(module_calls.block_bytes[storage]),
                 )
 
-    def _tile(self, one: Inside, most_bytes: int) -> int:
-        """The bytes of one tile if the whole module needs `most_bytes`: weights are not split."""
-        uncut = min(one.cast_bytes, most_bytes)
-        return round(self._share * (most_bytes - uncut)) + uncut
+    def _tile(self, one: Inside, max_bytes: int) -> int:
+        """The bytes of one tile if the whole module needs `max_bytes`: weights are not split."""
+        uncut = min(one.cast_bytes, max_bytes)
+        return round(self._share * (max_bytes - uncut)) + uncut
 
     def added_seconds(self, one: Inside) -> float:
         """The extra time of one module call."""
-        visit, efficiency = one.visit, efficiency_of(self.profile.device)
-        once = float(self.profile.seconds[visit.begin : visit.end].sum())
+        call, efficiency = one.call, efficiency_of(self.profile.device)
+        once = float(self.profile.seconds[call.begin : call.end].sum())
         again = once * self.work
-        more = (once + float(self.profile.seconds[visit.back_begin : visit.back_end].sum())) * (self.work - 1)
+        more = (once + float(self.profile.seconds[call.back_begin : call.back_end].sum())) * (self.work - 1)
         kernels = self.profile.is_kernel
-        num_kernels = int(2 * kernels[visit.begin : visit.end].sum() + kernels[visit.back_begin : visit.back_end].sum())
+        num_kernels = int(2 * kernels[call.begin : call.end].sum() + kernels[call.back_begin : call.back_end].sum())
         # An output and a gradient of the input are copied into place for each tile.
         launches = (self.num_tiles - 1) * (num_kernels + 2) * efficiency.launch_seconds
         traffic = (self.num_tiles - 1) * 3 * one.sum_bytes + 4 * one.output_bytes

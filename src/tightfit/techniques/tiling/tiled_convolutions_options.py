@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy
+from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.sequences import Row, Stretch, segments, waiting_bytes
+from tightfit.analysis.sequences import LayerRange, LayerSequence, saved_bytes, segments
 from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Option
 from tightfit.tape import Category, Column
@@ -21,7 +21,7 @@ SMALLEST_SHARE = 0.02
 """Of all that waits for a backward pass: what a chain must hold on the way to be offered."""
 
 NUMBERS_OF_TILES = (4, 16)
-_MOST_SHARE = 0.75  # of the whole, that a tile with its halos may be
+_MAX_SHARE = 0.75  # of the whole, that a tile with its halos may be
 _MORE_THAN_OUTPUT = 1.5
 _WEIGHT_BYTES = 4  # of a number in a gradient: convolutions are trained in float32
 _LOCAL = ("max_pool", "avg_pool", "upsample_nearest", "pixel_shuffle")
@@ -30,19 +30,19 @@ _FLAT = ("pool2d", "nearest2d", "pixel_shuffle")
 
 def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all chains of a run."""
-    anatomy = profile.modules
-    least = SMALLEST_SHARE * waiting_bytes(anatomy)
-    for row in profile.sequences:
-        for begin, end in _chains(row):
-            for stretch in segments(row, begin, end):
-                found = [inside_of(profile, visit) for visit in stretch.visits]
+    module_calls = profile.modules
+    least = SMALLEST_SHARE * saved_bytes(module_calls)
+    for sequence in profile.sequences:
+        for begin, end in _chains(sequence):
+            for layer_range in segments(sequence, begin, end):
+                found = [inside_of(profile, call) for call in layer_range.calls]
                 largest = max(found, key=lambda one: one.backward_bytes)
                 if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
                     continue
-                halo, mean_halo = _halo_shares(anatomy, stretch, profile.seconds)
+                halo, mean_halo = _halo_shares(module_calls, layer_range, profile.seconds)
                 for num_tiles in NUMBERS_OF_TILES:
                     share = 1 / num_tiles + halo
-                    if share > _MOST_SHARE:
+                    if share > _MAX_SHARE:
                         continue
                     account = TileAccount(
                         num_tiles=num_tiles,
@@ -53,25 +53,28 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                     )
                     yield Option(
                         technique=technique,
-                        where=stretch.path,
-                        alike=f"{technique}:{stretch.alike(anatomy)}:{num_tiles}",
-                        settings={**stretch.settings, "num_tiles": num_tiles},
-                        changes=(*(c for one in found for c in account.changes(one, is_alone=True)), *stretch.inputs),
+                        where=layer_range.path,
+                        alike=f"{technique}:{layer_range.alike(module_calls)}:{num_tiles}",
+                        settings={**layer_range.settings, "num_tiles": num_tiles},
+                        changes=(
+                            *(c for one in found for c in account.changes(one, is_alone=True)),
+                            *layer_range.inputs,
+                        ),
                         seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
                         exact=True,
-                        slots=stretch.slots,
+                        slots=layer_range.slots,
                     )
 
 
-def _chains(row: Row) -> Iterator[tuple[int, int]]:
+def _chains(sequence: LayerSequence) -> Iterator[tuple[int, int]]:
     """The longest ranges of children with only local operators, including a convolution."""
-    local = [all(map(is_local, row.operator_names(position))) for position in range(len(row))]
+    local = [all(map(is_local, sequence.operator_names(position))) for position in range(len(sequence))]
     begin = 0
-    while begin < len(row):
+    while begin < len(sequence):
         end = begin
-        while end < len(row) and local[end]:
+        while end < len(sequence) and local[end]:
             end += 1
-        names = [name for position in range(begin, end) for name in row.operator_names(position)]
+        names = [name for position in range(begin, end) for name in sequence.operator_names(position)]
         if end - begin >= 2 and any(operator_class(name) == "convolution" for name in names):
             yield begin, end
         begin = end + 1
@@ -84,15 +87,15 @@ def is_local(name: str) -> bool:
     return operator_class(name) in ("convolution", "elementwise", "copy") and "dropout" not in name
 
 
-def _halo_shares(anatomy: Anatomy, stretch: Stretch, seconds: Column) -> tuple[float, float]:
+def _halo_shares(module_calls: ModuleCalls, layer_range: LayerRange, seconds: Column) -> tuple[float, float]:
     """The share of the whole that a tile's halos on both sides add: at the output of the first convolution (the halos of all others), and on
     average over convolutions, weighted by time."""
-    tape, visit = anatomy.tape, stretch.visits[-1]
-    names = anatomy.operator_names(visit.begin, visit.end)
+    tape, call = module_calls.tape, layer_range.calls[-1]
+    names = module_calls.operator_names(call.begin, call.end)
     num_axes = 2 if any(part in name for name in names for part in _FLAT) else 3
-    forward = [visit.begin + i for i, name in enumerate(names) if operator_class(name) == "convolution"]
+    forward = [call.begin + i for i, name in enumerate(names) if operator_class(name) == "convolution"]
     storages = tape.storages
-    back = (storages.operator >= visit.back_begin) & (storages.operator < visit.back_end)
+    back = (storages.operator >= call.back_begin) & (storages.operator < call.back_end)
     gradients = np.flatnonzero(back & (storages.category == Category.GRADIENTS))
     share, added = 0.0, [0.0]
     for operator in reversed(forward[1:]):

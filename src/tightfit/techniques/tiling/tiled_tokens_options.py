@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tightfit.analysis.modules import Anatomy, Visit
+from tightfit.analysis.modules import ModuleCall, ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import input_kept
-from tightfit.analysis.sequences import waiting_bytes
+from tightfit.analysis.sequences import saved_bytes
 from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Option
 from tightfit.techniques.random_operators import draws
@@ -23,7 +23,7 @@ SMALLEST_SHARE = 0.01
 """Of all that waits for a backward pass: what a module must hold on the way to be offered."""
 
 NUMBERS_OF_TILES = (4, 16, 64)
-_LEAST_TILE_BYTES = 4 << 20  # less does not fill a card
+_MIN_TILE_BYTES = 4 << 20  # less does not fill a card
 _MORE_THAN_OUTPUT = 1.5  # what a module holds on the way, next to its output
 _WAITING = 0.5  # what of it waits for the backward pass, next to its output: a norm keeps next to nothing
 _DEEP = 3.0  # the same, to be worth tiles inside a module that is recomputed anyway
@@ -34,22 +34,22 @@ _CLASSES = frozenset({"elementwise", "copy", "reduction"})
 
 def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all modules of a run."""
-    tape, anatomy = profile.tape, profile.modules
+    tape, module_calls = profile.tape, profile.modules
     is_token_wise = np.array([keeps_tokens_apart(name) for name in tape.strings], dtype=bool)
-    least = SMALLEST_SHARE * waiting_bytes(anatomy)
-    for path in anatomy.paths:
-        visits = anatomy.visits(path) if "." in path else ()
-        if not visits or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in visits):
+    least = SMALLEST_SHARE * saved_bytes(module_calls)
+    for path in module_calls.paths:
+        calls = module_calls.calls(path) if "." in path else ()
+        if not calls or not all(is_token_wise[tape.operators.name[v.begin : v.end]].all() for v in calls):
             continue
-        found = [inside_of(profile, v, around) for v, around in zip(visits, _around(anatomy, visits), strict=True)]
+        found = [inside_of(profile, v, around) for v, around in zip(calls, _around(module_calls, calls), strict=True)]
         largest = max(found, key=lambda one: one.backward_bytes)
         if largest.backward_bytes < max(least, _MORE_THAN_OUTPUT * largest.output_bytes):
             continue
-        if anatomy.bytes_of(largest.visit.waiting) < _WAITING * largest.output_bytes:
+        if module_calls.bytes_of(largest.call.saved) < _WAITING * largest.output_bytes:
             continue
-        modules = anatomy.modules_inside(path)
+        modules = module_calls.modules_inside(path)
         for num_tiles in NUMBERS_OF_TILES:
-            if num_tiles > NUMBERS_OF_TILES[0] and largest.backward_bytes < num_tiles * _LEAST_TILE_BYTES:
+            if num_tiles > NUMBERS_OF_TILES[0] and largest.backward_bytes < num_tiles * _MIN_TILE_BYTES:
                 continue
             account = TileAccount(num_tiles=num_tiles, profile=profile)
             is_deep = largest.backward_bytes >= _DEEP * largest.output_bytes
@@ -61,11 +61,11 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
                 yield Option(
                     technique=technique,
                     where=path,
-                    alike=f"{technique}:{_alike(anatomy, largest)}:{sorted(settings.items())}",
+                    alike=f"{technique}:{_alike(module_calls, largest)}:{sorted(settings.items())}",
                     settings=settings,
                     changes=(
                         *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
-                        *(change for one in found if not recomputed for change in input_kept(anatomy, one.visit)),
+                        *(change for one in found if not recomputed for change in input_kept(module_calls, one.call)),
                     ),
                     seconds=sum(account.added_seconds(one) for one in found) / profile.num_steps,
                     exact=True,
@@ -81,16 +81,16 @@ def keeps_tokens_apart(name: str) -> bool:
     return operator_class(name) in _CLASSES and not draws(name)
 
 
-def _around(anatomy: Anatomy, visits: Sequence[Visit]) -> Iterator[Visit | None]:
+def _around(module_calls: ModuleCalls, calls: Sequence[ModuleCall]) -> Iterator[ModuleCall | None]:
     """For each module call, that of the enclosing module; None if it is in a list or directly in the model."""
-    parent, _, last = visits[0].path.rpartition(".")
-    candidates = anatomy.visits(parent) if "." in parent and not last.isdigit() else ()
-    for visit in visits:
-        yield next((c for c in candidates if c.begin <= visit.begin and visit.end <= c.end), None)
+    parent, _, last = calls[0].path.rpartition(".")
+    candidates = module_calls.calls(parent) if "." in parent and not last.isdigit() else ()
+    for call in calls:
+        yield next((c for c in candidates if c.begin <= call.begin and call.end <= c.end), None)
 
 
-def _alike(anatomy: Anatomy, one: Inside) -> str:
+def _alike(module_calls: ModuleCalls, one: Inside) -> str:
     """A key that is equal for modules with equal operators and sizes."""
-    names = hashlib.sha1(repr(anatomy.operator_names(one.visit.begin, one.visit.end)).encode()).hexdigest()[:8]
-    sizes = anatomy.block_bytes[one.storages].sum()
-    return f"{re.sub(r'[0-9]+', '*', one.visit.path)}#{names}:{sizes}"
+    names = hashlib.sha1(repr(module_calls.operator_names(one.call.begin, one.call.end)).encode()).hexdigest()[:8]
+    sizes = module_calls.block_bytes[one.storages].sum()
+    return f"{re.sub(r'[0-9]+', '*', one.call.path)}#{names}:{sizes}"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tightfit.analysis.intervals import changes, levels
-from tightfit.analysis.modules import Visit
+from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import Blocks, TrainedParts
 from tightfit.errors import ApplyError
@@ -53,7 +53,7 @@ class Freezing(AbstractTechnique):
                 seconds=number * 1e-9,
                 exact=False,
                 slots=frozenset({"trained"}),
-                is_coarse=True,
+                needs_new_trace=True,
             )
 
     def advice(self, profile: Profile) -> Iterable[Advice]:
@@ -109,7 +109,7 @@ def _numbers(blocks: Blocks) -> list[int]:
 
 def _frozen_names(parts: TrainedParts, blocks: Blocks, number: int) -> frozenset[str]:
     """The paths of all modules that would be frozen, as on operators; modules that contain the blocks also run after them."""
-    inside = [name for i in range(number) for name in parts.anatomy.modules_inside(f"{blocks.path}.{i}")]
+    inside = [name for i in range(number) for name in parts.module_calls.modules_inside(f"{blocks.path}.{i}")]
     return frozenset((*inside, *(name for name in blocks.before if not f"{blocks.path}.".startswith(f"{name}."))))
 
 
@@ -121,20 +121,20 @@ def _changes(parts: TrainedParts, blocks: Blocks, number: int) -> tuple[Change, 
 
 def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:
     """Without a backward pass of the frozen blocks nothing is saved for it, and it has no temporaries."""
-    run, tape, anatomy = parts.run, parts.tape, parts.anatomy
+    run, tape, module_calls = parts.run, parts.tape, parts.module_calls
     is_frozen = np.array([text in frozen for text in tape.strings], dtype=bool)[tape.operators.module]
     born = tape.storages.operator
     by_operator = born >= 0
     inside = np.zeros(len(born), dtype=bool)
     inside[by_operator] = is_frozen[born[by_operator]]
     phase = np.where(by_operator, tape.operators.phase[born], Phase.OTHER)
-    waiting = inside & anatomy.waits
+    saved = inside & module_calls.saved_for_backward
     begin = run.born.copy()
-    for visits in (anatomy.visits(f"{blocks.path}.{i}") for i in range(number)):
-        for visit in visits:
-            _until_left(begin, visit)
-    waiting &= begin < run.died
-    gone = np.flatnonzero(waiting)
+    for calls in (module_calls.calls(f"{blocks.path}.{i}") for i in range(number)):
+        for call in calls:
+            _until_left(begin, call)
+    saved &= begin < run.died
+    gone = np.flatnonzero(saved)
     temporary = inside & (phase == Phase.BACKWARD) & (tape.storages.category == Category.TEMPORARIES)
     temporary = np.flatnonzero(temporary)
     return (
@@ -143,11 +143,11 @@ def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozense
     )
 
 
-def _until_left(begin: np.ndarray, visit: Visit) -> None:
+def _until_left(begin: np.ndarray, call: ModuleCall) -> None:
     """A block's intermediate results are freed when the block ends, and its output after about as long again, once it is read."""
-    begin[visit.waiting] = visit.end_event
-    if visit.output >= 0:
-        begin[visit.output] = visit.end_event + (visit.end_event - visit.begin_event)
+    begin[call.saved] = call.end_event
+    if call.output >= 0:
+        begin[call.output] = call.end_event + (call.end_event - call.begin_event)
 
 
 def _saved_seconds(parts: TrainedParts, blocks: Blocks, number: int, seconds: np.ndarray) -> float:
