@@ -6,10 +6,10 @@ python benchmarks/placement.py [--seconds S] FILE.CAPACITY.csv ...      the prob
 import argparse
 from pathlib import Path
 
+from tightfit.placement.buffers import Problem, read_problem, worst_crowd
 from tightfit.placement.greedy import ORDERS, greedy
-from tightfit.placement.problem import Problem, read_problem, worst_crowd
-from tightfit.placement.solution import faults, height_of
-from tightfit.placement.solve import solve
+from tightfit.placement.offsets import faults, height_of
+from tightfit.placement.strategies import solve
 
 DEFAULT_SECONDS = 60.0
 

@@ -18,7 +18,7 @@ from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.units import MIB, format_bytes
 
 NUM_EVENTS = 300_000

@@ -77,7 +77,7 @@ class Benchmark:
 
     def _calibration(self) -> Calibration | None:
         if self.options.calibrate:
-            from tightfit.calibration.run import measure
+            from tightfit.calibration.calibrate import measure
             from tightfit.devices.calibration_file import to_toml
 
             content = measure(device=self.device, virtual=self.options.virtual, disk_folder=self.options.out)

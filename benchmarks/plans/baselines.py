@@ -12,7 +12,7 @@ from benchmarks.plans.workloads import Workload
 from tightfit.analysis.profile import Profile
 from tightfit.errors import TightfitError
 from tightfit.planner.option import Option
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

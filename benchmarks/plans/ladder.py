@@ -13,7 +13,7 @@ from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.workloads import Workload
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 
 LLAMA_3B = Workload(
     name="llama-3b",

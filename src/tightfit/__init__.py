@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tightfit.devices.device import Device
     from tightfit.errors import TightfitError
     from tightfit.fit import estimate, replay
-    from tightfit.fit.plan import plan
-    from tightfit.recordings.record import record
-    from tightfit.recordings.replay import Replay
+    from tightfit.fit.planning import plan
+    from tightfit.recordings.recording import record
+    from tightfit.recordings.replayed import Replay
     from tightfit.reports.plans import Plan
     from tightfit.reports.results import Estimate
     from tightfit.runtime.apply import apply
@@ -48,15 +48,15 @@ _HOMES = {
     "Device": ("tightfit.devices.device", "Device"),
     "Estimate": ("tightfit.reports.results", "Estimate"),
     "Plan": ("tightfit.reports.plans", "Plan"),
-    "Replay": ("tightfit.recordings.replay", "Replay"),
+    "Replay": ("tightfit.recordings.replayed", "Replay"),
     "Session": ("tightfit.techniques.session", "Session"),
     "Tape": ("tightfit.tape", "Tape"),
     "TightfitError": ("tightfit.errors", "TightfitError"),
     "apply": ("tightfit.runtime.apply", "apply"),
     "estimate": ("tightfit.fit", "estimate"),
     "find_device": ("tightfit.devices.catalogue", "find"),
-    "plan": ("tightfit.fit.plan", "plan"),
-    "record": ("tightfit.recordings.record", "record"),
+    "plan": ("tightfit.fit.planning", "plan"),
+    "record": ("tightfit.recordings.recording", "record"),
     "replay": ("tightfit.fit", "replay"),
     "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),
 }

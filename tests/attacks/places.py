@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tightfit.planner.plan import Choice
-from tightfit.techniques.catalogue import technique
+from tightfit.techniques.registry import technique
 
 Find = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[Choice]]
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_choices
 from tightfit.runtime.attach import Attachment
-from tightfit.runtime.recorder import new_recorder
-from tightfit.techniques.catalogue import techniques
+from tightfit.runtime.run_recorder import new_recorder
+from tightfit.techniques.registry import techniques
 from tightfit.techniques.session import Session
 
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
-from tightfit.techniques.catalogue import technique
+from tightfit.techniques.registry import technique
 from tightfit.techniques.session import Session
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 
 SCRIPTS = Path(__file__).with_name("scripts")
 CARD = "RTX 4090"

@@ -14,7 +14,7 @@ from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
-from tightfit.techniques.catalogue import technique, techniques
+from tightfit.techniques.registry import technique, techniques
 
 CARD = "RTX 4090"
 

@@ -19,7 +19,7 @@ from tightfit.runtime.apply import apply_choices
 from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
-from tightfit.techniques.catalogue import technique, techniques
+from tightfit.techniques.registry import technique, techniques
 
 NUM_STEPS = 4
 NUM_COMBINATIONS = 20

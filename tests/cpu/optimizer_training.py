@@ -17,7 +17,7 @@ from tightfit.fit import capture
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
 from tightfit.tape import EventKind, Tape
-from tightfit.techniques.catalogue import _load
+from tightfit.techniques.registry import _load
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
-from tightfit.fit import advice
+from tightfit.fit import plan_advice as advice
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.units import parse
 

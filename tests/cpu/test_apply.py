@@ -43,12 +43,12 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 def test_the_names_are_functions_whatever_was_imported() -> None:
-    import tightfit.fit.plan
+    import tightfit.fit.planning
     import tightfit.runtime.apply
 
     assert inspect.isfunction(tightfit.plan)
     assert inspect.isfunction(tightfit.apply)
-    assert tightfit.plan.__module__ == "tightfit.fit.plan"
+    assert tightfit.plan.__module__ == "tightfit.fit.planning"
     assert isinstance(tightfit.apply(plan_of(), *made()), tightfit.Session)
 
 

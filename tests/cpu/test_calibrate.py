@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.calibration.card import thread_counts
+from tightfit.calibration.measured_card import thread_counts
 from tightfit.calibration.simulated import figures_of
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.calibration import Calibration
@@ -19,7 +19,7 @@ from tightfit.devices.catalogue import find
 
 COUNT_ON_THE_VIRTUAL_GPU = """
 import json, sys
-from tightfit.capture.session import Session
+from tightfit.capture.capture_session import Session
 session = Session("H200", sys.maxsize, by_yield=True)
 rows = []
 with session.gpu:
@@ -40,10 +40,10 @@ print(json.dumps(rows))
 MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD = """
 import json, sys
 from pathlib import Path
-from tightfit.capture.session import Session
+from tightfit.capture.capture_session import Session
 session = Session("H200", sys.maxsize, by_yield=True)
 with session.gpu:
-    from tightfit.calibration import card, child, simulated
+    from tightfit.calibration import measured_card as card, card_process as child, simulated
     card.sizes_of_this_machine = lambda: simulated.SIZES
     instruments = card.CardInstruments(child._card)
     print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)))

@@ -13,7 +13,7 @@ from benchmarks import side_by_side
 from benchmarks.gpu import images, recordings, rows, table
 
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +88,7 @@ def test_nothing_is_needed_but_torch_numpy_and_transformers() -> None:
     """The machine that measures has neither the packages of the command line nor those of the reports."""
     code = (
         "import sys, benchmarks.gpu.__main__, benchmarks.gpu.measure, benchmarks.gpu.processes, benchmarks.gpu.tokens\n"
-        "import tightfit.capture.session, tightfit.capture.child, tightfit.recordings.write, tightfit.calibration.child\n"
+        "import tightfit.capture.capture_session, tightfit.capture.child, tightfit.recordings.write, tightfit.calibration.card_process\n"
         "print([name for name in ('cyclopts', 'tightfit.reports', 'tightfit.cli') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

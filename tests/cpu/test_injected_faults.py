@@ -21,15 +21,15 @@ from tightfit.capture.trace import Traced, trace
 from tightfit.cli.main import run
 from tightfit.errors import InternalError
 from tightfit.errors.faults import is_ours
-from tightfit.errors.programs import one_line
+from tightfit.errors.program_errors import one_line
 from tightfit.fit import candidates, traced_runs
-from tightfit.fit import plan as fit_plan
+from tightfit.fit import planning as fit_plan
 from tightfit.reports import plans
 from tightfit.reports.text import estimates as text
 from tightfit.runtime import attach, record_host
 from tightfit.runtime.apply import apply_choices
 from tightfit.simulate import peak
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 
 WORKLOAD = """\
 import torch

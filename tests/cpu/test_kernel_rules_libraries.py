@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from tightfit.capture.kernels import Card, scratch_events, workspaces
+from tightfit.capture.kernels import Card, scratch_events
+from tightfit.capture.kernels import library_workspaces as workspaces
 from tightfit.capture.kernels.convolution import (
     PHYSICS,
     convolution_workspace_bytes,
     output_memory_format,
     runs_natively,
 )
+from tightfit.capture.kernels.library_workspaces import cublas_workspace_bytes, uses_cublaslt
 from tightfit.capture.kernels.rule import Uncertain
-from tightfit.capture.kernels.workspaces import cublas_workspace_bytes, uses_cublaslt
 
 aten = torch.ops.aten
 MIB = 1024 * 1024

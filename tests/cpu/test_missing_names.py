@@ -53,7 +53,7 @@ def test_a_trace_says_which_name_is_missing_and_does_not_blame_the_script(
 
 def test_a_trace_with_a_plan_says_it_too(without: Path) -> None:
     without.write_text(FOR_A_PLAN)
-    preparation = Preparation(function="tightfit.runtime.run:prepare", argument={"choices": []})
+    preparation = Preparation(function="tightfit.runtime.run_script:prepare", argument={"choices": []})
     target = GeneratorFunction(location="script.py", function="workload", parameters={})
     with pytest.raises(
         UnsupportedTorch, match=r"has no torch\.utils\.checkpoint\._StopRecomputationError, which tightfit"

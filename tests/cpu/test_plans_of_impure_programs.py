@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tightfit
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 
 PROGRAM = """\
 import torch

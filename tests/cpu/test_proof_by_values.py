@@ -93,7 +93,7 @@ def test_a_technique_that_changes_values_is_named(file: Path) -> None:
 
 
 def test_a_plan_is_made_without_the_technique_whose_values_differ(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.fit.plan.DEFAULT_SECONDS", 600.0)
+    monkeypatch.setattr("tightfit.fit.planning.DEFAULT_SECONDS", 600.0)
     left_out = ("selective_checkpointing", "nested_checkpointing", "tiled_tokens", "optimizer_kernel", "empty_cache")
     left_out += ("update_in_backward", "allocator_settings", "zero_grad")
     plan = tightfit.plan(

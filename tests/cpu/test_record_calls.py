@@ -10,7 +10,7 @@ import torch
 import tightfit
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.runtime.record_card import CardRecorder
-from tightfit.runtime.recorder import new_recorder
+from tightfit.runtime.run_recorder import new_recorder
 
 
 class StandIn:

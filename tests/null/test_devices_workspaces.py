@@ -4,7 +4,7 @@ import pytest
 
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
-from tightfit.devices.workspaces import cublas_workspace_bytes, torch_version
+from tightfit.devices.cublas_workspaces import cublas_workspace_bytes, torch_version
 from tightfit.units import MIB
 
 

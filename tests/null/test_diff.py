@@ -10,10 +10,10 @@ from rich.console import Console
 from tests.null.history_runs import CARD, FORWARD, LEAK, LOADER, NORM, Recorder, tape_of, training
 
 from tightfit.diagnosis.alignment import align
+from tightfit.diagnosis.diagnosed_run import subject_of_recording, subject_of_tape
 from tightfit.diagnosis.difference import difference
-from tightfit.diagnosis.run import subject_of_recording, subject_of_tape
 from tightfit.recordings.read import read_recording
-from tightfit.reports.text.difference import DifferenceText
+from tightfit.reports.text.run_difference import DifferenceText
 from tightfit.tape import Category, SpanKind
 from tightfit.units import KIB, MIB
 

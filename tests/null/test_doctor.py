@@ -9,11 +9,11 @@ from rich.console import Console
 from tests.null.history_runs import CARD, FORWARD, LEAK, Recorder, tape_of, training
 
 from tightfit.diagnosis.diagnose import diagnose
-from tightfit.diagnosis.history import history_of_tape
-from tightfit.diagnosis.run import subject_of_recording, subject_of_tape
+from tightfit.diagnosis.diagnosed_run import subject_of_recording, subject_of_tape
+from tightfit.diagnosis.histories import history_of_tape
 from tightfit.diagnosis.timeline import saved_bytes
 from tightfit.recordings.read import read_recording
-from tightfit.reports.text.doctor import DiagnosisText
+from tightfit.reports.text.diagnosis import DiagnosisText
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Category, SpanKind

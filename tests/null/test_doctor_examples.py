@@ -9,11 +9,11 @@ from rich.console import Console
 
 from tightfit.cli.main import app
 from tightfit.diagnosis.diagnose import diagnose
+from tightfit.diagnosis.diagnosed_run import subject_of_recording
 from tightfit.diagnosis.difference import difference
-from tightfit.diagnosis.run import subject_of_recording
 from tightfit.recordings.read import read_recording
-from tightfit.reports.text.difference import DifferenceText
-from tightfit.reports.text.doctor import DiagnosisText
+from tightfit.reports.text.diagnosis import DiagnosisText
+from tightfit.reports.text.run_difference import DifferenceText
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.txt"))

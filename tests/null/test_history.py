@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tests.null.history_runs import BACKWARD, CARD, FORWARD, LEAK, SCRATCH, Recorder, tape_of, training
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.diagnosis.history import history_of_recording, history_of_tape
+from tightfit.diagnosis.histories import history_of_recording, history_of_tape
 from tightfit.errors import UsageError
 from tightfit.recordings.frames import place_of
 from tightfit.recordings.marks import Marks
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, History, HistorySpan, user_frame
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Category, Source

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tightfit.errors import UsageError
 from tightfit.placement.board import Board
+from tightfit.placement.branch_and_bound import Outcome, Search
+from tightfit.placement.buffers import Buffer, Problem, read_problem, worst_crowd, write_solution
 from tightfit.placement.greedy import ORDERS, greedy, place_in_order
-from tightfit.placement.problem import Buffer, Problem, read_problem, worst_crowd, write_solution
+from tightfit.placement.offsets import faults, height_of
 from tightfit.placement.restarts import place_below
-from tightfit.placement.search import Outcome, Search
-from tightfit.placement.solution import faults, height_of
-from tightfit.placement.solve import solve
+from tightfit.placement.strategies import solve
 
 HARD = Path(__file__).parents[3] / "shared" / "data" / "placement"
 HARD_CAPACITY = 1 << 20

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tightfit.cli.main import run
-from tightfit.placement.problem import read_problem
-from tightfit.placement.solution import faults
+from tightfit.placement.buffers import read_problem
+from tightfit.placement.offsets import faults
 
 FITTING = "id,lower,upper,size\nweights,0,9,6\nearly,0,4,2\nlate,4,9,4\n"
 # At most 5 bytes live at any moment, and yet it takes 6 to place them.

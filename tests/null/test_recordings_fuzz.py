@@ -16,7 +16,7 @@ import pytest
 
 from tightfit.errors import RecordingError
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.units import MIB
 
 ADDRESS = 0x7F0000000000

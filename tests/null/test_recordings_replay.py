@@ -15,7 +15,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.cli.replay import replay as replay_command
 from tightfit.errors import UsageError
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.units import GIB, KIB, MIB
 
 REAL = sorted((Path(__file__).parents[3] / "shared/data/snapshots").glob("*.pickle"))

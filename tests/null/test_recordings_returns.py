@@ -7,7 +7,7 @@ import pytest
 from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.recordings.returns import returns_of
 from tightfit.units import GIB, MIB
 

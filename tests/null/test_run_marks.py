@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES
 from tightfit.recordings.classify import classify
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.notes import PlacedNote, modules_of, steps_of

@@ -19,7 +19,7 @@ from tightfit.tape import (
     Storages,
     Tape,
 )
-from tightfit.tape.read import read_tape
+from tightfit.tape.load import read_tape
 from tightfit.tape.verify import verify_tape
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tightfit.reports.results import Estimate
-from tightfit.reports.text.columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
 from tightfit.reports.text.estimates import ComparisonText, EstimateText, bar, write_comparison, write_estimate
+from tightfit.reports.text.table_columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
 from tightfit.simulate.estimate import Band, Holder, Peak, PeakMoment, SpanPeak
 from tightfit.tape import Assumption
 from tightfit.units import GIB, MIB

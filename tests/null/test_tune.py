@@ -16,7 +16,7 @@ from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.cli.replay import replay as replay_command
 from tightfit.errors import UsageError
 from tightfit.recordings.read import read_recording
-from tightfit.tuning.candidates import (
+from tightfit.tuning.candidate_settings import (
     divisions_text,
     joined,
     keys_of,

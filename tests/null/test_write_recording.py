@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
+from tightfit.recordings.allocator_trace import plain_settings
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import replay
-from tightfit.recordings.trace import plain_settings
+from tightfit.recordings.replayed import replay
 from tightfit.recordings.write import snapshot_of_tape, write_snapshot, write_tape
 from tightfit.simulate.history import CATEGORIES
 from tightfit.simulate.peak import estimate_peak

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tightfit.calibration.instruments import Findings, Instruments, summary
 from tightfit.devices.calibration import LIBRARIES, Calibration, Measured
-from tightfit.devices.workspaces import cublas_workspace_bytes, torch_version
+from tightfit.devices.cublas_workspaces import cublas_workspace_bytes, torch_version
 from tightfit.units import GIB, MIB, format_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

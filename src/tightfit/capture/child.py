@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from tightfit.capture import targets
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
-from tightfit.errors import CaptureError, TightfitError, apply_error, faults, programs
+from tightfit.errors import CaptureError, TightfitError, apply_error, faults
+from tightfit.errors import program_errors as programs
 
 if TYPE_CHECKING:
     from tightfit.capture.steps.detector import StepWatch
@@ -91,7 +92,7 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
-        from tightfit.capture.session import Session
+        from tightfit.capture.capture_session import Session
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

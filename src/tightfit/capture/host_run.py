@@ -25,7 +25,7 @@ from tightfit.capture.child import prepare, quiet, target_of
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import ApplyError, InternalError, faults
-from tightfit.errors.programs import one_line
+from tightfit.errors.program_errors import one_line
 
 _SEED = 0
 _MAX_OBJECTS = 10_000

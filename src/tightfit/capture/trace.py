@@ -30,7 +30,7 @@ DEFAULT_TIMEOUT_SECONDS = 120.0
 # What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
 _PRELOADED = (
     "tightfit.capture.child",
-    "tightfit.capture.session",
+    "tightfit.capture.capture_session",
     "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.tensor",
 )

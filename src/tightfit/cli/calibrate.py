@@ -39,7 +39,7 @@ def calibrate(
     json
         Print JSON instead of a table.
     """
-    from tightfit.calibration.run import measure
+    from tightfit.calibration.calibrate import measure
     from tightfit.devices.calibration_file import to_toml
 
     # Measured where data will be: the working folder may lie on another disk than /tmp.

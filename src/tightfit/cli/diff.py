@@ -28,7 +28,7 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) ->
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json()) + "\n")
     else:
-        from tightfit.reports.text.difference import write_difference
+        from tightfit.reports.text.run_difference import write_difference
 
         write_difference(found)
     return 0

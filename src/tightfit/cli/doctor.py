@@ -54,7 +54,7 @@ def doctor(
     if json:
         sys.stdout.write(jsonlib.dumps(diagnosis.to_json()) + "\n")
     else:
-        from tightfit.reports.text.doctor import write_diagnosis
+        from tightfit.reports.text.diagnosis import write_diagnosis
 
         write_diagnosis(diagnosis)
     return 0

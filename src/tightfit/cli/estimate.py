@@ -165,7 +165,7 @@ def _check_folders(files: Mapping[str, Path | None]) -> None:
 
 
 def _saved_tape(path: str) -> "Tape":
-    from tightfit.tape.read import read_tape
+    from tightfit.tape.load import read_tape
 
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")

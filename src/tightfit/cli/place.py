@@ -7,9 +7,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tightfit.errors import UsageError
-from tightfit.placement.problem import read_problem, write_solution
-from tightfit.placement.solution import Solution
-from tightfit.placement.solve import solve
+from tightfit.placement.buffers import read_problem, write_solution
+from tightfit.placement.offsets import Solution
+from tightfit.placement.strategies import solve
 from tightfit.units import format_bytes, parse
 
 _MAX_NAMES = 8

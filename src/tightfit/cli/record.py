@@ -15,7 +15,7 @@ from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
     from tightfit.capture.targets import GeneratorFunction, Script
-    from tightfit.recordings.record import Recording
+    from tightfit.recordings.recording import Recording
 
 _SEVERAL = Parameter(consume_multiple=False)
 
@@ -48,8 +48,8 @@ def record(
         Keep the last so many events, 200000 if not given.
     """
     from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
-    from tightfit.recordings.record import DEFAULT_MAX_EVENTS
-    from tightfit.recordings.record import record as new_recording
+    from tightfit.recordings.recording import DEFAULT_MAX_EVENTS
+    from tightfit.recordings.recording import record as new_recording
 
     if steps is not None and steps < 1:
         raise UsageError(f"--steps {steps}: at least one step must be run")

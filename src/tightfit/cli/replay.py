@@ -14,7 +14,7 @@ from tightfit.units import format_bytes, parse
 
 if TYPE_CHECKING:
     from tightfit.recordings.read import Recording
-    from tightfit.recordings.replay import Replay
+    from tightfit.recordings.replayed import Replay
 
 _WIDTH = 120
 
@@ -42,8 +42,8 @@ def replay(
     # Here and not above: numpy is not loaded for --help.
     from tightfit.allocator.settings import AllocatorSettings
     from tightfit.recordings.read import read_recording
-    from tightfit.recordings.replay import devices_of, together
-    from tightfit.recordings.replay import replay as replay_device
+    from tightfit.recordings.replayed import devices_of, together
+    from tightfit.recordings.replayed import replay as replay_device
 
     # With --tune the given settings are one row of the search, and the replay stays as recorded.
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)

@@ -102,7 +102,7 @@ def _content(history: "History", summary: "Summary", form: str) -> str:
 
 
 def _merged(target: str, profile: Path) -> str:
-    from tightfit.diagnosis.history import device_of, history_of_recording
+    from tightfit.diagnosis.histories import device_of, history_of_recording
     from tightfit.recordings.read import read_recording
     from tightfit.reports.perfetto import merged
 
@@ -144,7 +144,7 @@ def _is_recording(target: str) -> bool:
 def _tape(target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], steps: int) -> "Tape":
     from tightfit import fit
     from tightfit.cli.devices import local_cards
-    from tightfit.tape.read import read_tape
+    from tightfit.tape.load import read_tape
 
     if target.endswith(".npz"):
         if arguments or parameter:
@@ -186,7 +186,7 @@ def _cards(own: "Device | None", names: Sequence[str]) -> "list[Device]":
 def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit import fit
     from tightfit.devices.catalogue import find
-    from tightfit.diagnosis.history import history_of_tape
+    from tightfit.diagnosis.histories import history_of_tape
     from tightfit.reports.summary import fit_of_estimate, summarize
 
     settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
@@ -197,7 +197,7 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
 
 def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":
     from tightfit.allocator.settings import AllocatorSettings
-    from tightfit.diagnosis.history import device_of, history_of_recording
+    from tightfit.diagnosis.histories import device_of, history_of_recording
     from tightfit.recordings.read import read_recording
     from tightfit.reports.summary import fit_of_recording, summarize
 

@@ -69,7 +69,7 @@ def run(
     if virtual:
         return _run_virtually(chosen, script, arguments)
     from tightfit.capture.targets import Script
-    from tightfit.runtime.run import run as run_really
+    from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
         lambda: run_really(chosen, Script(path=script, arguments=arguments), _say, check_steps=check_steps), script
@@ -77,7 +77,7 @@ def run(
 
 
 def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | None, allow: tuple[str, ...]) -> Plan:
-    from tightfit.fit.plan import plan as find_plan
+    from tightfit.fit.planning import plan as find_plan
 
     return find_plan(
         script, device, budget=budget, allow=allow, arguments=arguments, say=_say if sys.stderr.isatty() else None
@@ -85,8 +85,8 @@ def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | No
 
 
 def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
-    from tightfit.fit.plan import run_virtually
-    from tightfit.runtime.run import figures, put_on
+    from tightfit.fit.planning import run_virtually
+    from tightfit.runtime.run_script import figures, put_on
 
     estimate, models = run_virtually(plan, script, arguments)
     for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan)]:

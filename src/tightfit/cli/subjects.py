@@ -8,7 +8,7 @@ from tightfit.cli.devices import own_card
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tightfit.diagnosis.run import Subject
+    from tightfit.diagnosis.diagnosed_run import Subject
 
 _RECORDINGS = (".pickle", ".pkl")
 # The PROTO opcode of pickle protocol 2 and up: recordings are known by their content, whatever their name.
@@ -55,7 +55,7 @@ def _is_pickle(target: str) -> bool:
 
 
 def _recorded(target: str, alloc_conf: str | None) -> "Subject":
-    from tightfit.diagnosis.run import subject_of_recording
+    from tightfit.diagnosis.diagnosed_run import subject_of_recording
     from tightfit.recordings.read import read_recording
 
     # doctor explains what happened; other settings would change addresses and segments, and with them the diagnosis.
@@ -77,8 +77,8 @@ def _traced(
 ) -> "Subject":
     from tightfit import fit
     from tightfit.devices.catalogue import find
-    from tightfit.diagnosis.run import subject_of_tape
-    from tightfit.tape.read import read_tape
+    from tightfit.diagnosis.diagnosed_run import subject_of_tape
+    from tightfit.tape.load import read_tape
 
     settings = fit.allocator_settings(alloc_conf)
     if target.endswith(".npz"):

@@ -51,7 +51,7 @@ def entries() -> list[Entry]:
         MissingExtra: torch is not installed.
     """
     try:
-        from tightfit.techniques import catalogue
+        from tightfit.techniques import registry as catalogue
     except ModuleNotFoundError as error:
         # Any other missing module is a broken installation, which the message below would hide.
         if error.name != "torch":

@@ -12,13 +12,13 @@ import numpy as np
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
 from tightfit.diagnosis.allocation_sites import Holder, bytes_by_category, holders_of
+from tightfit.diagnosis.diagnosed_run import SettingTried, Subject
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
 from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
-from tightfit.diagnosis.run import SettingTried, Subject
 from tightfit.diagnosis.suggestions import Remedy, remedies_of
 from tightfit.diagnosis.timeline import Step, steps_of
+from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.frames import Place
-from tightfit.recordings.trace import settings_text
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Assumption
 

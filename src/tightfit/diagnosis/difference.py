@@ -13,7 +13,7 @@ import numpy as np
 
 from tightfit.diagnosis.alignment import Stretch, align
 from tightfit.diagnosis.allocation_sites import bytes_by_category
-from tightfit.diagnosis.run import Subject
+from tightfit.diagnosis.diagnosed_run import Subject
 from tightfit.diagnosis.timeline import Step, steps_of
 from tightfit.recordings.frames import Place
 from tightfit.simulate.history import CATEGORIES

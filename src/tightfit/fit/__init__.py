@@ -14,8 +14,8 @@ from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replay import Replay, devices_of, together
-from tightfit.recordings.replay import replay as replay_recording
+from tightfit.recordings.replayed import Replay, devices_of, together
+from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
@@ -132,7 +132,7 @@ def replay(
     memory: str | int | None = None,
     device: int | None = None,
 ) -> Replay:
-    """What the recording of torch's allocator in that file would have held; see `tightfit.recordings.replay`.
+    """What the recording of torch's allocator in that file would have held; see `tightfit.recordings.replayed`.
 
     `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
     bytes, by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.

@@ -16,10 +16,10 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
-from tightfit.fit.plan import allowed
+from tightfit.fit.planning import allowed
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
-from tightfit.planner.batch_sizes import BatchSize, BatchSizes, close_in, fastest
+from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
 from tightfit.units import parse
 
@@ -55,7 +55,7 @@ def batch_sizes(
     """The largest and the fastest size of the batch of `target` on `device`, plain and with a plan.
 
     `parameter` is what sets the size: a keyword argument of the generator function, one of the script's own options (`batch_size` stands for
-    `--batch_size N`), or `batch_size` of a Hugging Face config. The rest is as `tightfit.fit.plan.plan` has it.
+    `--batch_size N`), or `batch_size` of a Hugging Face config. The rest is as `tightfit.fit.planning.plan` has it.
 
     Raises:
         UsageError: no such target, device, technique or setting, or the batch of this target is not set that way.

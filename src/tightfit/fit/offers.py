@@ -8,8 +8,8 @@ from tightfit.errors.faults import answering
 from tightfit.fit.allowed import Allowed
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.option import Option
-from tightfit.techniques.catalogue import techniques
 from tightfit.techniques.permitted import grouped, modules_of, obstacle
+from tightfit.techniques.registry import techniques
 
 
 class Offers:

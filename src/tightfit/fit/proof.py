@@ -16,7 +16,7 @@ from tightfit.errors import ApplyError
 from tightfit.fit.values import HostRun, differences, run_on_host
 from tightfit.planner.plan import Choice, Proof
 from tightfit.tape import Category, Tape
-from tightfit.techniques.catalogue import technique
+from tightfit.techniques.registry import technique
 
 NUM_STEPS = 3
 DEFAULT_SECONDS = 20.0

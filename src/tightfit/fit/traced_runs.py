@@ -111,7 +111,7 @@ class TracedRuns:
                 timeout_seconds=self._timeout_seconds,
                 show_output=self._show_output,
                 preparation=Preparation(
-                    function="tightfit.runtime.run:prepare", argument={"choices": [_plain(o) for o in options]}
+                    function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
             )

@@ -41,7 +41,8 @@ def run_on_host(
     with shared_folder() as folder:
         request, values = folder / "request.json", folder / "values.pt"
         preparation = Preparation(
-            function="tightfit.runtime.run:prepare", argument={"choices": [dataclasses.asdict(c) for c in choices]}
+            function="tightfit.runtime.run_script:prepare",
+            argument={"choices": [dataclasses.asdict(c) for c in choices]},
         )
         fields = {
             "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.placement.problem import Buffer
+from tightfit.placement.buffers import Buffer
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

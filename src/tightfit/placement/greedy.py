@@ -6,7 +6,7 @@ They take milliseconds and give the first placement, which a search then has to 
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tightfit.placement.problem import Buffer, Problem
+from tightfit.placement.buffers import Buffer, Problem
 
 Key = Callable[[Buffer], tuple[int, ...]]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.placement.board import Board, Numbers
-from tightfit.placement.search import Outcome, Search
+from tightfit.placement.branch_and_bound import Outcome, Search
 
 # Short, so that a run that began badly is soon tried in another order; later runs grow by _GROWTH.
 _FIRST_NODES = 400

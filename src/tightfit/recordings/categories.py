@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES
 from tightfit.recordings.frames import Place
 from tightfit.recordings.read import Annotation
 from tightfit.simulate.history import UNKNOWN, HistorySpan
@@ -166,7 +166,7 @@ def _of_the_start(
     for num_bytes, died in zip(lives.num_bytes[before].tolist(), lives.died[before].tolist(), strict=True):
         at = int(np.searchsorted(births, died)) - 1
         phase = int(of_births[at]) if at >= 0 else _FORWARD
-        # A workspace made before the recording has no stack either, but its size is one of two (tightfit.devices.workspaces).
+        # A workspace made before the recording has no stack either, but its size is one of two (tightfit.devices.cublas_workspaces).
         if num_bytes in DEFAULT_CUBLAS_BYTES and num_bytes not in gradients:
             guesses.append(Category.WORKSPACE)
         elif died == lives.num_events:

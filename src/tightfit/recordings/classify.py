@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES
+from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES
 from tightfit.recordings.notes import PlacedNote
 from tightfit.runtime.recorded import BACKWARD, FORWARD, OTHER
 from tightfit.simulate.history import CATEGORIES, UNKNOWN

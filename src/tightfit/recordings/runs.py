@@ -15,10 +15,10 @@ import numpy as np
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.recordings.allocator_trace import NO_CATEGORY, TraceBuilder
 from tightfit.recordings.classify import classify
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.notes import PlacedNote, modules_of, steps_of
-from tightfit.recordings.trace import NO_CATEGORY, TraceBuilder
 from tightfit.recordings.write import annotations_of, snapshot_of
 from tightfit.runtime.recorded import NOTE_PREFIX, CardRun, HostRun, Note, is_own_frame
 from tightfit.simulate.history import CATEGORIES

@@ -19,8 +19,8 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.cost.roofline import operator_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
-from tightfit.recordings.trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.simulate.history import CATEGORIES, HistorySpan
 from tightfit.simulate.timeline_bytes import levels_on
 from tightfit.simulate.workspaces import with_workspaces_of

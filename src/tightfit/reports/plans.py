@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tightfit.planner import plan as plain
 from tightfit.planner.explain import groups, reached_limit, sentences, verdict
-from tightfit.reports.text.columns import GAP, Column, shorten_middle, shorten_module
 from tightfit.reports.text.estimates import MAX_WIDTH, console, fitted
+from tightfit.reports.text.table_columns import GAP, Column, shorten_middle, shorten_module
 from tightfit.units import format_bytes, format_seconds
 
 _NOTEBOOK_WIDTH = 120

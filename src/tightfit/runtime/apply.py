@@ -10,8 +10,8 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
-from tightfit.runtime.inputs import InputCheck, Inputs, Tell
-from tightfit.techniques.catalogue import technique, techniques
+from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell
+from tightfit.techniques.registry import technique, techniques
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.techniques.technique import AbstractTechnique
 from tightfit.techniques.wrappers.forwards import copied_wrappers, take_off_copied

@@ -29,8 +29,8 @@ from tightfit.runtime.apply import (
     undo_after,
     watch_inputs,
 )
-from tightfit.runtime.inputs import InputCheck, Inputs, Tell, input_shapes
-from tightfit.runtime.loops import LoopWatch, is_of_loop
+from tightfit.runtime.framework_loops import LoopWatch, is_of_loop
+from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave

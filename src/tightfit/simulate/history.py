@@ -1,7 +1,7 @@
 """The memory history of a run, block by block: the form that reports, `doctor` and `diff` read, whether it was predicted or recorded.
 
 A history covers one device: the bytes after every event, and for every block when it was allocated and freed, its size, its category and its
-allocation site. It is built from a tape (`tightfit.diagnosis.history.history_of_tape`) or from a recording of torch's allocator
+allocation site. It is built from a tape (`tightfit.diagnosis.histories.history_of_tape`) or from a recording of torch's allocator
 (`history_of_recording`), and its readers need not know which.
 """
 

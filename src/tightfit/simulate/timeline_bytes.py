@@ -7,7 +7,7 @@ import numpy as np
 
 from tightfit.allocator.caching import CachingAllocator, OutOfDeviceMemory
 from tightfit.allocator.pools import Block
-from tightfit.allocator.replay import TapeReplay
+from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.device import Device
 from tightfit.tape import Column, EventKind, Source, Tape

@@ -10,8 +10,8 @@ import numpy as np
 
 from tightfit.cost.classes import operator_class
 from tightfit.devices.calibration import Calibration
+from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES, LATEST, cublas_workspace_bytes, torch_version
 from tightfit.devices.device import Device
-from tightfit.devices.workspaces import DEFAULT_CUBLAS_BYTES, LATEST, cublas_workspace_bytes, torch_version
 from tightfit.tape import Source, Storages, Tape
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import UsageError
 from tightfit.recordings.read import Recording
-from tightfit.tuning.candidates import Refused, keys_of, known_bad, needs, spelled, without_effect
+from tightfit.tuning.candidate_settings import Refused, keys_of, known_bad, needs, spelled, without_effect
 from tightfit.tuning.program import Program
 from tightfit.tuning.static_placement import StaticPlacement, place_statically
 from tightfit.tuning.sweeps import MIN_GAIN, Search

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
-from tightfit.placement.problem import Buffer, Problem
-from tightfit.placement.solve import solve
+from tightfit.placement.buffers import Buffer, Problem
+from tightfit.placement.strategies import solve
 from tightfit.tuning.program import Lifetime, Program
 
 Numbers = npt.NDArray[np.int64]

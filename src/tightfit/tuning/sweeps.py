@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
-from tightfit.tuning.candidates import (
+from tightfit.tuning.candidate_settings import (
     EXPANDABLE,
     busy_intervals,
     divisions_text,

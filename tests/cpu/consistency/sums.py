@@ -95,7 +95,7 @@ def real():
 
 
 def virtual():
-    from tightfit.capture.session import Session
+    from tightfit.capture.capture_session import Session
     from tightfit.tape import Phase
 
     session = Session("RTX 4090", 1, by_yield=True)

@@ -26,7 +26,7 @@ def names_of(module):
 
 
 def main(chosen):
-    from tightfit.capture.session import Session
+    from tightfit.capture.capture_session import Session
 
     session = Session("RTX 4090", 3, by_yield=True)
     session.watch.begin_yielded_step()

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, sparse
+from tightfit.capture.dispatch.data_reads import Reads
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
 from tightfit.capture.dispatch.operators import OperatorFacts, facts, tensors, written
-from tightfit.capture.dispatch.reads import Reads
 from tightfit.capture.dispatch.unknown_conditions import Truths
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory

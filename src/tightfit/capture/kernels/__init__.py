@@ -5,8 +5,8 @@ because a CPU build of torch does not contain them. Each module here restates on
 `Card`, with the source file it was read from; `install` routes the few operators that a CPU build would take apart differently.
 """
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.kernels.library_workspaces import Workspace, workspaces
 from tightfit.capture.kernels.scratch import scratch_bytes, scratch_events
-from tightfit.capture.kernels.workspaces import Workspace, workspaces
 
 __all__ = ["Card", "Workspace", "scratch_bytes", "scratch_events", "workspaces"]

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.reductions import reduction_buffers
 from tightfit.capture.kernels.rule import (
     Arguments,

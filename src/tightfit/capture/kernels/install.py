@@ -16,8 +16,8 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.capture.kernels import recurrent
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.attention.sdpa_backends import attention_on
-from tightfit.capture.kernels.card import Card
 
 # native_functions.yaml: operators with both a CUDA and a CompositeImplicitAutograd kernel.
 _FUSED_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")

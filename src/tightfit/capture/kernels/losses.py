@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.reductions import reduction_buffers
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, accumulate_size, num_bytes
 

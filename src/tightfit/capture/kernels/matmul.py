@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, contiguous_copy, num_bytes
 
 aten = torch.ops.aten

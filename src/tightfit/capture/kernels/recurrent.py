@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, bind
 
 aten = torch.ops.aten

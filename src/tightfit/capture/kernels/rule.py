@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 
 
 class Uncertain(int):

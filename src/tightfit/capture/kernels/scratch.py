@@ -11,8 +11,8 @@ import torch
 from torch._ops import OpOverload
 
 from tightfit.capture.kernels import convolution, losses, matmul, normalization, recurrent, reductions, spectral
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.attention import attention_scratch
-from tightfit.capture.kernels.card import Card
 from tightfit.capture.kernels.indexing import indexing, sorting
 from tightfit.capture.kernels.rule import Outputs, Rule, Uncertain, bind
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.kernels.library_workspaces import workspaces
 from tightfit.capture.kernels.rule import Uncertain
 from tightfit.capture.kernels.scratch import scratch_events
-from tightfit.capture.kernels.workspaces import workspaces
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Category, Source
 

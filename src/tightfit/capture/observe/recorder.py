@@ -7,7 +7,7 @@ it is queried, and costs nothing otherwise.
 from collections.abc import Iterable, Mapping
 
 from tightfit.allocator.caching import CachingAllocator
-from tightfit.allocator.replay import TapeReplay
+from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import (
     Assumption,

@@ -16,7 +16,7 @@ from tightfit.reports.downsampled_timeline import Detail, timeline
 from tightfit.reports.html.inert_text import inert
 from tightfit.reports.html.treemap import Node, peak_tree
 from tightfit.reports.summary import Summary
-from tightfit.reports.text.columns import shorten_middle
+from tightfit.reports.text.table_columns import shorten_middle
 from tightfit.simulate.history import CATEGORIES, History, is_library_frame
 from tightfit.tape import Column
 

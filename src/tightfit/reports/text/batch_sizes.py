@@ -3,9 +3,9 @@
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.planner.batch_sizes import BatchSize, BatchSizes
-from tightfit.reports.text.columns import GAP
+from tightfit.planner.largest_batch import BatchSize, BatchSizes
 from tightfit.reports.text.estimates import console
+from tightfit.reports.text.table_columns import GAP
 from tightfit.units import format_bytes, format_seconds
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.reports.advice import LABELS, largest_holders, to_try
-from tightfit.reports.text.columns import (
+from tightfit.reports.text.table_columns import (
     GAP,
     Column,
     fit_widths,

@@ -5,7 +5,7 @@ import shlex
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
-from tightfit.tuning.candidates import keys_of
+from tightfit.tuning.candidate_settings import keys_of
 from tightfit.tuning.search_settings import Row, Tuning
 from tightfit.units import format_bytes
 

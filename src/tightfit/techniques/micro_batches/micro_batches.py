@@ -25,9 +25,9 @@ from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
+from tightfit.techniques.parse_settings import parse_bool
 from tightfit.techniques.random_operators import draws
 from tightfit.techniques.session import Session
-from tightfit.techniques.settings import parse_bool
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 # Powers of two divide most batches evenly; a last part that is shorter is allowed, and another length means

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, Uncertain, ceil_div, num_bytes, round_up
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch.nn.attention import SDPBackend
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.errors.faults import for_torch
 
 Backend = Literal["flash", "cudnn", "efficient", "math"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.kernels.indexing.sorting import radix_sort_bytes, scan_bytes
 from tightfit.capture.kernels.rule import Arguments, Outputs, Rule, accumulate_size, contiguous_copy
 

@@ -21,7 +21,7 @@ from tightfit.recordings.categories import Lives, annotated_spans, guess_categor
 from tightfit.recordings.frames import place_of
 from tightfit.recordings.marks import Marks
 from tightfit.recordings.read import Action, DeviceRecording, Recording
-from tightfit.recordings.replay import replay
+from tightfit.recordings.replayed import replay
 from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
 from tightfit.simulate.timeline_bytes import Watch, levels_on
 from tightfit.simulate.workspaces import with_workspaces_of

@@ -14,7 +14,7 @@ from tightfit.fit.traced_runs import TracedRun
 from tightfit.planner.option import Change, Option
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Column
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 from tightfit.units import format_bytes
 
 _NUM_CARDS = 2

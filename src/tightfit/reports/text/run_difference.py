@@ -7,9 +7,9 @@ from rich.text import Text
 
 from tightfit.diagnosis.difference import Asked, Difference, Side
 from tightfit.reports.advice import LABELS
-from tightfit.reports.text.columns import Column, shorten_middle, shorten_place
 from tightfit.reports.text.estimates import MAX_WIDTH, console, fitted
 from tightfit.reports.text.folders import without_common_folder
+from tightfit.reports.text.table_columns import Column, shorten_middle, shorten_place
 from tightfit.units import format_bytes
 
 NUM_STEPS = 8

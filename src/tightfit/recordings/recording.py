@@ -73,7 +73,7 @@ class Recording:
             raise UsageError("a recording is under way already: one process records one run at a time")
         try:
             manifest.check()
-            from tightfit.runtime.recorder import new_recorder
+            from tightfit.runtime.run_recorder import new_recorder
         except ModuleNotFoundError as error:
             # Another missing module means a broken installation of tightfit.
             if error.name != "torch":

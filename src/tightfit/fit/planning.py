@@ -13,9 +13,9 @@ from tightfit.devices.device import Device
 from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
-from tightfit.fit.advice import advice
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.candidates import Variant
+from tightfit.fit.plan_advice import advice
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
@@ -25,7 +25,7 @@ from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
 from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
-from tightfit.techniques.catalogue import techniques
+from tightfit.techniques.registry import techniques
 from tightfit.units import format_bytes, parse
 
 NUM_PARETO_POINTS = 8
@@ -290,7 +290,7 @@ def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) 
         label=script,
         device=plan.device,
         preparation=Preparation(
-            function="tightfit.runtime.run:prepare",
+            function="tightfit.runtime.run_script:prepare",
             argument={"choices": [dataclasses.asdict(c) for c in plan.choices], "roots": plan.model.get("roots", ())},
         ),
     )

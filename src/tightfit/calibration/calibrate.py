@@ -25,7 +25,7 @@ def measure(*, device: str | None, virtual: bool, disk_folder: Path) -> dict[str
         request = folder / "request.json"
         request.write_text(json.dumps({"device": device, "virtual": virtual, "disk_folder": str(disk_folder)}))
         # Its stderr is read only in virtual mode; on a real GPU it goes through, as progress over two minutes.
-        with child("tightfit.calibration.child", request, reads_errors=virtual) as process:
+        with child("tightfit.calibration.card_process", request, reads_errors=virtual) as process:
             try:
                 said = (process.communicate(timeout=_TIMEOUT_SECONDS)[1] or b"").decode(errors="replace")
             except subprocess.TimeoutExpired:

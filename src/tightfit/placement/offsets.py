@@ -7,7 +7,7 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from tightfit.placement.problem import Crowd, Problem
+from tightfit.placement.buffers import Crowd, Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

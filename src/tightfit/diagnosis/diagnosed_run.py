@@ -11,12 +11,12 @@ from tightfit.cost.roofline import operator_seconds
 from tightfit.cost.steps import step_operators
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
-from tightfit.diagnosis.history import device_of, history_of_recording, history_of_tape
+from tightfit.diagnosis.histories import device_of, history_of_recording, history_of_tape
 from tightfit.diagnosis.suggestions import Costs
+from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.categories import Lives, phases_of
 from tightfit.recordings.frames import Place, place_of
 from tightfit.recordings.read import Action, Recording
-from tightfit.recordings.trace import settings_text
 from tightfit.simulate.history import History
 from tightfit.simulate.timeline_bytes import Watch, levels_on
 from tightfit.simulate.workspaces import with_workspaces_of

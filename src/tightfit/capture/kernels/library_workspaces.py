@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
-from tightfit.capture.kernels.card import Card
-from tightfit.devices.workspaces import default_cublas_bytes
-from tightfit.devices.workspaces import torch_version as torch_version_of
+from tightfit.capture.kernels.architecture import Card
+from tightfit.devices.cublas_workspaces import default_cublas_bytes
+from tightfit.devices.cublas_workspaces import torch_version as torch_version_of
 from tightfit.units import KIB
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from tightfit.diagnosis.diagnose import Diagnosis, Moment
 from tightfit.reports.advice import LABELS
-from tightfit.reports.text.columns import GAP, Column, shorten_middle, shorten_module, shorten_place
 from tightfit.reports.text.estimates import MAX_BAR_CELLS, MAX_WIDTH, STYLES, bar, console, fitted, share_words
 from tightfit.reports.text.folders import without_common_folder
+from tightfit.reports.text.table_columns import GAP, Column, shorten_middle, shorten_module, shorten_place
 from tightfit.units import format_bytes, format_seconds
 
 NUM_CALLERS = 2

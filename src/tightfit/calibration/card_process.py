@@ -1,6 +1,6 @@
 """The process that measures: reads a request file, and writes the content of a calibration file or one line that says why it failed.
 
-    python -m tightfit.calibration.child REQUEST.json PARENT
+    python -m tightfit.calibration.card_process REQUEST.json PARENT
 
 A process of its own, because the size of a CUDA context can be measured once per process, and because the virtual GPU patches torch for good.
 """
@@ -20,8 +20,8 @@ import torch
 
 from tightfit import __version__
 from tightfit.calibration import disk, host, kernels, launches, links, memory
-from tightfit.calibration.card import CardInstruments
 from tightfit.calibration.instruments import Findings, Instruments
+from tightfit.calibration.measured_card import CardInstruments
 from tightfit.calibration.simulated import SimulatedInstruments
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.devices.calibration import SCHEMA
@@ -50,7 +50,7 @@ def _content(request: dict[str, Any]) -> dict[str, Any]:
     if not request["virtual"]:
         instruments = CardInstruments(lambda name: _card(request["device"] or name))
         return _measured(instruments, folder, driver=instruments.driver)
-    from tightfit.capture.session import Session
+    from tightfit.capture.capture_session import Session
 
     # The steps of a capture are not used: measurements run on its virtual GPU.
     session = Session(request["device"], sys.maxsize, by_yield=True)

@@ -13,7 +13,7 @@ from tightfit.capture.dispatch.handlers import HANDLERS
 from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
-from tightfit.capture.kernels.card import Card
+from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.capture.patches import eager, loaders, native, torch_api

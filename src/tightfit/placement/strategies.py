@@ -8,11 +8,11 @@ import dataclasses
 import time
 
 from tightfit.placement.board import Board
+from tightfit.placement.branch_and_bound import Outcome
+from tightfit.placement.buffers import Buffer, Crowd, Problem, worst_crowd
 from tightfit.placement.greedy import ORDERS, greedy
-from tightfit.placement.problem import Buffer, Crowd, Problem, worst_crowd
+from tightfit.placement.offsets import Solution, height_of
 from tightfit.placement.restarts import place_below
-from tightfit.placement.search import Outcome
-from tightfit.placement.solution import Solution, height_of
 
 _MAX_BUFFERS = 2000
 """Of one independent group: the tables of the search have the square of that many entries."""
