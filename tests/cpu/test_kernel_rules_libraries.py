@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tightfit.capture.kernels import Card, scratch_events
-from tightfit.capture.kernels import library_workspaces as workspaces
+from tightfit.capture.kernels import Card, scratch_events, workspaces
 from tightfit.capture.kernels.convolution import (
     PHYSICS,
     convolution_workspace_bytes,

@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+_Packet = type(torch.ops.aten.add)
 _RATES = ("dropout", "dropout_p")
 
 
@@ -16,7 +17,8 @@ def draws(name: str) -> bool:
     """Whether the operator `name`, as a tape has it ("aten.bernoulli_.float") or without its namespace ("rand"), always draws."""
     parts = name.removeprefix("aten.").split(".")
     packet = getattr(torch.ops.aten, parts[0], None)
-    if packet is None:
+    # What a namespace has besides operators, such as `__get__`, is no operator.
+    if not isinstance(packet, _Packet):
         return False
     overloads = parts[1:] if len(parts) > 1 else packet.overloads()
     return any(_always_draws(getattr(packet, overload)) for overload in overloads)
