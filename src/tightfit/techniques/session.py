@@ -9,6 +9,8 @@ is undone: a program that catches the error gets it again at its next forward or
 
 import copy
 import dataclasses
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -209,7 +211,8 @@ class Session:
             return
         self._is_guarded = True
         self.when_undone(self.verdict.forget)
-        self.when_undone(self._take_off_copies)
+        # By reference to the model alone, and weakly: a session that is dropped must not wait for the garbage collector, nor its model for it.
+        self.when_undone(functools.partial(_take_off_copies, weakref.ref(self.model)))
         for optimizer in self.optimizers:
             handle = self.hook(optimizer.register_step_pre_hook, self.verdict.before_step)
             hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -217,11 +220,6 @@ class Session:
         # Of a program of TorchScript the steps are watched.
         if not isinstance(self.model, torch.jit.ScriptModule):
             self.wrap_forward(self.model, self.verdict.before_forward)
-
-    def _take_off_copies(self) -> None:
-        """Modules of the model that are copies of others of its modules (a network that grows) came with what was around those."""
-        for module in copied_wrappers(self.model):
-            take_off_copied(module)
 
     def undo(self) -> None:
         """Undoes everything; the values of parameters and optimizer states stay as trained.
@@ -278,3 +276,10 @@ def _put_back(holder: Any, name: str, value: Any, *, had: bool, before: Any) -> 
             setattr(holder, name, before)
         else:
             delattr(holder, name)
+
+
+def _take_off_copies(model_of: "weakref.ref[torch.nn.Module]") -> None:
+    """Modules of the model that are copies of others of its modules (a network that grows) came with what was around those."""
+    model = model_of()
+    for module in copied_wrappers(model) if model is not None else ():
+        take_off_copied(module)
