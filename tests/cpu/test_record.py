@@ -235,6 +235,32 @@ def test_an_optimizer_made_anew_for_the_same_parameters_and_one_inside_another_a
     assert recording.written.num_steps == 3
 
 
+def test_a_step_that_raised_and_an_optimizer_without_parameters_hide_no_later_steps(tmp_path: Path) -> None:
+    class Failing(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.turns = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.turns += 1
+            if self.turns == 2:
+                raise RuntimeError("once")
+            super().step()
+
+    optimizer = Failing(torch.nn.Linear(4, 4).parameters())
+    empty = torch.optim.SGD([{"params": []}], lr=0.1)
+    with tightfit.record(tmp_path / "x.pickle") as recording:
+        for number in range(5):
+            if number == 1:
+                with pytest.raises(RuntimeError, match="once"):
+                    turn(optimizer)
+            else:
+                turn(optimizer)
+            empty.step()
+    assert recording.written is not None
+    assert recording.written.num_steps == 4
+
+
 def test_stacks_are_those_of_the_user(tmp_path: Path) -> None:
     with tightfit.record(tmp_path / "with.pickle"):
         train(1)

@@ -6,6 +6,8 @@ the program is decided when the run is over (`snapshots.notes`). `num_steps` is 
 
 import gc
 import itertools
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +44,7 @@ class RunHooks:
         self._modules: list[str] = []
         self._paths: WeakTable[torch.nn.Module, str] = WeakTable()
         self._phases = [OTHER]
-        self._numbers: WeakTable[torch.Tensor, int] = WeakTable()
+        self._numbers: WeakTable[torch.Tensor | Optimizer, int] = WeakTable()
         self._num_numbers = 0
         self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
         self._made_before: WeakTable[Optimizer, None] = WeakTable()
@@ -121,13 +123,15 @@ class RunHooks:
         # After the step: states are made in the first one, and a fused or capturable step may replace its
         # counters.
         self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
-        if OPTIMIZER not in self._phases:  # what steps within the step of a wrapper has no turn of its own
+        # What steps within the step of a wrapper has no turn of its own. The call stack tells, and not the phases: a step that raised has not ended its.
+        if not _is_within_step(sys._getframe(1)):
             self._emit("step", f"{BY_OPTIMIZER} {self._number(optimizer)}", {})
             self._count_step(optimizer)
 
     def _number(self, optimizer: Optimizer) -> int:
         """The number of an optimizer; optimizers constructed anew in each iteration for the same parameters count as one."""
-        first = _parameters(optimizer)[0]
+        # Groups may be empty, all of them too.
+        first: torch.Tensor | Optimizer = next(iter(_parameters(optimizer)), optimizer)
         if first not in self._numbers:
             self._numbers[first] = self._num_numbers
             self._num_numbers += 1
@@ -164,6 +168,14 @@ class RunHooks:
             for name, inner in module.named_modules(prefix=type(module).__name__):
                 self._paths.setdefault(inner, f"{prefix}.{name}".lstrip("."))
         return self._paths[module]
+
+
+def _is_within_step(step: types.FrameType) -> bool:
+    """Whether the step of an optimizer whose wrapper by torch has the frame `step` was called within the step of another one."""
+    frame = step.f_back
+    while frame is not None and frame.f_code is not step.f_code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _nothing() -> None:
