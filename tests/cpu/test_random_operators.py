@@ -1,6 +1,7 @@
 """Which operators draw random numbers is told by torch's own tag."""
 
 import pytest
+import torch
 
 from tightfit.techniques.random_operators import draws
 
@@ -47,3 +48,12 @@ def test_what_always_draws_is_known(name: str) -> None:
 )
 def test_what_draws_not_or_only_at_a_rate_is_not(name: str) -> None:
     assert not draws(name)
+
+
+def test_an_operator_of_the_programs_own_is_told_by_its_tag_too() -> None:
+    with torch.library._scoped_library("tightfit_test", "DEF") as library:
+        library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        library.define("plain(Tensor x) -> Tensor")
+        assert draws("tightfit_test.noise") and draws("tightfit_test.noise.default")
+        assert not draws("tightfit_test.plain")
+        draws.cache_clear()

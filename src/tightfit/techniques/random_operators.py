@@ -14,13 +14,13 @@ _RATES = ("dropout", "dropout_p")
 
 @functools.cache
 def draws(name: str) -> bool:
-    """Whether the operator `name`, as a tape has it ("aten.bernoulli_.float") or without its namespace ("rand"), always draws."""
-    parts = name.removeprefix("aten.").split(".")
-    packet = getattr(torch.ops.aten, parts[0], None)
+    """Whether the operator `name`, as a tape has it ("aten.bernoulli_.float", "mylib.noise") or without torch's namespace ("rand"), always draws."""
+    namespace, *parts = name.split(".") if "." in name else ("aten", name)
+    packet = getattr(getattr(torch.ops, namespace), parts[0], None)
     # What a namespace has besides operators, such as `__get__`, is no operator.
     if not isinstance(packet, _Packet):
         return False
-    overloads = parts[1:] if len(parts) > 1 else packet.overloads()
+    overloads = parts[1:] or packet.overloads()
     return any(_always_draws(getattr(packet, overload)) for overload in overloads)
 
 
