@@ -9,13 +9,16 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tightfit.analysis.modules import ModuleCall, ModuleCalls
-from tightfit.cost.steps import step_operators
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
+
+if TYPE_CHECKING:
+    from tightfit.analysis.profile import Profile
 
 # A candidate that saves less than this share of what is saved for backward only adds noise to a plan.
 SMALLEST_SHARE = 0.002
@@ -52,17 +55,14 @@ def blocks(module_calls: ModuleCalls) -> list[Block]:
 
 
 def recompute_option(
-    technique: str,
-    module_calls: ModuleCalls,
-    block: Block,
-    seconds: Column,
-    kept: Callable[[ModuleCall], Column] | None = None,
+    technique: str, profile: "Profile", block: Block, kept: Callable[[ModuleCall], Column] | None = None
 ) -> Option:
-    """The option of recomputing `block`, except for the saved storages that `kept` marks; `seconds` holds the time of each operator.
+    """The option of recomputing `block`, except for the saved storages that `kept` marks.
 
     The storages that a call saves for backward are freed from the end of its forward to the beginning of its backward pass, where all of them are
     allocated again. The input is retained until then if the plain run frees it earlier.
     """
+    module_calls, seconds = profile.modules, profile.seconds
     changes, added = [], 0.0
     for call in block.calls:
         stays = np.zeros(len(call.saved), dtype=bool) if kept is None else kept(call)
@@ -82,7 +82,7 @@ def recompute_option(
         where=block.path,
         alike=f"{technique}:{block.alike}",
         changes=tuple(changes),
-        seconds=added / num_steps(module_calls),
+        seconds=added / profile.num_steps,
         exact=True,
         slots=block.slots,
     )
@@ -94,11 +94,6 @@ def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:
     if died >= call.back_event:
         return []
     return [Change(begin=died, end=call.back_end_event, num_bytes=int(module_calls.block_bytes[call.input]))]
-
-
-def num_steps(module_calls: ModuleCalls) -> int:
-    """Steps of the program's loop; 1 where there are none, as it is a divisor."""
-    return max(1, len(step_operators(module_calls.tape)))
 
 
 def _is_list(path: str, inside: list[str]) -> bool:

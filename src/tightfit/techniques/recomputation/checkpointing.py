@@ -25,7 +25,7 @@ class Checkpointing(AbstractTechnique):
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each block; it shares slots with the modules inside and around it."""
-        return [recompute_option(self.name, profile.modules, block, profile.seconds) for block in profile.blocks]
+        return [recompute_option(self.name, profile, block) for block in profile.blocks]
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""

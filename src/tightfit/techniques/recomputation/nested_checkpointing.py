@@ -12,11 +12,10 @@ import torch
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.recomputable import Block, num_steps
+from tightfit.analysis.recomputable import Block
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
-from tightfit.tape import Column
 from tightfit.techniques.recomputation.recompute import Recomputed
 from tightfit.techniques.recomputation.recomputed_inputs import Segment
 from tightfit.techniques.session import Session
@@ -39,7 +38,7 @@ class NestedCheckpointing(AbstractTechnique):
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """Segments of several lengths, of each stack of equal consecutive blocks."""
-        module_calls, seconds = profile.modules, profile.seconds
+        module_calls = profile.modules
         least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for stack in _stacks(profile):
             inputs = sum(_outputs_bytes(module_calls, block) for block in stack)
@@ -47,7 +46,7 @@ class NestedCheckpointing(AbstractTechnique):
                 continue
             for length in _LENGTHS:
                 for begin in range(0, len(stack) - length + 1, length):
-                    yield _option(self.name, module_calls, stack[begin : begin + length], seconds)
+                    yield _option(self.name, profile, stack[begin : begin + length])
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block of each segment."""
@@ -110,7 +109,8 @@ def _outputs_bytes(module_calls: ModuleCalls, block: Block) -> int:
     return int(module_calls.block_bytes[output]) if output >= 0 and module_calls.saved_for_backward[output] else 0
 
 
-def _option(technique: str, module_calls: ModuleCalls, segment: Sequence[Block], seconds: Column) -> Option:
+def _option(technique: str, profile: Profile, segment: Sequence[Block]) -> Option:
+    module_calls, seconds = profile.modules, profile.seconds
     changes, added = [], 0.0
     for calls in zip(*(block.calls for block in segment), strict=True):
         again = [float(seconds[call.begin : call.end].sum()) for call in calls]
@@ -131,7 +131,7 @@ def _option(technique: str, module_calls: ModuleCalls, segment: Sequence[Block],
         alike=f"{technique}:{segment[0].alike}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
-        seconds=added / num_steps(module_calls),
+        seconds=added / profile.num_steps,
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

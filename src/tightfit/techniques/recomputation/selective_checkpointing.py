@@ -44,7 +44,6 @@ class SelectiveCheckpointing(AbstractTechnique):
 
         Of the products, those are saved whose results the plain run saves; they are identified by their number in the block's forward.
         """
-        module_calls, seconds = profile.modules, profile.seconds
         is_product = np.array([operator_class(name) in _PRODUCTS for name in profile.tape.strings], dtype=bool)
 
         def kept(call: ModuleCall) -> Column:
@@ -56,7 +55,7 @@ class SelectiveCheckpointing(AbstractTechnique):
             if stays.any() and not stays.all():
                 products = call.begin + np.flatnonzero(is_product[profile.tape.operators.name[call.begin : call.end]])
                 keeping = np.flatnonzero(np.isin(products, profile.tape.storages.operator[call.saved[stays]]))
-                option = recompute_option(self.name, module_calls, block, seconds, kept)
+                option = recompute_option(self.name, profile, block, kept)
                 yield dataclasses.replace(option, settings={"keep": keeping.tolist()})
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:

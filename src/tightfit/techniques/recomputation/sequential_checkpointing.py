@@ -5,11 +5,10 @@ activations in one Sequential. Segments are halves, halves of halves and so on, 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 
-from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block, recompute_option
 from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
@@ -34,12 +33,12 @@ class SequentialCheckpointing(AbstractTechnique):
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each segment of each sequence of children; segments are nested or disjoint."""
-        module_calls, seconds = profile.modules, profile.seconds
+        module_calls = profile.modules
         least = _SMALLEST_SHARE * saved_bytes(module_calls)
         for sequence in profile.sequences:
             for layer_range in segments(sequence, 0, len(sequence)):
                 if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
-                    yield _option(self.name, module_calls, layer_range, seconds)
+                    yield _option(self.name, profile, layer_range)
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps each Sequential once, with code that runs its segments."""
@@ -49,10 +48,10 @@ class SequentialCheckpointing(AbstractTechnique):
             put_range(session, choice.where, begin, end, _maker(session, choice.where))
 
 
-def _option(technique: str, module_calls: ModuleCalls, layer_range: LayerRange, seconds: Any) -> Option:
-    alike = layer_range.alike(module_calls)
+def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
+    alike = layer_range.alike(profile.modules)
     block = Block(path=layer_range.path, alike=alike, calls=layer_range.calls, slots=layer_range.slots)
-    return with_settings(recompute_option(technique, module_calls, block, seconds), layer_range, alike)
+    return with_settings(recompute_option(technique, profile, block), layer_range, alike)
 
 
 def _maker(session: Session, where: str) -> MakeRunner:
