@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
@@ -200,7 +201,7 @@ def test_a_parameter_that_somebody_else_reads_after_its_gradient_is_updated_at_t
 
 
 @pytest.mark.parametrize("is_written", ["in place", "by data", "by numpy"])
-@pytest.mark.parametrize("what", ["batch", "weight", "frozen weight", "mask"])
+@pytest.mark.parametrize("what", ["batch", "weight", "frozen weight", "mask", "constant", "numpy's", "features"])
 def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anything_is_updated(what, is_written):
     torch.manual_seed(0)
     model = Masked()
@@ -208,10 +209,12 @@ def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anyth
     hooked(model, optimizer)
     batch = torch.randn(2, 3)
     written = {"batch": batch, "weight": model.last.weight, "frozen weight": model.frozen.weight, "mask": model.mask}
+    written |= {"constant": model.constant, "numpy's": torch.from_numpy(model.numbers)}
 
     def step(writes: bool) -> None:
         optimizer.zero_grad()
         model(batch).square().sum().backward()
+        written["features"] = model.features
         with torch.no_grad():
             if writes and is_written == "in place":
                 written[what].mul_(3.0)
@@ -232,16 +235,19 @@ def test_what_is_overwritten_between_backward_pass_and_step_is_seen_before_anyth
 
 
 class Masked(torch.nn.Module):
-    """Layers that are trained around one that is not, and a mask."""
+    """Layers that are trained around one that is not, with a mask, tensors that are no buffers, and features that the program holds on to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.frozen, self.last = (torch.nn.Linear(3, 3) for _ in range(3))
         self.frozen.requires_grad_(False)
         self.register_buffer("mask", torch.ones(3))
+        self.constant, self.numbers = torch.ones(3), np.ones(3, dtype=np.float32)
 
     def forward(self, x):
-        return self.last(torch.tanh(self.frozen(self.first(x) * self.mask)))
+        features = torch.tanh(self.frozen(self.first(x) * self.mask * self.constant * torch.from_numpy(self.numbers)))
+        self.features = features.detach()
+        return self.last(features)
 
 
 def test_what_is_written_between_backward_pass_and_step_and_has_no_part_in_it_is_no_reason_to_refuse():

@@ -73,6 +73,12 @@ SET_VERSIONS = known(
     "techniques",
 )
 
+_SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
+SAVED_DATA = known("torch._C._autograd:SavedTensor.data", _SAVED, "techniques")
+# What comes before the name of a derivative formula's input in a node's attribute (tools/autograd/gen_autograd_functions.py).
+SAVED_PREFIX = "_raw_saved_"
+SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
+
 REPLACED = (
     RUN_BACKWARD,
     OPTIMIZER_INIT,
@@ -85,7 +91,7 @@ REPLACED = (
     RETAIN_GRAD,
     NODE_HOOK,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, SET_VERSIONS, STORAGE_USES)
+READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, SAVED_DATA, SAVED_HOOK, SET_VERSIONS, STORAGE_USES)
 
 IN_USERS_PROCESS: tuple[Name, ...] = (
     *(name for name in (*REPLACED, *READ) if name not in IN_BOTH),

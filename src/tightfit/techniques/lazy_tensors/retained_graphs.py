@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient
+from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
@@ -88,7 +89,8 @@ class KeptPass:
             raise
         given = [t for t in self.backward.args[1] if isinstance(t, torch.Tensor)]
         self._versions = [(t, t._version) for t in (*parameters, *given)]
-        self._contents = Contents((*parameters, *given, *self._buffers, *self._others))
+        read = [*parameters, *given, *self._buffers, *self._others]
+        self._contents = Contents((*read, *saved_and_shared(self.backward.nodes(), read)))
         return result
 
     @property
@@ -131,6 +133,8 @@ class KeptPass:
             ApplyError: a gradient is not that of the first run; its parameter is not updated.
         """
         waiting, updated = self.waiting, dict[torch.Tensor, None]()
+        # What it holds would otherwise live longer than in a pass of the program's own.
+        self._contents = None
         on_host: dict[torch.Tensor, torch.Tensor] = {}
 
         def update_and_free(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
