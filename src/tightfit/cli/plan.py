@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.sizes import Size, with_unit
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Bounds:
     Parameters
     ----------
     budget
-        What the process may hold on the card, such as 22GiB. Default: all of it.
+        What the process may hold on the card, such as 22GiB or 80%. Default: all of it.
     host
         Not used yet, and refused: what techniques may move to the host's memory.
     disk
@@ -39,7 +40,7 @@ class Bounds:
         tiled_tokens@GPT.h.*; once for each.
     """
 
-    budget: str | None = None
+    budget: Size | None = None
     host: str | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
@@ -107,7 +108,7 @@ def plan(
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
     card = device or own_card()
     settings: dict[str, Any] = {
-        "budget": bounds.budget,
+        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
         "allow": bounds.allow,
         "without": bounds.without,
         "arguments": arguments,

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.devices import local_cards
 from tightfit.cli.programs import exit_code_of
+from tightfit.cli.sizes import Size, with_unit
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -20,7 +21,7 @@ def run(
     /,
     *arguments: Annotated[str, Parameter(show=False)],
     plan: Path | None = None,
-    budget: str | None = None,
+    budget: Size | None = None,
     device: str | None = None,
     allow: Annotated[tuple[str, ...], _SEVERAL] = (),
     virtual: bool = False,
@@ -37,7 +38,7 @@ def run(
     plan
         What tightfit plan -o wrote. Without it a plan is made first.
     budget
-        What the process may hold on the card, such as 22GiB, for the plan that is made. Default: all of it.
+        What the process may hold on the card, such as 22GiB or 80%, for the plan that is made. Default: all of it.
     device
         The card to plan for. Default: this machine's own.
     allow
@@ -54,6 +55,7 @@ def run(
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow):
         raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
+    budget = None if budget is None else with_unit("--budget", budget)
     card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(

@@ -14,12 +14,11 @@ from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replayed import Replay, devices_of, together
+from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
-from tightfit.units import parse
 
 
 @answering("the capture")
@@ -134,16 +133,16 @@ def replay(
 ) -> Replay:
     """What the recording of torch's allocator in that file would have held; see `tightfit.recordings.replayed`.
 
-    `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
-    bytes, by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.
+    `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB`, in
+    bytes, or `80%` of the GPU if the recording says its capacity; by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.
 
     Raises:
         UsageError: a wrong setting or size, or the recording has nothing of `device`.
         RecordingError: the file cannot be read.
     """
     settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
-    capacity_bytes = parse(memory) if isinstance(memory, str) else memory
     found = read_recording(recording)
+    capacity_bytes = limit_of(found, memory, "memory")
     return together(
         [
             replay_recording(found, settings=settings, capacity_bytes=capacity_bytes, device=index)

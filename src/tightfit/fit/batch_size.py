@@ -21,7 +21,7 @@ from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
-from tightfit.units import parse
+from tightfit.units import to_bytes
 
 FIRST_SIZE = 8
 """Where nothing says what the batch is now."""
@@ -64,7 +64,8 @@ def batch_sizes(
     card, settings = find(device), allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
-    budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
+    whole_bytes = card.capacity_bytes
+    budget_bytes = whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
     talk = theirs(say) if say is not None else lambda _: None

@@ -26,7 +26,7 @@ from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes, parse
+from tightfit.units import format_bytes, to_bytes
 
 NUM_PARETO_POINTS = 8
 _PARETO_SECONDS = 1.0
@@ -53,7 +53,7 @@ def plan(
     prove: bool = True,
     say: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
+    """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", "80%" of it, or bytes).
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
@@ -73,7 +73,7 @@ def plan(
     card, settings = find(device), allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
-    budget_bytes = card.capacity_bytes if budget is None else _bytes(budget)
+    budget_bytes = _budget_bytes(budget, card)
     if not budget_bytes > 0:
         raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
     if steps < 1:
@@ -149,8 +149,9 @@ def _without(text: str) -> Without:
     return Without(technique=name, places=found)
 
 
-def _bytes(size: str | int) -> int:
-    return parse(size) if isinstance(size, str) else size
+def _budget_bytes(budget: str | int | None, card: Device) -> int:
+    whole_bytes = card.capacity_bytes
+    return whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
 
 
 def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
