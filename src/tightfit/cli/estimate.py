@@ -7,7 +7,7 @@ import dataclasses
 import json as jsonlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from tightfit.cli.devices import own_card
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
     from tightfit.simulate.estimate import Estimate
@@ -129,7 +130,8 @@ def estimate(
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
     options = model.given()
-    _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
+    outputs = {"--save-tape": save_tape, "--save-recording": save_recording}
+    check_outputs(outputs, inputs=(target, calibration, *device))
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
     if target.endswith(".npz"):
@@ -148,20 +150,17 @@ def estimate(
             timeout=timeout,
             show_output=show_output,
         )
-    if save_tape is not None:
-        tape.save(save_tape)
-    if save_recording is not None:
-        write_tape(save_recording, tape, cards[0], settings, measured)
     estimates = [fit.cost(tape, card, settings, measured) for card in cards]
-    _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
+    elapsed_seconds = time.monotonic() - started
+    try:
+        if save_tape is not None:
+            tape.save(save_tape)
+        if save_recording is not None:
+            write_tape(save_recording, tape, cards[0], settings, measured)
+    finally:
+        # Also where a file could not be written: the answer has been worked out by now.
+        _print(estimates, json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
-
-
-def _check_folders(files: Mapping[str, Path | None]) -> None:
-    # Checked before the trace, which may take minutes, rather than when its result is to be written.
-    for option, file in files.items():
-        if file is not None and not file.resolve().parent.is_dir():
-            raise UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _saved_tape(path: str) -> "Tape":

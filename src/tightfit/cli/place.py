@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.sizes import Size
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 from tightfit.placement.buffers import read_problem, write_solution
 from tightfit.placement.offsets import Solution
 from tightfit.placement.strategies import solve
@@ -38,15 +39,17 @@ def place(
     """
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
+    # The problem itself may be the output: it gets the column `offset` then.
+    check_outputs({"--output": output})
     capacity_bytes = _bytes_of("--capacity", capacity)
     problem = read_problem(file, capacity=capacity_bytes, alignment=_bytes_of("--alignment", alignment))
     solution = solve(problem, seconds=seconds)
-    if output is not None:
-        write_solution(output, problem, solution.offsets)
-    if json:
-        print(json_module.dumps(_as_json(solution)))
-    else:
-        sys.stdout.write(_text(solution, capacity_bytes))
+    try:
+        if output is not None:
+            write_solution(output, problem, solution.offsets)
+    finally:
+        # Also where the file could not be written: the search may have taken a minute.
+        sys.stdout.write(json_module.dumps(_as_json(solution)) + "\n" if json else _text(solution, capacity_bytes))
     return 0 if solution.fits else 1
 
 

@@ -13,6 +13,7 @@ from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
 from tightfit.cli.sizes import Size, with_unit
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
     from tightfit.reports.plans import Plan
@@ -104,8 +105,7 @@ def plan(
     from tightfit.fit.planning import plan as find_plan
 
     started = time.monotonic()
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    check_outputs({"--output": output}, inputs=(target, calibration, device))
     card = device or own_card()
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
@@ -126,9 +126,12 @@ def plan(
             raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
-    if output is not None:
-        found.save(output)
-    _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+    try:
+        if output is not None:
+            found.save(output)
+    finally:
+        # Also where the file could not be written: the plan has been found by now.
+        _write(found, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
 
 

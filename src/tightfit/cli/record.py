@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.programs import Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
+from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def record(
             f"{target} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION): only those can be run"
         )
     path = output or Path(f"{_stem(target)}.recording.pickle")
+    check_outputs({"--output": path}, inputs=(target,))
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
         code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path)

@@ -7,6 +7,7 @@
     │   └── MissingExtra    3  a package that this target needs is not installed
     ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
+    ├── OutputError         3  a file could not be written
     ├── DoesNotFit          1  the answer is no
     ├── PlanError           3  no plan could be made
     ├── ApplyError          3  a plan could not be applied to this model
@@ -53,6 +54,10 @@ class UnsupportedTorch(TightfitError):
 
 class RecordingError(TightfitError):
     """A recording could not be read."""
+
+
+class OutputError(TightfitError):
+    """A file could not be written; what was there before is unchanged."""
 
 
 class DoesNotFit(TightfitError):
