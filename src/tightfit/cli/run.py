@@ -90,8 +90,8 @@ def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
     from tightfit.fit.planning import run_virtually
     from tightfit.runtime.run_script import figures, put_on
 
-    estimate, models = run_virtually(plan, script, arguments)
-    for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan)]:
+    estimate, models, told = run_virtually(plan, script, arguments)
+    for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan), *told]:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]
     print(

@@ -279,11 +279,13 @@ def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
 
 
 @answering("the planner")
-def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) -> tuple[Estimate, list[str]]:
-    """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, and the models that were met.
+def run_virtually(
+    plan: plain.Plan, script: str, arguments: Sequence[str] = ()
+) -> tuple[Estimate, list[str], list[str]]:
+    """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, the models that were met, and warnings.
 
     Raises:
-        ApplyError: the plan is for another model or a smaller batch.
+        ApplyError: the plan is for another model.
         CaptureError: the script could not be traced.
     """
     traced = trace(
@@ -297,4 +299,4 @@ def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) 
     )
     alloc_conf = next((c.settings["alloc_conf"] for c in plan.choices if "alloc_conf" in c.settings), None)
     estimate = cost(traced.tape, find(plan.device), allocator_settings(alloc_conf))
-    return estimate, [root["class"] for root in traced.report["roots"]]
+    return estimate, [root["class"] for root in traced.report["roots"]], list(traced.report["told"])

@@ -28,12 +28,11 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, che
 
     In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run.
 
-    `model` is the module that the program calls; for the result of torch.compile, the model inside is taken. For a plan of several models, call
+    Inputs larger than those that the plan was made for are a `UserWarning`, once. `model` is the module that the program calls; for the result of torch.compile, the model inside is taken. For a plan of several models, call
     this once for each, with its own optimizers.
 
     Raises:
-        ApplyError: the plan was made for another model, or cannot be applied to this one. Nothing has been changed then. It is also raised by the
-            first forward with gradients, if its inputs are larger than those that the plan was made for.
+        ApplyError: the plan was made for another model, or cannot be applied to this one. Nothing has been changed then.
     """
     model = innermost(model)
     optimizers = [_own(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer)]
