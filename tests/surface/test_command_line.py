@@ -46,7 +46,10 @@ OPTIONS = {
     ],
     "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
-    "record": ["--max-events", "--no-stacks", "--output", "--parameter", "--steps", "-o", "-p"],
+    "record": [
+        *("--device", "--host", "--max-events", "--no-stacks", "--output", "--parameter", "--steps", "--timeout"),
+        *("-o", "-p"),
+    ],
     "techniques": ["--json"],
     "devices": ["--json"],
     "diff": ["--device", "--json"],

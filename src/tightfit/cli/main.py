@@ -42,7 +42,7 @@ _COMMANDS = {
     "plan": "Find the fastest combination of techniques with which a workload fits a card.",
     "run": "Run a script with a plan on it, unmodified.",
     "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
-    "record": "Run a script and record its memory, on the card or (where there is none) on the host.",
+    "record": "Run a script and record its memory, on the card or (where there is none) on a virtual one.",
     "doctor": "Explain the memory of one run: who holds it, what grows, what is wasted, what to do next.",
     "diff": "Compare two runs, recorded or estimated: what grew, and where they part first.",
     "techniques": "List the techniques that a plan can be made of, and what each trades.",
