@@ -137,7 +137,9 @@ def test_an_option_that_is_not_ours_is_a_question_of_where_it_belongs(refused: R
 
 def test_what_follows_two_hyphens_goes_to_the_script_as_it_is(refused: Refused) -> None:
     line = refused("estimate", "arguments.py", "--device", "4090", "--", "--device", "h100", "-x", "--lr=3", code=3)
-    assert line == "arguments.py raised ValueError at arguments.py:2: ['--device', 'h100', '-x', '--lr=3']"
+    assert line == (
+        "arguments.py raised ValueError at arguments.py:2: ['--device', 'h100', '-x', '--lr=3'] (--debug shows the traceback)"
+    )
 
 
 @pytest.mark.parametrize("also", [(), ("--device", "4090")])
@@ -166,8 +168,11 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("raises.py", "raises.py raised ValueError at raises.py:4: no rows"),
-        ("imports.py", "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package'"),
+        ("raises.py", "raises.py raised ValueError at raises.py:4: no rows (--debug shows the traceback)"),
+        (
+            "imports.py",
+            "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package' (--debug shows the traceback)",
+        ),
         (
             "exits.py",
             "exits.py ended itself before its steps were over: exit code 4 (--show-output shows what it printed)",
@@ -185,6 +190,42 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
 )
 def test_a_workload_that_fails_is_answered_with_its_reason_and_place(refused: Refused, target: str, line: str) -> None:
     assert refused("estimate", target, "--device", "4090", code=3) == line
+
+
+CHAINED = """\
+import torch
+
+def load(name):
+    return {}[name]
+
+def workload():
+    try:
+        load("train")
+    except KeyError as error:
+        raise ValueError("no data set") from error
+    yield
+"""
+
+
+def test_debug_shows_the_programs_own_traceback_with_its_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As plain Python would print it: from the program's first line, without the frames of what ran it."""
+    (tmp_path / "own.py").write_text(CHAINED)
+    monkeypatch.chdir(tmp_path)
+    assert run(["estimate", "own.py:workload", "--device", "4090", "--debug"]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == "Traceback (most recent call last):"
+    assert 'own.py", line 8, in workload' in err.splitlines()[1]
+    assert "KeyError: 'train'" in err
+    assert "The above exception was the direct cause" in err
+    assert "tightfit/" not in err
+    assert "importlib" not in err
+    assert err.splitlines()[-2:] == [
+        "ValueError: no data set",
+        "tightfit: own.py:workload raised ValueError at own.py:10: no data set (caused by KeyError at own.py:4: 'train')",
+    ]
 
 
 def test_a_syntax_error_is_answered_with_its_file_and_line(refused: Refused) -> None:
@@ -276,7 +317,10 @@ def test_what_the_workload_prints_is_shown_on_stderr_if_asked_for(
     assert run(["estimate", "prints.py", "--device", "4090", "--show-output"]) == 3
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.splitlines() == ["the first line", "tightfit: prints.py raised ValueError at prints.py:2: then this"]
+    assert err.splitlines() == [
+        "the first line",
+        "tightfit: prints.py raised ValueError at prints.py:2: then this (--debug shows the traceback)",
+    ]
 
 
 class Malicious:

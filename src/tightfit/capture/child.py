@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.capture import targets
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
-from tightfit.errors import CaptureError, TightfitError, apply_error, faults
+from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def _failure(label: str, error: BaseException) -> dict[str, Any]:
         if isinstance(error, SystemExit):
             own = CaptureError(_ended_itself(label, error.code))
         else:
-            own = CaptureError(programs.one_line(label, error))
+            own = ProgramError(programs.one_line(label, error))
+            own.trace = programs.program_trace(error)
     details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
     trace = own.trace or "".join(traceback.format_exception(error))
     return {"ok": False, "kind": type(own).__name__, "message": str(own), "details": details, "trace": trace}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
-from tightfit.errors import TightfitError, UsageError
+from tightfit.errors import ProgramError, TightfitError, UsageError
 from tightfit.errors.faults import internal_error
 
 # A shell reports a process that signal N ended as 128 + N; these codes look the same to a script.
@@ -96,7 +96,8 @@ def _own(error: Exception, words: Sequence[str]) -> TightfitError:
 def _say(error: TightfitError, *, is_debug: bool) -> int:
     if is_debug:
         sys.stderr.write(error.trace or "".join(traceback.format_exception(error)))
-    sys.stderr.write(f"tightfit: {error}\n")
+    hint = f" ({_DEBUG} shows the traceback)" if isinstance(error, ProgramError) and not is_debug else ""
+    sys.stderr.write(f"tightfit: {error}{hint}\n")
     return error.exit_code
 
 

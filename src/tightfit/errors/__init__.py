@@ -4,6 +4,7 @@
     ├── UsageError          2  a wrong argument, path, name or setting
     │   └── UnknownDevice   2  no such GPU; lists the nearest names
     ├── CaptureError        3  the workload could not be traced to its end
+    │   ├── ProgramError    3  the workload itself raised an exception
     │   └── MissingExtra    3  a package that this target needs is not installed
     ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
@@ -42,6 +43,10 @@ class UnknownDevice(UsageError):
 
 class CaptureError(TightfitError):
     """The workload could not be traced to its end."""
+
+
+class ProgramError(CaptureError):
+    """The workload raised an exception; `trace` is its traceback, with the program's frames and those of the libraries that it called."""
 
 
 class MissingExtra(CaptureError):
