@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tightfit
 from tightfit.cli.main import run
 
 MODEL = """\
@@ -352,3 +353,26 @@ def test_a_recording_that_is_none_is_refused_and_never_run(
 
 def test_a_recording_that_is_not_there_is_refused(refused: Refused) -> None:
     assert refused("replay", "nowhere.pickle", code=3) == "nowhere.pickle cannot be read: No such file or directory"
+
+
+ASKS_FOR_ITS_CARD = """\
+import torch
+
+def workload():
+    free, total = torch.cuda.mem_get_info()
+    rows = free // (1 << 22)
+    layer = torch.nn.Linear(1024, 1024).cuda()
+    while True:
+        layer(torch.ones(rows, 1024, device="cuda")).sum().backward()
+        yield
+"""
+
+
+def test_a_program_that_asks_for_free_memory_does_not_find_what_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks.py").write_text(ASKS_FOR_ITS_CARD)
+    monkeypatch.chdir(tmp_path)
+    plain, less = (tightfit.estimate("asks.py:workload", "RTX 4090", used=used) for used in (None, "12GiB"))
+    # 1 KiB a row for the input and as much for the output, of each 4 MiB that are free.
+    assert plain.peak.allocated_bytes - less.peak.allocated_bytes > (12 << 30) // (1 << 22) * 4096

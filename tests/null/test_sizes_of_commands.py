@@ -41,7 +41,7 @@ def tape() -> Tape:
 
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same run as a recording on a card of 7.62 GiB."""
+    """The same run as a recording on a card of 7.75 GiB."""
     monkeypatch.chdir(tmp_path)
     write_tape("run.pickle", tape(), find(CARD))
     return "run.pickle"

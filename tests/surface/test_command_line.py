@@ -36,15 +36,16 @@ OPTIONS = {
         "--steps",
         "--task",
         "--timeout",
+        "--used",
         "-p",
     ],
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
         *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
-        *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
+        *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--used", "--without", "-o", "-p"),
     ],
-    "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
+    "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--used", "--virtual"],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": [
         *("--device", "--host", "--max-events", "--no-stacks", "--output", "--parameter", "--steps", "--timeout"),

@@ -46,6 +46,7 @@ class Request:
     show_output: bool
     preparation: dict[str, Any] | None
     with_effects: bool = False
+    used_bytes: int = 0
 
 
 def main(path: str, parent: str) -> None:
@@ -103,7 +104,13 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
     by_yield = request.target["kind"] != "Script"
-    session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
+    session = Session(
+        request.device,
+        request.num_steps,
+        by_yield=by_yield,
+        with_effects=request.with_effects,
+        used_bytes=request.used_bytes,
+    )
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = prepare(request.preparation)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.sizes import Size
+from tightfit.cli.used import used_now
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -84,6 +86,7 @@ def estimate(
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     timeout: float = 120.0,
+    used: Size | None = None,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     json: bool = False,
@@ -107,6 +110,8 @@ def estimate(
         How many steps to trace, 3 if not given; the worst one counts.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
+    used
+        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -129,7 +134,7 @@ def estimate(
     measured = None if calibration is None else Calibration.load(calibration)
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
-    options = model.given()
+    options, taken = model.given(), used_now(used, devices[0], is_own=not device)
     outputs = {"--save-tape": save_tape, "--save-recording": save_recording}
     check_outputs(outputs, inputs=(target, calibration, *device))
     if save_recording is not None and len(cards) > 1:
@@ -149,8 +154,9 @@ def estimate(
             steps=steps,
             timeout=timeout,
             show_output=show_output,
+            used=taken,
         )
-    estimates = [fit.cost(tape, card, settings, measured) for card in cards]
+    estimates = [fit.cost(tape, card, settings, measured, used=taken) for card in cards]
     elapsed_seconds = time.monotonic() - started
     try:
         if save_tape is not None:

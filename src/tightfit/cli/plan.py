@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
 from tightfit.cli.sizes import Size, with_unit
+from tightfit.cli.used import used_now
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 
@@ -30,6 +31,8 @@ class Bounds:
     ----------
     budget
         What the process may hold on the card, such as 22GiB or 80%. Default: all of it.
+    used
+        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
     host
         Not used yet, and refused: what techniques may move to the host's memory.
     disk
@@ -42,6 +45,7 @@ class Bounds:
     """
 
     budget: Size | None = None
+    used: Size | None = None
     host: str | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
@@ -109,6 +113,7 @@ def plan(
     card = device or own_card()
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
+        "used": used_now(bounds.used, card, is_own=device is None),
         "allow": bounds.allow,
         "without": bounds.without,
         "arguments": arguments,
