@@ -34,6 +34,7 @@ OPTIONS = {
         "--sequence-length",
         "--show-output",
         "--steps",
+        "--sweep",
         "--task",
         "--timeout",
         "--used",

@@ -87,6 +87,7 @@ def estimate(
     steps: int = 3,
     timeout: float = 120.0,
     used: Size | None = None,
+    sweep: Annotated[tuple[str, ...], _SEVERAL] = (),
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     json: bool = False,
@@ -112,6 +113,9 @@ def estimate(
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     used
         What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
+    sweep
+        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
+        option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -139,6 +143,29 @@ def estimate(
     check_outputs(outputs, inputs=(target, calibration, *device))
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
+    if sweep:
+        from tightfit.cli.sweep import option_kinds, write_rows
+
+        if target.endswith(".npz") or save_tape is not None or save_recording is not None:
+            raise UsageError(
+                "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
+            )
+        return write_rows(
+            target,
+            sweep,
+            list(zip(devices, cards, strict=True)),
+            settings,
+            measured,
+            arguments=arguments,
+            parameters=parameter,
+            options=options,
+            known_options=option_kinds(ModelOptions),
+            json=json,
+            steps=steps,
+            timeout=timeout,
+            show_output=show_output,
+            used=taken,
+        )
     if target.endswith(".npz"):
         if arguments or parameter or options:
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
