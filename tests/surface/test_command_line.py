@@ -41,7 +41,16 @@ OPTIONS = {
         "-p",
     ],
     "plan": [
-        *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
+        *(
+            "--alloc-conf",
+            "--allow",
+            "--as-code",
+            "--attention",
+            "--autocast",
+            "--batch-size",
+            "--budget",
+            "--calibration",
+        ),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
         *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--used", "--without", "-o", "-p"),

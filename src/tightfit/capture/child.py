@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture import targets
+from tightfit.capture import simulated, targets
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
@@ -103,6 +103,7 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
+    simulated.begin()
     by_yield = request.target["kind"] != "Script"
     session = Session(
         request.device,

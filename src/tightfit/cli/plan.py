@@ -68,6 +68,7 @@ def plan(
     search: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
+    as_code: bool = False,
     show_output: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
@@ -100,6 +101,8 @@ def plan(
         Write the plan to this file (JSON), for tightfit run --plan.
     json
         Print the plan as JSON.
+    as_code
+        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
     show_output
         Show what the workload prints, on stderr.
     no_prove
@@ -110,6 +113,8 @@ def plan(
 
     started = time.monotonic()
     check_outputs({"--output": output}, inputs=(target, calibration, device))
+    if as_code and (json or search is not None):
+        raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
@@ -136,8 +141,23 @@ def plan(
             found.save(output)
     finally:
         # Also where the file could not be written: the plan has been found by now.
-        _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+        if as_code:
+            _write_code(found, target, output)
+        else:
+            _write(found, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _write_code(found: "Plan", target: str, output: Path | None) -> None:
+    from tightfit.planner.explain import verdict
+    from tightfit.reports.text.plan_code import plan_code
+
+    # Only the lines go to stdout, where they can be piped into a file.
+    sys.stderr.write(f"tightfit: {verdict(found)}\n")
+    if found.fits:
+        path = next((part for part in (target, target.rpartition(":")[0]) if part.endswith(".py")), "")
+        source = Path(path).read_text(encoding="utf-8", errors="replace") if path else ""
+        sys.stdout.write(plan_code(found, source=source, path=path, saved=None if output is None else str(output)))
 
 
 def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.simulated import is_simulated
 from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
@@ -47,7 +48,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, che
         choices_for(plan.choices, model, is_first=True),
         model,
         optimizers,
-        check_steps=check_steps,
+        # On the virtual GPU there are no values to compare, and what is read back is assumed.
+        check_steps=0 if is_simulated() else check_steps,
         last=lambda session: watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2)),
     )
 
