@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tightfit.cli.programs import Enough, exit_code_of
+from tightfit.cli.programs import INTERRUPTED, Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
 from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes
@@ -81,10 +81,12 @@ def record(
         )
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
-        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path)
+        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path, shows_interrupts=False)
     else:
-        code = exit_code_of(lambda: _run_function(parsed, recording, steps or 3), parsed.location)
-    _say(recording)
+        code = exit_code_of(
+            lambda: _run_function(parsed, recording, steps or 3), parsed.location, shows_interrupts=False
+        )
+    _say(recording, was_interrupted=code == INTERRUPTED)
     return code
 
 
@@ -170,11 +172,13 @@ def _run_function(function: "GeneratorFunction", recording: "Recording", num_ste
         raise CaptureError("the function did not yield: set up, then `yield` once per step")
 
 
-def _say(recording: "Recording") -> None:
+def _say(recording: "Recording", *, was_interrupted: bool) -> None:
     written = recording.written
     if written is None:
+        sys.stderr.write("tightfit: interrupted\n" if was_interrupted else "")
         return
+    first = "interrupted; " if was_interrupted else ""
     sys.stderr.write(
-        f"tightfit: wrote {written.path}: {written.num_events:,} events in {_steps(written.num_steps)} on {written.device},"
+        f"tightfit: {first}wrote {written.path}: {written.num_events:,} events in {_steps(written.num_steps)} on {written.device},"
         f" {format_bytes(written.num_bytes)}; next: tightfit doctor {written.path}\n"
     )
