@@ -1,5 +1,19 @@
-"""`python -m tightfit` is the program `tightfit`."""
+"""The program `tightfit`, also as `python -m tightfit`. An interrupt that comes while the command line is being imported is one line too."""
 
-from tightfit.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Runs the command line and ends the process with its exit code."""
+    try:
+        from tightfit.cli.main import run
+
+        code = run()
+    except KeyboardInterrupt:
+        sys.stderr.write("tightfit: interrupted\n")
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,12 @@
 """Parsing and formatting of bytes and seconds.
 
 Sizes are whole numbers of bytes. A unit with an `i` is a power of 1024 and one without is a power of 1000, as IEC 80000-13 has it;
-a bare `G` or `M` is taken as binary, because that is what `free`, `nvidia-smi` and CUDA users mean by it.
+a bare `G` or `M` is taken as binary, because that is what `free`, `nvidia-smi` and CUDA users mean by it. A number without any unit is GiB where it
+can be one (nobody plans for 22 bytes), and is refused elsewhere.
 """
 
 import re
+import warnings
 from typing import NewType
 
 from tightfit.errors import UsageError
@@ -16,24 +18,86 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-_FACTORS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
+_FACTORS = {"b": 1, "k": KIB, "m": MIB, "g": GIB, "t": 1 << 40}
 # 1 GiB is 2**30 bytes, 1 GB 10**9: a budget copied from a data sheet must not come out 7 % too large.
 _FACTORS |= {f"{prefix}ib": 1 << (10 * power) for power, prefix in enumerate("kmgt", 1)}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+# 15 digits are exact in a float, and more than any memory has.
+_PATTERN = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
+_MIN_GIB, _MAX_GIB = 1, 1024
+_HINT = "write a number with a unit, such as 22GiB, 1.5GB or 512M"
 
 
-def parse(text: str) -> Bytes:
-    """The number of bytes that `text` names, such as `22GiB`, `1.5 GB`, `512M` or `4096`.
+def parse(text: str, *, whole_bytes: int | None = None) -> Bytes:
+    """The number of bytes that `text` names, such as `22GiB`, `1.5 GB`, `512M` or `80%` (of `whole_bytes`); `22` is 22 GiB, from 1 to 1024.
+
+    Raises:
+        UsageError: `text` is not a size, has no unit and is no number of GiB, or is a part of a whole that is not known.
+    """
+    number, unit = _parts(text)
+    if unit == "%":
+        return _share(text, number, whole_bytes)
+    if unit or not number:
+        return Bytes(round(number * _FACTORS[unit or "b"]))
+    if not _MIN_GIB <= number <= _MAX_GIB:
+        raise UsageError(f"'{text}' has no unit; {_HINT}")
+    return Bytes(round(number * GIB))
+
+
+def parse_bytes(text: str) -> Bytes:
+    """As `parse`, but a number without a unit is bytes: for sizes that stand beside a file whose own sizes have no unit.
 
     Raises:
         UsageError: `text` is not a size.
     """
+    number, unit = _parts(text)
+    if unit == "%":
+        return _share(text, number, None)
+    return Bytes(round(number * _FACTORS[unit or "b"]))
+
+
+def lacks_unit(text: str) -> bool:
+    """Whether `text` is a size without a unit, which `parse` takes for GiB."""
+    number, unit = _parts(text)
+    return not unit and bool(number)
+
+
+def to_bytes(size: str | int, name: str, *, whole_bytes: int | None = None) -> Bytes:
+    """`size` in bytes: an int is bytes already, a str is read by `parse`. `name` is what the caller calls it, for messages.
+
+    Raises:
+        UsageError: it is not a size, or is negative.
+    """
+    if isinstance(size, int):
+        if size < 0:
+            raise UsageError(f"{name} is {size}: a size is not negative")
+        return Bytes(size)
+    try:
+        count = parse(size, whole_bytes=whole_bytes)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    if lacks_unit(size):
+        warnings.warn(f"{name} '{size}' has no unit and is taken as {size.strip()} GiB", stacklevel=3)
+    return count
+
+
+def _parts(text: str) -> tuple[float, str]:
+    """The number and the unit of `text`, in lower case; empty if it has none."""
     match = _PATTERN.fullmatch(text)
-    factor = _FACTORS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise UsageError(f"'{text}' is not a size; write a number with a unit, such as 22GiB, 1.5GB or 512M")
-    return Bytes(round(float(match[1]) * factor))
+    if match is None and re.fullmatch(r"\s*-\s*[0-9.].*", text):
+        raise UsageError(f"'{text}' is negative; {_HINT}")
+    unit = match[2].lower() if match else ""
+    if match is None or (unit and unit != "%" and unit not in _FACTORS):
+        raise UsageError(f"'{text}' is not a size; {_HINT}")
+    return float(match[1]), unit
+
+
+def _share(text: str, number: float, whole_bytes: int | None) -> Bytes:
+    if whole_bytes is None:
+        raise UsageError(f"'{text}' is a share of a size that is not known here; {_HINT}")
+    if number > 100:
+        raise UsageError(f"'{text}' is more than all of it; write at most 100%")
+    return Bytes(int(number * whole_bytes / 100))
 
 
 def format_bytes(count: int) -> str:

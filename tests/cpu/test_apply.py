@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import tightfit
 from tightfit.errors import ApplyError
+from tightfit.runtime.input_shapes import Inputs
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -220,23 +221,53 @@ def test_a_second_plan_is_refused_until_the_first_is_undone() -> None:
     tightfit.apply(plan_of(), model, optimizer)
 
 
-def test_a_larger_batch_is_refused_by_the_first_forward() -> None:
-    model, _ = made()
-    tightfit.apply(plan_of(), model)
-    with torch.no_grad():
-        model(torch.randn(2 * BATCH, WIDTH))
-    with pytest.raises(ApplyError, match=r"input 0 is 8 x 8, larger than the 4 x 8 .*; make a plan for this batch"):
-        model(torch.randn(2 * BATCH, WIDTH))
-    model(torch.randn(BATCH, WIDTH))
+def gradients(model: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of one pass."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(rows).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_a_larger_batch_later_is_told_once_and_no_error() -> None:
-    model, _ = made()
+@pytest.mark.parametrize("sizes", [[2 * BATCH], [BATCH, 2 * BATCH]])
+def test_a_larger_batch_warns_once_and_has_the_gradients_of_the_plain_run(sizes: list[int]) -> None:
+    plain, model = made()[0], made()[0]
+    batches = [torch.randn(size, WIDTH) for size in sizes]
+    expected = [gradients(plain, rows) for rows in batches]
     tightfit.apply(plan_of(), model)
-    model(torch.randn(BATCH, WIDTH))
-    with pytest.warns(UserWarning, match="input 0 is 8 x 8, larger than the 4 x 8"):
-        model(torch.randn(2 * BATCH, WIDTH))
-    model(torch.randn(2 * BATCH, WIDTH))
+    found = [gradients(model, rows) for rows in batches[:-1]]
+    with pytest.warns(UserWarning, match=r"input 0 is 8 x 8, larger than the 4 x 8 .*make a plan for this batch"):
+        found.append(gradients(model, batches[-1]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    model(torch.randn(3 * BATCH, WIDTH))
+
+
+def test_a_smaller_batch_has_the_gradients_of_the_plain_run_and_says_nothing() -> None:
+    plain, model = made()[0], made()[0]
+    tightfit.apply(plan_of(), model)
+    rows = torch.randn(BATCH - 1, WIDTH)
+    torch.testing.assert_close(gradients(model, rows), gradients(plain, rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({"ids": [16, 1024]}, ""),
+        ({"ids": [2, 512], "mask": [99, 99]}, ""),
+        ({"ids": [2, 4096]}, "input ids is 2 x 4096, longer in one dimension than the 16 x 1024"),
+        ({"ids": [17, 1024]}, "input ids is 17 x 1024, larger than the 16 x 1024"),
+        ({"ids": [1, 1, 16, 1024]}, ""),
+        ({"padded": [2, 300]}, ""),
+        ({"padded": [8, 300]}, "input padded is 8 x 300, larger than the 8 x 100"),
+        ({"0": [2, 2]}, "the inputs are 0, and the plan was made for ids, padded"),
+        ({}, ""),
+    ],
+)
+def test_what_counts_as_larger(shapes: dict[str, list[int]], said: str) -> None:
+    """A longer sequence may need more in a smaller batch, unless lengths varied while the plan was made."""
+    planned = Inputs(largest={"ids": [16, 1024], "padded": [8, 100]}, varying={"padded"})
+    assert planned.larger(shapes).startswith(said)
+    assert bool(planned.larger(shapes)) is bool(said)
 
 
 def test_sizes_that_varied_while_the_plan_was_made_may_vary() -> None:

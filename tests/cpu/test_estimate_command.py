@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tightfit
 from tightfit.cli.main import run
 
 MODEL = """\
@@ -137,7 +138,9 @@ def test_an_option_that_is_not_ours_is_a_question_of_where_it_belongs(refused: R
 
 def test_what_follows_two_hyphens_goes_to_the_script_as_it_is(refused: Refused) -> None:
     line = refused("estimate", "arguments.py", "--device", "4090", "--", "--device", "h100", "-x", "--lr=3", code=3)
-    assert line == "arguments.py raised ValueError at arguments.py:2: ['--device', 'h100', '-x', '--lr=3']"
+    assert line == (
+        "arguments.py raised ValueError at arguments.py:2: ['--device', 'h100', '-x', '--lr=3'] (--debug shows the traceback)"
+    )
 
 
 @pytest.mark.parametrize("also", [(), ("--device", "4090")])
@@ -166,8 +169,11 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        ("raises.py", "raises.py raised ValueError at raises.py:4: no rows"),
-        ("imports.py", "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package'"),
+        ("raises.py", "raises.py raised ValueError at raises.py:4: no rows (--debug shows the traceback)"),
+        (
+            "imports.py",
+            "imports.py raised ModuleNotFoundError at imports.py:2: No module named 'no_such_package' (--debug shows the traceback)",
+        ),
         (
             "exits.py",
             "exits.py ended itself before its steps were over: exit code 4 (--show-output shows what it printed)",
@@ -185,6 +191,42 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
 )
 def test_a_workload_that_fails_is_answered_with_its_reason_and_place(refused: Refused, target: str, line: str) -> None:
     assert refused("estimate", target, "--device", "4090", code=3) == line
+
+
+CHAINED = """\
+import torch
+
+def load(name):
+    return {}[name]
+
+def workload():
+    try:
+        load("train")
+    except KeyError as error:
+        raise ValueError("no data set") from error
+    yield
+"""
+
+
+def test_debug_shows_the_programs_own_traceback_with_its_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As plain Python would print it: from the program's first line, without the frames of what ran it."""
+    (tmp_path / "own.py").write_text(CHAINED)
+    monkeypatch.chdir(tmp_path)
+    assert run(["estimate", "own.py:workload", "--device", "4090", "--debug"]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == "Traceback (most recent call last):"
+    assert 'own.py", line 8, in workload' in err.splitlines()[1]
+    assert "KeyError: 'train'" in err
+    assert "The above exception was the direct cause" in err
+    assert "tightfit/" not in err
+    assert "importlib" not in err
+    assert err.splitlines()[-2:] == [
+        "ValueError: no data set",
+        "tightfit: own.py:workload raised ValueError at own.py:10: no data set (caused by KeyError at own.py:4: 'train')",
+    ]
 
 
 def test_a_syntax_error_is_answered_with_its_file_and_line(refused: Refused) -> None:
@@ -276,7 +318,10 @@ def test_what_the_workload_prints_is_shown_on_stderr_if_asked_for(
     assert run(["estimate", "prints.py", "--device", "4090", "--show-output"]) == 3
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.splitlines() == ["the first line", "tightfit: prints.py raised ValueError at prints.py:2: then this"]
+    assert err.splitlines() == [
+        "the first line",
+        "tightfit: prints.py raised ValueError at prints.py:2: then this (--debug shows the traceback)",
+    ]
 
 
 class Malicious:
@@ -308,3 +353,26 @@ def test_a_recording_that_is_none_is_refused_and_never_run(
 
 def test_a_recording_that_is_not_there_is_refused(refused: Refused) -> None:
     assert refused("replay", "nowhere.pickle", code=3) == "nowhere.pickle cannot be read: No such file or directory"
+
+
+ASKS_FOR_ITS_CARD = """\
+import torch
+
+def workload():
+    free, total = torch.cuda.mem_get_info()
+    rows = free // (1 << 22)
+    layer = torch.nn.Linear(1024, 1024).cuda()
+    while True:
+        layer(torch.ones(rows, 1024, device="cuda")).sum().backward()
+        yield
+"""
+
+
+def test_a_program_that_asks_for_free_memory_does_not_find_what_others_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "asks.py").write_text(ASKS_FOR_ITS_CARD)
+    monkeypatch.chdir(tmp_path)
+    plain, less = (tightfit.estimate("asks.py:workload", "RTX 4090", used=used) for used in (None, "12GiB"))
+    # 1 KiB a row for the input and as much for the output, of each 4 MiB that are free.
+    assert plain.peak.allocated_bytes - less.peak.allocated_bytes > (12 << 30) // (1 << 22) * 4096

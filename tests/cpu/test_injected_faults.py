@@ -263,7 +263,7 @@ def test_in_the_recorder_of_a_real_run(
         monkeypatch.setattr(record_host, name, broken)
 
     monkeypatch.setattr(record_host.HostRecorder, "start", start)
-    assert is_internal(run(["record", "train.py"]), capfd.readouterr().err, "recorder")
+    assert is_internal(run(["record", "--host", "train.py"]), capfd.readouterr().err, "recorder")
 
 
 def test_debug_shows_the_traceback_before_the_line(

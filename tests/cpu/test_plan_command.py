@@ -158,7 +158,7 @@ def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys
     ("changed", "code", "reason"),
     [
         (["--budget", "0"], 2, "the budget is nothing; give what the process may hold on the card, such as 22GiB"),
-        (["--budget", "some"], 2, "'some' is not a size; write a number with a unit, such as 22GiB"),
+        (["--budget", "some"], 2, "--budget: 'some' is not a size; write a number with a unit, such as 22GiB"),
         (["--allow", "magic"], 2, "--allow magic: no such technique; allow lossy (all of them) or one of "),
         (["--steps", "0"], 2, "steps is 0: at least one step must be traced"),
         (["-o", "nowhere/plan.json"], 2, "--output nowhere/plan.json: there is no folder nowhere"),

@@ -18,7 +18,7 @@ import tightfit
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.fit import capture
+from tightfit.fit import capture, estimate
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.write import snapshot_of_tape, write_tape
 from tightfit.runtime import record_card
@@ -325,7 +325,10 @@ def test_an_estimate_and_a_recording_hold_the_same_parameters_gradients_and_stat
     """But for Adam's step counters, which torch keeps on the host also where the parameters are on a card."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     out = str(tmp_path / "x.pickle")
-    assert run(["record", f"{workload / 'work.py'}:workload", "-p", "device=cpu", "--steps", "3", "-o", out]) == 0
+    assert (
+        run(["record", "--host", f"{workload / 'work.py'}:workload", "-p", "device=cpu", "--steps", "3", "-o", out])
+        == 0
+    )
     write_tape(tmp_path / "y.pickle", tape, find("RTX 4090"))
     found = []
     for path in (out, tmp_path / "y.pickle"):
@@ -382,7 +385,7 @@ def test_torchs_own_viewer_reads_it(
 def record_script(workload: Path, *arguments: str, script: str = "train.py") -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("tightfit"))
     return subprocess.run(
-        [program, "record", *arguments[:-1], script, "--", *arguments[-1:]],
+        [program, "record", "--host", *arguments[:-1], script, "--", *arguments[-1:]],
         cwd=workload,
         capture_output=True,
         text=True,
@@ -401,6 +404,25 @@ def test_a_script_runs_as_it_would_and_is_recorded_to_its_end(workload: Path) ->
     assert tightfit.replay(workload / "train.recording.pickle").agrees
 
 
+def test_without_a_card_the_first_steps_are_recorded_on_a_virtual_one_as_an_estimate_has_them(
+    workload: Path, tape: Tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that needs a card runs, its recording has the estimate's peak to the byte, and what reads recordings reads it."""
+    monkeypatch.chdir(tmp_path)
+    target = f"{workload / 'work.py'}:workload"
+    assert run(["record", target]) == 0
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("tightfit: wrote work.recording.pickle: 3 steps on a virtual NVIDIA H200 (there is no")
+    assert said.err.count("\n") == 1
+    assert run(["record", target, "--device", "RTX 4090", "-o", "x.pickle"]) == 0
+    assert "x.pickle: 3 steps on a virtual NVIDIA GeForce RTX 4090, " in capfd.readouterr().err
+    assert tightfit.replay("x.pickle").peak_reserved_bytes == estimate(tape, "RTX 4090").peak.reserved_bytes
+    assert run(["doctor", "x.pickle", "--seconds", "0.1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["origin"] == "estimate"
+    assert run(["report", "x.pickle"]) == 0
+
+
 def in_this_process(
     workload: Path, monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str, after: tuple[str, ...] = ()
 ) -> int:
@@ -408,7 +430,7 @@ def in_this_process(
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(workload)
     (workload / "other.py").write_text(text)
-    return run(["record", "-o", "other.pickle", *arguments, "other.py", *(("--", *after) if after else ())])
+    return run(["record", "--host", "-o", "other.pickle", *arguments, "other.py", *(("--", *after) if after else ())])
 
 
 def test_it_ends_after_the_steps_that_were_asked_for(
@@ -429,7 +451,7 @@ def test_it_ends_after_the_steps_that_were_asked_for(
         ("sys.exit()", 0, "tightfit: wrote"),
         ("sys.exit('no more')", 1, "no more\ntightfit: wrote"),
         ("raise ValueError('boom')", 1, "ValueError: boom\ntightfit: wrote"),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\ntightfit: wrote"),
+        ("raise KeyboardInterrupt", 130, "tightfit: interrupted; wrote"),
     ],
 )
 def test_however_a_script_ends_its_recording_is_written_and_its_exit_code_is_its_own(
@@ -458,7 +480,7 @@ def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> N
     )
     program = str(Path(sys.executable).with_name("tightfit"))
     with subprocess.Popen(
-        [program, "record", "waits.py"],
+        [program, "record", "--host", "waits.py"],
         cwd=workload,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -470,7 +492,8 @@ def test_an_interrupt_from_outside_ends_it_with_a_recording(workload: Path) -> N
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    assert "KeyboardInterrupt\ntightfit: wrote waits.recording.pickle" in err
+    assert err.startswith("tightfit: interrupted; wrote waits.recording.pickle")
+    assert err.count("\n") == 1
     assert 4000 in [event["size"] for event in read(workload / "waits.recording.pickle")[0]]
 
 
@@ -510,7 +533,7 @@ def test_an_interrupt_at_the_death_of_what_is_followed_is_not_lost(
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr()
     assert "lost" not in said.out
-    assert "KeyboardInterrupt\ntightfit: wrote other.pickle" in said.err
+    assert "tightfit: interrupted; wrote other.pickle" in said.err
 
 
 def test_a_death_stands_where_it_happened_and_has_its_own_time(tmp_path: Path) -> None:
@@ -558,6 +581,9 @@ def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, mon
         (["record", "gpt2"], 2, "only those can be run"),
         (["record", __file__, "--steps", "0"], 2, "at least one step"),
         (["record", f"{__file__}:train"], 2, "is not a generator function"),
+        (["record", f"{__file__}:train", "--host"], 2, "is not a generator function"),
+        (["record", __file__, "--host", "--device", "4090"], 2, "give one of them"),
+        (["record", __file__, "--device", "4909"], 2, "no card is called"),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(

@@ -94,16 +94,30 @@ def test_the_exit_code_is_the_scripts_own(ending: str, code: int, capfd: pytest.
             "from tests.cpu.applied import *\nmodel = Net(4)\nmodel(batch_of(0)[0]).sum().backward()",
             "the plan is for a Net of 2,154 parameters, and this one has 2,722; make a plan for it",
         ),
-        (
-            "from tests.cpu.applied import *\nmodel = Net()\nmodel(torch.zeros(64, 8)).sum().backward()",
-            "input 0 is 64 x 8, larger than the 4 x 8 that the plan was made for; make a plan for this batch",
-        ),
     ],
 )
 def test_a_plan_for_something_else_is_one_line(text: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
     plan_of().save("plan.json")
     assert run(["run", "--plan", "plan.json", script(text)]) == 3
     assert capfd.readouterr().err.splitlines()[-1].startswith(f"tightfit: {reason}")
+
+
+def test_a_larger_batch_than_planned_is_a_warning_in_a_run_and_on_the_virtual_card(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And the virtual run's peak is that of the larger batch, compared with the budget."""
+    plan_of().save("plan.json")
+    text = "from tests.cpu.applied import *\nmodel, optimizer = made()\nrows = torch.zeros({rows}, 8)\n"
+    text += "if torch.cuda.is_available():\n    rows = rows.cuda()\n    model.cuda()\n"
+    text += "for _ in range(2):\n    model(rows).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    warning = "tightfit: input 0 is {rows} x 8, larger than the 4 x 8 that the plan was made for"
+    assert run(["run", "--plan", "plan.json", script(text.format(rows=64))]) == 0
+    assert capfd.readouterr().err.splitlines()[-1].startswith(warning.format(rows=64))
+    for rows, code in ((64, 0), (1 << 22, 1)):
+        assert run(["run", "--virtual", "--plan", "plan.json", script(text.format(rows=rows))]) == code
+        said = capfd.readouterr()
+        assert said.err.splitlines()[-1].startswith(warning.format(rows=rows))
+        assert "of 2.00 GiB" in said.out
 
 
 def test_what_found_no_place_is_told_when_the_script_has_ended(capfd: pytest.CaptureFixture[str]) -> None:

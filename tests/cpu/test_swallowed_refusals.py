@@ -8,21 +8,22 @@ from tests.cpu.applied import choice, plan_of
 
 from tightfit.cli.main import run
 
-# The plan is for batches of 4.
+# The plan is for a Net of 3 blocks.
 SWALLOWING = """\
 import sys
 from tests.cpu.applied import *
 
-model, optimizer = made()
+model = Net({num_blocks})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
     try:
-        model(torch.zeros(64, WIDTH)).sum().backward()
+        model(torch.zeros(BATCH, WIDTH)).sum().backward()
         optimizer.step()
     except Exception as error:
         print("skipped", file=sys.stderr)
 {end}
 """
-REFUSAL = "input 0 is 64 x 8, larger than the 4 x 8 that the plan was made for; make a plan for this batch"
+REFUSAL = "the plan is for a Net of 2,154 parameters, and this one has 2,722; make a plan for it"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_run_ends_with_what_the_script_swallowed(end: str, capfd: pytest.CaptureFixture[str]) -> None:
     plan_of().save("plan.json")
-    Path("train.py").write_text(SWALLOWING.format(end=end))
+    Path("train.py").write_text(SWALLOWING.format(end=end, num_blocks=4))
     assert run(["run", "--plan", "plan.json", "train.py"]) == 3
     said = capfd.readouterr().err.splitlines()
     assert said.count("skipped") == 2
@@ -46,7 +47,9 @@ def test_a_run_ends_with_what_the_script_swallowed(end: str, capfd: pytest.Captu
 
 def test_a_refusal_that_the_script_makes_another_error_of_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
     plan_of().save("plan.json")
-    text = SWALLOWING.format(end="").replace('print("skipped", file=sys.stderr)', "raise RuntimeError('mine')")
+    text = SWALLOWING.format(end="", num_blocks=4).replace(
+        'print("skipped", file=sys.stderr)', "raise RuntimeError('mine')"
+    )
     Path("train.py").write_text(text)
     assert run(["run", "--plan", "plan.json", "train.py"]) == 3
     assert capfd.readouterr().err.splitlines()[-1] == f"tightfit: {REFUSAL}"
@@ -54,7 +57,7 @@ def test_a_refusal_that_the_script_makes_another_error_of_is_told_too(capfd: pyt
 
 def test_what_an_earlier_run_refused_is_forgotten(capfd: pytest.CaptureFixture[str]) -> None:
     plan_of().save("plan.json")
-    Path("train.py").write_text(SWALLOWING.format(end=""))
+    Path("train.py").write_text(SWALLOWING.format(end="", num_blocks=4))
     assert run(["run", "--plan", "plan.json", "train.py"]) == 3
     Path("train.py").write_text(
         "from tests.cpu.applied import *\nmodel, optimizer = made()\ntrain(model, optimizer, range(1))\n"
@@ -66,7 +69,7 @@ def test_what_an_earlier_run_refused_is_forgotten(capfd: pytest.CaptureFixture[s
 def test_a_trace_ends_with_what_the_script_swallowed(capfd: pytest.CaptureFixture[str]) -> None:
     """And says which technique it was, so that a plan is made without it."""
     plan_of([choice("checkpointing", "Net.layers.7")]).save("plan.json")
-    text = SWALLOWING.format(end="").replace("torch.zeros(64, WIDTH)", "batch_of(0)[0]")
+    text = SWALLOWING.format(end="", num_blocks=3)
     Path("train.py").write_text(text)
     assert run(["run", "--virtual", "--plan", "plan.json", "train.py"]) == 3
     assert capfd.readouterr().err == (

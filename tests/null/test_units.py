@@ -3,13 +3,17 @@
 import pytest
 
 from tightfit.errors import UsageError
-from tightfit.units import format_bytes, format_seconds, parse
+from tightfit.units import format_bytes, format_seconds, parse, parse_bytes, to_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("4096", 4096),
+        ("4096 b", 4096),
+        ("0", 0),
+        ("22", 22 << 30),
+        ("1.5", 3 << 29),
+        ("1024", 1 << 40),
         ("22 GiB", 22 << 30),
         ("22GB", 22 * 10**9),
         ("1.5g", 3 << 29),
@@ -22,10 +26,47 @@ def test_parse_reads_what_people_write(text, count):
     assert parse(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-3 MiB", "1e9", "1 2"])
-def test_parse_refuses_the_rest(text):
-    with pytest.raises(UsageError, match="is not a size"):
-        parse(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (text, "is not a size")
+            for text in ("", "GiB", "12 parsecs", "1e9", "1 2", "--", "9" * 400, "1,5GiB", "nan")
+        ),
+        *((text, "is negative") for text in ("-3 MiB", "-3GiB", "- 1", "-80%")),
+        *((text, "has no unit") for text in ("4096", "0.5", "1025", "24000000000")),
+        ("120%", "more than all of it"),
+        ("80%", "a share of a size that is not known"),
+    ],
+)
+def test_parse_refuses_the_rest(text, message):
+    whole_bytes = None if text == "80%" else 10 << 30
+    with pytest.raises(UsageError, match=message):
+        parse(text, whole_bytes=whole_bytes)
+
+
+def test_a_share_is_of_the_whole():
+    assert parse("80%", whole_bytes=10 << 30) == 8 << 30
+    assert parse(" 12.5 % ", whole_bytes=80) == 10
+    assert parse("100%", whole_bytes=7) == 7
+
+
+def test_beside_a_file_without_units_a_number_is_bytes():
+    assert (parse_bytes("4096"), parse_bytes("10"), parse_bytes("4 KiB")) == (4096, 10, 4096)
+    for text in ("-1", "10%"):
+        with pytest.raises(UsageError):
+            parse_bytes(text)
+
+
+def test_in_python_an_int_is_bytes_and_a_str_without_a_unit_warns():
+    assert to_bytes(22, "budget") == 22
+    assert to_bytes("22GiB", "budget") == 22 << 30
+    with pytest.warns(UserWarning, match="budget '22' has no unit and is taken as 22 GiB"):
+        assert to_bytes("22", "budget") == 22 << 30
+    with pytest.raises(UsageError, match="budget is -1"):
+        to_bytes(-1, "budget")
+    with pytest.raises(UsageError, match="budget: '-3GiB' is negative"):
+        to_bytes("-3GiB", "budget")
 
 
 def test_sizes_and_times_are_written_in_the_largest_unit():

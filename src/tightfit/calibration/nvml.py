@@ -67,6 +67,12 @@ class Nvml:
         self._library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
         return int(memory.used)
 
+    def free_bytes(self, card: ctypes.c_void_p) -> int | None:
+        """Memory of `card` that no process holds; None where the driver does not say, as on boards that share the host's memory."""
+        memory = _Memory()
+        answer = self._library.nvmlDeviceGetMemoryInfo(card, ctypes.byref(memory))
+        return int(memory.free) if answer == _SUCCESS and memory.total else None
+
     def process_bytes(self, card: ctypes.c_void_p, pid: int) -> int | None:
         """Memory of `card` that process `pid` uses; None where the driver does not list it."""
         count, processes = ctypes.c_uint(_MAX_PROCESSES), (_Process * _MAX_PROCESSES)()

@@ -26,9 +26,11 @@ from tightfit.tape import Tape
 
 class Session:
     """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
-    watched too."""
+    watched too. `used_bytes` of the card are held by other processes."""
 
-    def __init__(self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False) -> None:
+    def __init__(
+        self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False, used_bytes: int = 0
+    ) -> None:
         self.device = find(device)
         self.recorder = Recorder()
         eager.keep_compiler_out()
@@ -40,7 +42,7 @@ class Session:
         # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
         # having none.
         native.pretend_cuda_is_built()
-        CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device).install()
+        CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device, used_bytes).install()
         self.gpu = VirtualGpu(
             self.recorder,
             # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is

@@ -19,10 +19,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture import targets
+from tightfit.capture import simulated, targets
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
-from tightfit.errors import CaptureError, TightfitError, apply_error, faults
+from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Request:
     show_output: bool
     preparation: dict[str, Any] | None
     with_effects: bool = False
+    used_bytes: int = 0
 
 
 def main(path: str, parent: str) -> None:
@@ -75,7 +76,8 @@ def _failure(label: str, error: BaseException) -> dict[str, Any]:
         if isinstance(error, SystemExit):
             own = CaptureError(_ended_itself(label, error.code))
         else:
-            own = CaptureError(programs.one_line(label, error))
+            own = ProgramError(programs.one_line(label, error))
+            own.trace = programs.program_trace(error)
     details = {name: value for name, value in vars(own).items() if name != "trace" and not name.startswith("__")}
     trace = own.trace or "".join(traceback.format_exception(error))
     return {"ok": False, "kind": type(own).__name__, "message": str(own), "details": details, "trace": trace}
@@ -101,8 +103,15 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
         raise MissingExtra(
             "tracing runs your code with torch, which is not installed here; install it: pip install 'tightfit[torch]'"
         ) from error
+    simulated.begin()
     by_yield = request.target["kind"] != "Script"
-    session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
+    session = Session(
+        request.device,
+        request.num_steps,
+        by_yield=by_yield,
+        with_effects=request.with_effects,
+        used_bytes=request.used_bytes,
+    )
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = prepare(request.preparation)
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):

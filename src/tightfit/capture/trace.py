@@ -66,10 +66,12 @@ def trace(
     meanwhile: Callable[[], None] | None = None,
     preparation: Preparation | None = None,
     with_effects: bool = False,
+    used_bytes: int = 0,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
     `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `used_bytes` are held by other processes, and not free to a program that asks.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -90,6 +92,7 @@ def trace(
             "show_output": show_output,
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
             "with_effects": with_effects,
+            "used_bytes": used_bytes,
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.

@@ -3,13 +3,15 @@
 import json as jsonlib
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from tightfit.devices.calibration import Calibration, Measured
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs, write_text
 from tightfit.units import format_bytes, format_seconds
 
 _DEFAULT_VIRTUAL_DEVICE = "H200"
@@ -44,8 +46,8 @@ def calibrate(
 
     # Measured where data will be: the working folder may lie on another disk than /tmp.
     folder = (output.parent if output is not None else Path.cwd()) if disk is None else disk
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    # Without a name the file is called after the card, which is known later; the folder is tried all the same.
+    check_outputs({"--output": output or Path("card.toml")}, inputs=(device,))
     if disk is not None and not disk.is_dir():
         raise UsageError(f"--disk {disk}: there is no such folder")
     simulated = device or _DEFAULT_VIRTUAL_DEVICE
@@ -55,14 +57,20 @@ def calibrate(
     # The name of the GPU, so that calibrations of several machines can lie in one folder.
     path = output or Path(f"{re.sub(r'[^a-z0-9]+', '-', found.device.lower())}{'-virtual' if virtual else ''}.toml")
     remark = f"made by tightfit calibrate{' --virtual: simulated, no measurement' if virtual else ''}"
-    path.write_text(to_toml(content, remark=remark), encoding="utf-8")
+    try:
+        write_text(path, to_toml(content, remark=remark))
+    finally:
+        _print(found, content, path, virtual=virtual, json=json)
+    sys.stderr.write(f"wrote {path}{' (simulated: estimates refuse it)' if virtual else ''}\n")
+    return 0
+
+
+def _print(found: Calibration, content: Mapping[str, Any], path: Path, *, virtual: bool, json: bool) -> None:
     if json:
         answer = {"schema": 1, "device": found.device, "virtual": virtual, "file": str(path)}
         sys.stdout.write(jsonlib.dumps(answer | {"measured": content["measured"]}) + "\n")
     else:
         sys.stdout.write("\n".join(_table(found)) + "\n")
-    sys.stderr.write(f"wrote {path}{' (simulated: estimates refuse it)' if virtual else ''}\n")
-    return 0
 
 
 def _table(found: Calibration) -> list[str]:

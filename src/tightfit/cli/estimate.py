@@ -7,16 +7,19 @@ import dataclasses
 import json as jsonlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.sizes import Size
+from tightfit.cli.used import used_now
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
     from tightfit.simulate.estimate import Estimate
@@ -83,6 +86,8 @@ def estimate(
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     timeout: float = 120.0,
+    used: Size | None = None,
+    sweep: Annotated[tuple[str, ...], _SEVERAL] = (),
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     json: bool = False,
@@ -106,6 +111,11 @@ def estimate(
         How many steps to trace, 3 if not given; the worst one counts.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
+    used
+        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
+    sweep
+        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
+        option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -128,10 +138,34 @@ def estimate(
     measured = None if calibration is None else Calibration.load(calibration)
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
-    options = model.given()
-    _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
+    options, taken = model.given(), used_now(used, devices[0], is_own=not device)
+    outputs = {"--save-tape": save_tape, "--save-recording": save_recording}
+    check_outputs(outputs, inputs=(target, calibration, *device))
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
+    if sweep:
+        from tightfit.cli.sweep import option_kinds, write_rows
+
+        if target.endswith(".npz") or save_tape is not None or save_recording is not None:
+            raise UsageError(
+                "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
+            )
+        return write_rows(
+            target,
+            sweep,
+            list(zip(devices, cards, strict=True)),
+            settings,
+            measured,
+            arguments=arguments,
+            parameters=parameter,
+            options=options,
+            known_options=option_kinds(ModelOptions),
+            json=json,
+            steps=steps,
+            timeout=timeout,
+            show_output=show_output,
+            used=taken,
+        )
     if target.endswith(".npz"):
         if arguments or parameter or options:
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
@@ -147,21 +181,19 @@ def estimate(
             steps=steps,
             timeout=timeout,
             show_output=show_output,
+            used=taken,
         )
-    if save_tape is not None:
-        tape.save(save_tape)
-    if save_recording is not None:
-        write_tape(save_recording, tape, cards[0], settings, measured)
-    estimates = [fit.cost(tape, card, settings, measured) for card in cards]
-    _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
+    estimates = [fit.cost(tape, card, settings, measured, used=taken) for card in cards]
+    elapsed_seconds = time.monotonic() - started
+    try:
+        if save_tape is not None:
+            tape.save(save_tape)
+        if save_recording is not None:
+            write_tape(save_recording, tape, cards[0], settings, measured)
+    finally:
+        # Also where a file could not be written: the answer has been worked out by now.
+        _print(estimates, json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
-
-
-def _check_folders(files: Mapping[str, Path | None]) -> None:
-    # Checked before the trace, which may take minutes, rather than when its result is to be written.
-    for option, file in files.items():
-        if file is not None and not file.resolve().parent.is_dir():
-            raise UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def _saved_tape(path: str) -> "Tape":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 
 from tightfit import __version__
-from tightfit.errors import TightfitError, UsageError
+from tightfit.errors import ProgramError, TightfitError, UsageError
 from tightfit.errors.faults import internal_error
 
 # A shell reports a process that signal N ended as 128 + N; these codes look the same to a script.
@@ -42,7 +42,7 @@ _COMMANDS = {
     "plan": "Find the fastest combination of techniques with which a workload fits a card.",
     "run": "Run a script with a plan on it, unmodified.",
     "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
-    "record": "Run a script and record its memory, on the card or (where there is none) on the host.",
+    "record": "Run a script and record its memory, on the card or (where there is none) on a virtual one.",
     "doctor": "Explain the memory of one run: who holds it, what grows, what is wasted, what to do next.",
     "diff": "Compare two runs, recorded or estimated: what grew, and where they part first.",
     "techniques": "List the techniques that a plan can be made of, and what each trades.",
@@ -96,7 +96,8 @@ def _own(error: Exception, words: Sequence[str]) -> TightfitError:
 def _say(error: TightfitError, *, is_debug: bool) -> int:
     if is_debug:
         sys.stderr.write(error.trace or "".join(traceback.format_exception(error)))
-    sys.stderr.write(f"tightfit: {error}\n")
+    hint = f" ({_DEBUG} shows the traceback)" if isinstance(error, ProgramError) and not is_debug else ""
+    sys.stderr.write(f"tightfit: {error}{hint}\n")
     return error.exit_code
 
 

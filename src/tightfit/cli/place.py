@@ -6,11 +6,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.sizes import Size
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 from tightfit.placement.buffers import read_problem, write_solution
 from tightfit.placement.offsets import Solution
 from tightfit.placement.strategies import solve
-from tightfit.units import format_bytes, parse
+from tightfit.units import format_bytes, parse_bytes
 
 _MAX_NAMES = 8
 
@@ -19,8 +21,8 @@ def place(
     file: str,
     /,
     *,
-    capacity: str,
-    alignment: str = "1",
+    capacity: Size,
+    alignment: Size = "1",
     seconds: float = 60.0,
     output: Annotated[str | None, Parameter(name=["--output", "-o"])] = None,
     json: bool = False,
@@ -29,7 +31,7 @@ def place(
 
     Args:
         file: the problem; a buffer lives from `lower` until just before `upper`.
-        capacity: what the arena may hold, such as 1048576 or 22GiB.
+        capacity: what the arena may hold, such as 22GiB; a number without a unit is in bytes, as the file's sizes are.
         alignment: every offset is a multiple of this.
         seconds: how long to search at most.
         output: write the buffers with their offsets to this CSV file.
@@ -37,15 +39,25 @@ def place(
     """
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
-    problem = read_problem(file, capacity=parse(capacity), alignment=parse(alignment))
+    # The problem itself may be the output: it gets the column `offset` then.
+    check_outputs({"--output": output})
+    capacity_bytes = _bytes_of("--capacity", capacity)
+    problem = read_problem(file, capacity=capacity_bytes, alignment=_bytes_of("--alignment", alignment))
     solution = solve(problem, seconds=seconds)
-    if output is not None:
-        write_solution(output, problem, solution.offsets)
-    if json:
-        print(json_module.dumps(_as_json(solution)))
-    else:
-        sys.stdout.write(_text(solution, parse(capacity)))
+    try:
+        if output is not None:
+            write_solution(output, problem, solution.offsets)
+    finally:
+        # Also where the file could not be written: the search may have taken a minute.
+        sys.stdout.write(json_module.dumps(_as_json(solution)) + "\n" if json else _text(solution, capacity_bytes))
     return 0 if solution.fits else 1
+
+
+def _bytes_of(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def _as_json(solution: Solution) -> dict[str, object]:

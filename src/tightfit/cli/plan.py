@@ -11,7 +11,10 @@ from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.sizes import Size, with_unit
+from tightfit.cli.used import used_now
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
     from tightfit.reports.plans import Plan
@@ -27,7 +30,9 @@ class Bounds:
     Parameters
     ----------
     budget
-        What the process may hold on the card, such as 22GiB. Default: all of it.
+        What the process may hold on the card, such as 22GiB or 80%. Default: all of it.
+    used
+        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
     host
         Not used yet, and refused: what techniques may move to the host's memory.
     disk
@@ -39,7 +44,8 @@ class Bounds:
         tiled_tokens@GPT.h.*; once for each.
     """
 
-    budget: str | None = None
+    budget: Size | None = None
+    used: Size | None = None
     host: str | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
@@ -62,6 +68,7 @@ def plan(
     search: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
+    as_code: bool = False,
     show_output: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
@@ -94,6 +101,8 @@ def plan(
         Write the plan to this file (JSON), for tightfit run --plan.
     json
         Print the plan as JSON.
+    as_code
+        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
     show_output
         Show what the workload prints, on stderr.
     no_prove
@@ -103,11 +112,13 @@ def plan(
     from tightfit.fit.planning import plan as find_plan
 
     started = time.monotonic()
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    check_outputs({"--output": output}, inputs=(target, calibration, device))
+    if as_code and (json or search is not None):
+        raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
     settings: dict[str, Any] = {
-        "budget": bounds.budget,
+        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
+        "used": used_now(bounds.used, card, is_own=device is None),
         "allow": bounds.allow,
         "without": bounds.without,
         "arguments": arguments,
@@ -125,10 +136,28 @@ def plan(
             raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
-    if output is not None:
-        found.save(output)
-    _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+    try:
+        if output is not None:
+            found.save(output)
+    finally:
+        # Also where the file could not be written: the plan has been found by now.
+        if as_code:
+            _write_code(found, target, output)
+        else:
+            _write(found, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _write_code(found: "Plan", target: str, output: Path | None) -> None:
+    from tightfit.planner.explain import verdict
+    from tightfit.reports.text.plan_code import plan_code
+
+    # Only the lines go to stdout, where they can be piped into a file.
+    sys.stderr.write(f"tightfit: {verdict(found)}\n")
+    if found.fits:
+        path = next((part for part in (target, target.rpartition(":")[0]) if part.endswith(".py")), "")
+        source = Path(path).read_text(encoding="utf-8", errors="replace") if path else ""
+        sys.stdout.write(plan_code(found, source=source, path=path, saved=None if output is None else str(output)))
 
 
 def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:

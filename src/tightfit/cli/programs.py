@@ -8,15 +8,16 @@ from pathlib import Path
 from tightfit.errors import TightfitError
 from tightfit.errors.faults import is_ours, noted, our_error
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 
 class Enough(BaseException):
     """Raised to end a program after the requested steps; a BaseException, so that `except Exception` does not catch it."""
 
 
-def exit_code_of(run: Callable[[], None], path: str) -> int:
-    """Runs the program at `path`. Its own errors are printed as python would print them.
+def exit_code_of(run: Callable[[], None], path: str, *, shows_interrupts: bool = True) -> int:
+    """Runs the program at `path`. Its own errors are printed as python would print them, an interrupt only if `shows_interrupts`.
 
     Raises:
         TightfitError: an error of ours ended it, or a bug of ours passed through it.
@@ -27,7 +28,8 @@ def exit_code_of(run: Callable[[], None], path: str) -> int:
     except TightfitError:
         raise
     except BaseException as error:
-        code = _shown(error, path)
+        is_shown = shows_interrupts or not isinstance(error, KeyboardInterrupt)
+        code = _shown(error, path) if is_shown else INTERRUPTED
         own = noted() or our_error(error, "the run")
         if own is not None:
             raise own from error
@@ -55,4 +57,4 @@ def _shown(error: BaseException, path: str) -> int:
         while own is not None and own.tb_frame.f_code.co_filename not in (path, str(Path(path).resolve())):
             own = own.tb_next
         traceback.print_exception(type(error), error, own or error.__traceback__)
-    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -1,16 +1,18 @@
-"""`tightfit record`: runs a workload as it is, in this process, and writes a recording of its memory with marks.
+"""`tightfit record`: runs a workload and writes a recording of its memory with marks: in this process on the card, or traced on a virtual one.
 
 Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tightfit.cli.programs import Enough, exit_code_of
+from tightfit.cli.programs import INTERRUPTED, Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
+from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from tightfit.recordings.recording import Recording
 
 _SEVERAL = Parameter(consume_multiple=False)
+# Large enough for most programs: on a card that is too small a recording shows what did not fit.
+_DEFAULT_VIRTUAL_DEVICE = "H200"
 
 
 def record(
@@ -27,10 +31,13 @@ def record(
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int | None = None,
+    device: str | None = None,
+    host: bool = False,
+    timeout: float = 120.0,
     no_stacks: bool = False,
     max_events: int | None = None,
 ) -> int:
-    """Run a script as python would and record its memory: on the card, or tensors on the host where there is none.
+    """Run a script as python would and record its memory on the card; where there is none, trace it on a virtual card.
 
     Parameters
     ----------
@@ -41,7 +48,13 @@ def record(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        End the run after this many steps. Default for a script: when it ends; for a function: 3.
+        End the run after this many steps. Default for a script: when it ends; for a function and on a virtual card: 3.
+    device
+        Record on a virtual card of this name ("4090", or its TOML file), also where there is a real one. Default without a real one: H200.
+    host
+        Run it here and record the tensors in this machine's memory, where there is no card.
+    timeout
+        On a virtual card: seconds to wait for the first step, and from each to the next, 120 if not given.
     no_stacks
         Do not record who asked for each block.
     max_events
@@ -59,13 +72,67 @@ def record(
             f"{target} is neither a script (FILE.py) nor a function (FILE.py:FUNCTION): only those can be run"
         )
     path = output or Path(f"{_stem(target)}.recording.pickle")
+    check_outputs({"--output": path}, inputs=(target,))
+    if host and device is not None:
+        raise UsageError(f"--host records on this machine and --device {device} on a virtual card: give one of them")
+    if device is not None or not (host or _has_card()):
+        return _record_virtually(
+            target, path, device, arguments=arguments, parameters=parameter, steps=steps or 3, timeout=timeout
+        )
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
-        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path)
+        code = exit_code_of(lambda: _run_script(parsed, recording, steps), parsed.path, shows_interrupts=False)
     else:
-        code = exit_code_of(lambda: _run_function(parsed, recording, steps or 3), parsed.location)
-    _say(recording)
+        code = exit_code_of(
+            lambda: _run_function(parsed, recording, steps or 3), parsed.location, shows_interrupts=False
+        )
+    _say(recording, was_interrupted=code == INTERRUPTED)
     return code
+
+
+def _has_card() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        # Tracing says what is to be installed.
+        return False
+    return torch.cuda.is_available()
+
+
+def _record_virtually(
+    target: str,
+    path: Path,
+    device: str | None,
+    *,
+    arguments: Sequence[str],
+    parameters: Sequence[str],
+    steps: int,
+    timeout: float,
+) -> int:
+    """Traces the first steps on a virtual GPU and writes them in the form of a recording."""
+    from tightfit import fit
+    from tightfit.devices.catalogue import find
+    from tightfit.recordings.write import write_tape
+    from tightfit.tape import SpanKind
+
+    card = find(device or _DEFAULT_VIRTUAL_DEVICE)
+    tape = fit.capture(
+        target, device=device or card.name, arguments=arguments, parameters=parameters, steps=steps, timeout=timeout
+    )
+    num_bytes = write_tape(path, tape, card, fit.allocator_settings())
+    num_steps = int((tape.spans.kind == SpanKind.STEP).sum())
+    why = "" if device else " (there is no GPU here; --device names another, --host records this machine's memory)"
+    sys.stderr.write(
+        f"tightfit: wrote {path}: {_steps(num_steps)} on a virtual {card.name}{why}, {format_bytes(num_bytes)};"
+        f" next: tightfit doctor {path}\n"
+    )
+    return 0
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _stem(target: str) -> str:
@@ -105,12 +172,13 @@ def _run_function(function: "GeneratorFunction", recording: "Recording", num_ste
         raise CaptureError("the function did not yield: set up, then `yield` once per step")
 
 
-def _say(recording: "Recording") -> None:
+def _say(recording: "Recording", *, was_interrupted: bool) -> None:
     written = recording.written
     if written is None:
+        sys.stderr.write("tightfit: interrupted\n" if was_interrupted else "")
         return
-    steps = "1 step" if written.num_steps == 1 else f"{written.num_steps} steps"
+    first = "interrupted; " if was_interrupted else ""
     sys.stderr.write(
-        f"tightfit: wrote {written.path}: {written.num_events:,} events in {steps} on {written.device},"
+        f"tightfit: {first}wrote {written.path}: {written.num_events:,} events in {_steps(written.num_steps)} on {written.device},"
         f" {format_bytes(written.num_bytes)}; next: tightfit doctor {written.path}\n"
     )

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.cli.progress import ProgressLine
-from tightfit.units import format_bytes, parse
+from tightfit.cli.sizes import Size, with_unit
+from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
     from tightfit.recordings.read import Recording
@@ -24,7 +25,7 @@ def replay(
     /,
     *,
     alloc_conf: str | None = None,
-    memory: str | None = None,
+    memory: Size | None = None,
     device: int | None = None,
     tune: bool = False,
     json: bool = False,
@@ -34,7 +35,7 @@ def replay(
     Args:
         recording: the pickle file.
         alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default those that were recorded. What the cache held at the start stays.
-        memory: what the allocator may hold on each device, such as 22GiB; by default there is no limit.
+        memory: what the allocator may hold on each device, such as 22GiB, or 80% where the recording has the GPU's capacity; by default there is no limit.
         device: replay this one alone; by default all that have events, and the figures are their sums.
         tune: search the settings that would hold least; those of --alloc-conf get a row among them. Exit 1: none of them fits.
         json: print JSON instead of a table.
@@ -42,14 +43,15 @@ def replay(
     # Here and not above: numpy is not loaded for --help.
     from tightfit.allocator.settings import AllocatorSettings
     from tightfit.recordings.read import read_recording
-    from tightfit.recordings.replayed import devices_of, together
+    from tightfit.recordings.replayed import devices_of, limit_of, together
     from tightfit.recordings.replayed import replay as replay_device
 
     # With --tune the given settings are one row of the search, and the replay stays as recorded.
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
-    capacity_bytes = None if memory is None else parse(memory)
+    limit = None if memory is None else with_unit("--memory", memory)
     with ProgressLine(recording.name) as progress:
         found = read_recording(recording, progress=progress)
+        capacity_bytes = limit_of(found, limit, "--memory")
         each = [
             replay_device(found, settings=settings, capacity_bytes=capacity_bytes, device=index, progress=progress)
             for index in devices_of(found, device)

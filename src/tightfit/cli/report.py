@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from tightfit.errors import UsageError
+from tightfit.output_files import check_outputs, write_text
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,15 +67,14 @@ def report(
     """
     if merge is not None and form != "perfetto":
         raise UsageError("--merge needs --format perfetto")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    path = output or (_default_output(target, _ENDINGS[form]) if form in _ENDINGS else None)
+    check_outputs({"--output": path}, inputs=(target, merge, *device))
     if _is_plan(target):
         if form != "html" or arguments or parameter or device or alloc_conf is not None:
             raise UsageError(
                 f"{target} is a plan: it becomes a page and takes no option but -o (tightfit plan --json has its figures)"
             )
-        _write(output or _default_output(target, _ENDINGS[form]), _plan_page(target))
-        return 0
+        return _to_file_or_stdout(path, lambda: sys.stdout.write(_plan_page(target)))
     is_recording = _is_recording(target)
     if is_recording and (arguments or parameter):
         raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
@@ -82,16 +82,14 @@ def report(
     if merge is not None:
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
-        _write(output or _default_output(target, _ENDINGS[form]), _merged(target, merge))
-        return 0
+        return _to_file_or_stdout(path, lambda: sys.stdout.write(_merged(target, merge)))
     tape = None if is_recording else _tape(target, arguments, device, parameter, steps)
     if form == "text":
-        return _to_file_or_stdout(output, lambda: _text(target, tape, device, alloc_conf))
+        return _to_file_or_stdout(path, lambda: _text(target, tape, device, alloc_conf))
     history, summary = _recorded(target, device, alloc_conf) if tape is None else _estimated(tape, device, alloc_conf)
     if form == "json":
-        return _to_file_or_stdout(output, lambda: print(jsonlib.dumps(summary.to_json())))
-    _write(output or _default_output(target, _ENDINGS[form]), _content(history, summary, form))
-    return 0
+        return _to_file_or_stdout(path, lambda: print(jsonlib.dumps(summary.to_json())))
+    return _to_file_or_stdout(path, lambda: sys.stdout.write(_content(history, summary, form)))
 
 
 def _content(history: "History", summary: "Summary", form: str) -> str:
@@ -231,7 +229,7 @@ def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: st
         text.write_comparison(estimates, elapsed_seconds=elapsed_seconds)
 
 
-def _to_file_or_stdout(output: Path | None, show: Callable[[], None]) -> int:
+def _to_file_or_stdout(output: Path | None, show: Callable[[], object]) -> int:
     if output is None:
         show()
     else:
@@ -253,12 +251,6 @@ def _default_output(target: str, ending: str) -> Path:
 def _write(path: Path, content: str) -> None:
     """Writes the file atomically and logs it on stderr."""
     existed = path.exists()
-    # A page that is being written must not be opened half done.
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+    write_text(path, content)
     verb = "replaced" if existed else "wrote"
     sys.stderr.write(f"{verb} {path} ({format_bytes(path.stat().st_size)})\n")

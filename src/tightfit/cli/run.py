@@ -8,6 +8,8 @@ from cyclopts import Parameter
 
 from tightfit.cli.devices import local_cards
 from tightfit.cli.programs import exit_code_of
+from tightfit.cli.sizes import Size, with_unit
+from tightfit.cli.used import used_now
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -20,7 +22,8 @@ def run(
     /,
     *arguments: Annotated[str, Parameter(show=False)],
     plan: Path | None = None,
-    budget: str | None = None,
+    budget: Size | None = None,
+    used: Size | None = None,
     device: str | None = None,
     allow: Annotated[tuple[str, ...], _SEVERAL] = (),
     virtual: bool = False,
@@ -37,7 +40,9 @@ def run(
     plan
         What tightfit plan -o wrote. Without it a plan is made first.
     budget
-        What the process may hold on the card, such as 22GiB, for the plan that is made. Default: all of it.
+        What the process may hold on the card, such as 22GiB or 80%, for the plan that is made. Default: all of it.
+    used
+        What other processes hold on the card, such as 3GiB, for the plan that is made. Default: for this machine's own card what its driver says.
     device
         The card to plan for. Default: this machine's own.
     allow
@@ -52,14 +57,19 @@ def run(
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
     # These are in the plan, and taking others silently would run something that was never verified.
-    if plan is not None and (budget or device or allow):
-        raise UsageError("--plan is a plan that was made: it takes no --budget, --device or --allow")
+    if plan is not None and (budget or device or allow or used):
+        raise UsageError("--plan is a plan that was made: it takes no --budget, --used, --device or --allow")
+    budget = None if budget is None else with_unit("--budget", budget)
     card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(
             'there is no card on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
-    chosen = Plan.load(plan) if plan is not None else _made(script, arguments, card or "", budget, allow)
+    chosen = (
+        Plan.load(plan)
+        if plan is not None
+        else _made(script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None))
+    )
     # Refused before the script starts, which would run out of memory later.
     if not chosen.fits:
         raise DoesNotFit(
@@ -76,11 +86,24 @@ def run(
     )
 
 
-def _made(script: str, arguments: tuple[str, ...], device: str, budget: str | None, allow: tuple[str, ...]) -> Plan:
+def _made(
+    script: str,
+    arguments: tuple[str, ...],
+    device: str,
+    budget: str | None,
+    allow: tuple[str, ...],
+    used: str | int | None,
+) -> Plan:
     from tightfit.fit.planning import plan as find_plan
 
     return find_plan(
-        script, device, budget=budget, allow=allow, arguments=arguments, say=_say if sys.stderr.isatty() else None
+        script,
+        device,
+        budget=budget,
+        used=used,
+        allow=allow,
+        arguments=arguments,
+        say=_say if sys.stderr.isatty() else None,
     )
 
 
@@ -88,8 +111,8 @@ def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
     from tightfit.fit.planning import run_virtually
     from tightfit.runtime.run_script import figures, put_on
 
-    estimate, models = run_virtually(plan, script, arguments)
-    for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan)]:
+    estimate, models, told = run_virtually(plan, script, arguments)
+    for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan), *told]:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]
     print(

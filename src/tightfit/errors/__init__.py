@@ -4,9 +4,11 @@
     ├── UsageError          2  a wrong argument, path, name or setting
     │   └── UnknownDevice   2  no such GPU; lists the nearest names
     ├── CaptureError        3  the workload could not be traced to its end
+    │   ├── ProgramError    3  the workload itself raised an exception
     │   └── MissingExtra    3  a package that this target needs is not installed
     ├── UnsupportedTorch    3  the installed torch lacks a name that is needed
     ├── RecordingError      3  a recording could not be read
+    ├── OutputError         3  a file could not be written
     ├── DoesNotFit          1  the answer is no
     ├── PlanError           3  no plan could be made
     ├── ApplyError          3  a plan could not be applied to this model
@@ -43,6 +45,10 @@ class CaptureError(TightfitError):
     """The workload could not be traced to its end."""
 
 
+class ProgramError(CaptureError):
+    """The workload raised an exception; `trace` is its traceback, with the program's frames and those of the libraries that it called."""
+
+
 class MissingExtra(CaptureError):
     """A package that this target needs is not installed; the message says what to install."""
 
@@ -53,6 +59,10 @@ class UnsupportedTorch(TightfitError):
 
 class RecordingError(TightfitError):
     """A recording could not be read."""
+
+
+class OutputError(TightfitError):
+    """A file could not be written; what was there before is unchanged."""
 
 
 class DoesNotFit(TightfitError):

@@ -1,12 +1,15 @@
-"""One-line messages for exceptions of the user's program: the place in the program's own code, and the first cause."""
+"""Exceptions of the user's program: as one line, with the place in the program's own code and the first cause, and as its traceback."""
 
 import os
+import runpy
 import sysconfig
 import traceback
 
 from tightfit.errors.faults import chain, is_own_file
 
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
+# What runs a script or imports a module on our behalf (runpy is frozen in some builds, and a file in others).
+_RUNNERS = ("<frozen runpy>", "<frozen importlib._bootstrap", runpy.__file__)
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
     # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
@@ -28,6 +31,22 @@ def one_line(label: str, error: BaseException) -> str:
     said = " ".join(map(_first_line, links))
     helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
     return f"{label} raised {type(error).__name__}{where}: {_first_line(error)}{cause}{helps}"
+
+
+def program_trace(error: BaseException) -> str:
+    """The traceback of `error` and its causes as plain Python would print it: without the frames of this package and of what runs a script."""
+    whole = traceback.TracebackException.from_exception(error)
+    waiting, seen = [whole], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        kept = [f for f in part.stack if not is_own_file(f.filename) and not f.filename.startswith(_RUNNERS)]
+        # A failure that has no frame of the program's (of an import, say) is better shown whole.
+        part.stack = traceback.StackSummary.from_list(kept or part.stack)
+        waiting += [p for p in (part.__cause__, part.__context__, *(part.exceptions or ())) if p is not None]
+    return "".join(whole.format())
 
 
 def _first_line(error: BaseException) -> str:

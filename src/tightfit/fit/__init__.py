@@ -13,13 +13,13 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
+from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.recordings.read import read_recording
-from tightfit.recordings.replayed import Replay, devices_of, together
+from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
-from tightfit.units import parse
 
 
 @answering("the capture")
@@ -34,14 +34,15 @@ def capture(
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    used: Used = None,
 ) -> Tape:
     """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
 
     Raises:
-        UsageError: no such target or device.
+        UsageError: no such target or device, or other processes use all of it.
         CaptureError: the workload could not be traced.
     """
-    find(device)
+    used_bytes = used_bytes_of(find(device), used)
     if steps < 1:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
@@ -58,6 +59,7 @@ def capture(
         timeout_seconds=timeout,
         show_output=show_output,
         meanwhile=meanwhile and theirs(meanwhile),
+        used_bytes=used_bytes,
     ).tape
 
 
@@ -75,13 +77,14 @@ def estimate(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    used: Used = None,
 ) -> Estimate:
     """What `target` needs on `device`: a workload, traced here in a child process, or a tape of one.
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
     the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
-    is called once while the workload is traced.
+    is called once while the workload is traced. `used` is what other processes hold on the card ("3GiB", "10%", or bytes).
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
@@ -91,7 +94,7 @@ def estimate(
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     if isinstance(target, Tape):
-        return cost(target, card, settings, measured)
+        return cost(target, card, settings, measured, used=used)
     tape = capture(
         target,
         device=device,
@@ -102,15 +105,27 @@ def estimate(
         timeout=timeout,
         show_output=show_output,
         meanwhile=meanwhile,
+        used=used,
     )
-    return cost(tape, card, settings, measured)
+    return cost(tape, card, settings, measured, used=used)
 
 
 @answering("the estimate")
-def cost(tape: Tape, card: Device, settings: AllocatorSettings, calibration: Calibration | None = None) -> Estimate:
-    """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
-    found = estimate_peak(tape, card, settings, calibration)
-    return Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
+def cost(
+    tape: Tape,
+    card: Device,
+    settings: AllocatorSettings,
+    calibration: Calibration | None = None,
+    *,
+    used: Used = None,
+) -> Estimate:
+    """What `tape` needs on `card`, of which other processes have `used`; says so among its assumptions, and where the tape was traced for a card
+    of other kernels.
+    """
+    used_bytes = used_bytes_of(card, used)
+    found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration)
+    found = Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
+    return with_note(found, card, used_bytes)
 
 
 def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
@@ -134,16 +149,16 @@ def replay(
 ) -> Replay:
     """What the recording of torch's allocator in that file would have held; see `tightfit.recordings.replayed`.
 
-    `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB` or in
-    bytes, by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.
+    `alloc_conf` is as in `PYTORCH_CUDA_ALLOC_CONF`, by default what was recorded. `memory` is what the allocator may hold, as `22GiB`, in
+    bytes, or `80%` of the GPU if the recording says its capacity; by default without limit. `device` is the index of one; by default each that has events is replayed apart, and the figures are sums.
 
     Raises:
         UsageError: a wrong setting or size, or the recording has nothing of `device`.
         RecordingError: the file cannot be read.
     """
     settings = None if alloc_conf is None else AllocatorSettings.parse(alloc_conf)
-    capacity_bytes = parse(memory) if isinstance(memory, str) else memory
     found = read_recording(recording)
+    capacity_bytes = limit_of(found, memory, "memory")
     return together(
         [
             replay_recording(found, settings=settings, capacity_bytes=capacity_bytes, device=index)

@@ -16,12 +16,13 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
+from tightfit.fit.available import Used, used_bytes_of, without_used
 from tightfit.fit.planning import allowed
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
-from tightfit.units import parse
+from tightfit.units import to_bytes
 
 FIRST_SIZE = 8
 """Where nothing says what the batch is now."""
@@ -51,6 +52,7 @@ def batch_sizes(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     say: Callable[[str], None] | None = None,
+    used: Used = None,
 ) -> BatchSizes:
     """The largest and the fastest size of the batch of `target` on `device`, plain and with a plan.
 
@@ -64,7 +66,10 @@ def batch_sizes(
     card, settings = find(device), allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
-    budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
+    whole_bytes = card.capacity_bytes
+    budget_bytes = whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
+    used_bytes = used_bytes_of(card, used)
+    card = without_used(card, used_bytes)
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
     talk = theirs(say) if say is not None else lambda _: None
@@ -81,6 +86,7 @@ def batch_sizes(
             timeout_seconds=timeout,
             show_output=show_output,
             say=lambda what: talk(f"{parameter} {size}: {what}"),
+            used_bytes=used_bytes,
         )
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))

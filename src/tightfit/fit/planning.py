@@ -14,6 +14,7 @@ from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost
 from tightfit.fit.allowed import Allowed, Without
+from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.candidates import Variant
 from tightfit.fit.plan_advice import advice
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
@@ -26,7 +27,7 @@ from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes, parse
+from tightfit.units import format_bytes, to_bytes
 
 NUM_PARETO_POINTS = 8
 _PARETO_SECONDS = 1.0
@@ -52,13 +53,14 @@ def plan(
     show_output: bool = False,
     prove: bool = True,
     say: Callable[[str], None] | None = None,
+    used: Used = None,
 ) -> Plan:
-    """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
+    """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", "80%" of it, or bytes).
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
-    most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
+    most and the target is a generator function or a config. `used` is what other processes hold on the card. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
 
     Raises:
         UsageError: no such target, device, technique or setting, or one that nothing uses.
@@ -73,7 +75,8 @@ def plan(
     card, settings = find(device), allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
-    budget_bytes = card.capacity_bytes if budget is None else _bytes(budget)
+    budget_bytes, used_bytes, empty_card = _budget_bytes(budget, card), used_bytes_of(card, used), card
+    card = without_used(card, used_bytes)
     if not budget_bytes > 0:
         raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
     if steps < 1:
@@ -89,10 +92,11 @@ def plan(
         timeout_seconds=timeout,
         show_output=show_output,
         say=theirs(say) if say is not None else lambda _: None,
+        used_bytes=used_bytes,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
     search = Search(runs, budget_bytes, allowed(allow, without))
-    return _proven(search, runs, card, prove=prove)
+    return with_note(_proven(search, runs, card, prove=prove), empty_card, used_bytes)
 
 
 def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> Plan:
@@ -149,8 +153,9 @@ def _without(text: str) -> Without:
     return Without(technique=name, places=found)
 
 
-def _bytes(size: str | int) -> int:
-    return parse(size) if isinstance(size, str) else size
+def _budget_bytes(budget: str | int | None, card: Device) -> int:
+    whole_bytes = card.capacity_bytes
+    return whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
 
 
 def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
@@ -278,11 +283,13 @@ def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
 
 
 @answering("the planner")
-def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) -> tuple[Estimate, list[str]]:
-    """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, and the models that were met.
+def run_virtually(
+    plan: plain.Plan, script: str, arguments: Sequence[str] = ()
+) -> tuple[Estimate, list[str], list[str]]:
+    """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, the models that were met, and warnings.
 
     Raises:
-        ApplyError: the plan is for another model or a smaller batch.
+        ApplyError: the plan is for another model.
         CaptureError: the script could not be traced.
     """
     traced = trace(
@@ -296,4 +303,4 @@ def run_virtually(plan: plain.Plan, script: str, arguments: Sequence[str] = ()) 
     )
     alloc_conf = next((c.settings["alloc_conf"] for c in plan.choices if "alloc_conf" in c.settings), None)
     estimate = cost(traced.tape, find(plan.device), allocator_settings(alloc_conf))
-    return estimate, [root["class"] for root in traced.report["roots"]]
+    return estimate, [root["class"] for root in traced.report["roots"]], list(traced.report["told"])

@@ -77,7 +77,9 @@ class TracedRuns:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
         say: Callable[[str], None],
+        used_bytes: int = 0,
     ) -> None:
+        self._used_bytes = used_bytes
         self.card = card
         self.label = label
         self.calibration = calibration
@@ -114,6 +116,7 @@ class TracedRuns:
                     function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
+                used_bytes=self._used_bytes,
             )
             # What the program does besides computing is looked at in the plain run, and holds for all.
             self._effects = self._effects if options else traced.tape.effects

@@ -7,10 +7,12 @@ the columns `id,lower,upper,size` (the format of MiniMalloc), and a solution is 
 
 import csv
 import dataclasses
+import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tightfit.errors import UsageError
+from tightfit.output_files import write_text
 
 _COLUMNS = ("id", "lower", "upper", "size")
 # A solution can be read as a problem again.
@@ -118,16 +120,14 @@ def write_solution(path: Path | str, problem: Problem, offsets: Mapping[str, int
     """Writes the buffers in their order with the column `offset`, in bytes from the start of the arena.
 
     Raises:
-        UsageError: the file cannot be written.
+        OutputError: the file cannot be written.
     """
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow((*_COLUMNS, "offset"))
-            for buffer in problem.buffers:
-                writer.writerow((buffer.name, buffer.lower, buffer.upper, buffer.size, offsets[buffer.name]))
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow((*_COLUMNS, "offset"))
+    for buffer in problem.buffers:
+        writer.writerow((buffer.name, buffer.lower, buffer.upper, buffer.size, offsets[buffer.name]))
+    write_text(path, text.getvalue())
 
 
 def _check_columns(path: Path | str, columns: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tightfit.errors import PlanError
+from tightfit.output_files import write_text
 from tightfit.simulate.estimate import Peak
 from tightfit.tape import Assumption
 
@@ -165,11 +166,12 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, atomically."""
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        # os.replace is atomic: `tightfit run --plan` never reads half a plan.
-        partial.replace(path)
+        """Writes the plan as JSON, atomically: `tightfit run --plan` never reads half a plan.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from tightfit.errors import MissingExtra, TightfitError, UsageError
 from tightfit.errors.faults import internal_error, note
+from tightfit.output_files import check_outputs
 from tightfit.recordings.marks import Origin
 from tightfit.recordings.runs import snapshot_of_card_run, snapshot_of_host_run
 from tightfit.recordings.write import write_snapshot
@@ -71,6 +72,7 @@ class Recording:
     def __enter__(self) -> Self:
         if Recording.is_under_way:
             raise UsageError("a recording is under way already: one process records one run at a time")
+        check_outputs({"record": self.path})
         try:
             manifest.check()
             from tightfit.runtime.run_recorder import new_recorder

@@ -16,11 +16,12 @@ from tightfit.allocator.expandable import whole_pages
 from tightfit.allocator.pools import Block
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import UsageError
+from tightfit.recordings.marks import Marks
 from tightfit.recordings.read import Action, DeviceRecording, Recording
 from tightfit.recordings.rebuild import rebuild
 from tightfit.recordings.returns import Return, returns_of
 from tightfit.simulate.timeline_bytes import Watch
-from tightfit.units import GIB
+from tightfit.units import GIB, to_bytes
 
 # No recording has this stream: real ones are at least 0, and those of private pools count down from -1.
 _SOME_OTHER_STREAM = -1 << 62
@@ -116,6 +117,23 @@ def together(each: Sequence[Replay]) -> Replay:
         agrees=all(one.agrees for one in each),
         num_moved_blocks=sum(one.num_moved_blocks for one in each),
     )
+
+
+def limit_of(recording: Recording, memory: str | int | None, name: str) -> int | None:
+    """The bytes of `memory`, what the allocator may hold: a size, or a share of the recorded GPU's capacity; None is no limit.
+
+    Raises:
+        UsageError: it is no size, or a share and the recording does not say the capacity. `name` is what the caller calls it.
+    """
+    if memory is None:
+        return None
+    is_share = isinstance(memory, str) and memory.strip().endswith("%")
+    if not is_share:
+        return to_bytes(memory, name)
+    capacity_bytes = None if recording.extra is None else Marks.from_plain(recording.extra).capacity_bytes
+    if capacity_bytes is None:
+        raise UsageError(f"{name} {memory}: this recording does not say the GPU's capacity; give a size, such as 22GiB")
+    return to_bytes(memory, name, whole_bytes=capacity_bytes)
 
 
 def devices_of(recording: Recording, device: int | None) -> list[int]:

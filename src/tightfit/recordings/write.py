@@ -8,7 +8,6 @@ modules and the GPU are written twice: for the viewer as annotations and fields 
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.cost.roofline import operator_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.output_files import writing
 from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
 from tightfit.simulate.history import CATEGORIES, HistorySpan
@@ -32,13 +32,15 @@ _MICROSECONDS = 1e6
 
 
 def write_snapshot(path: str | os.PathLike[str], snapshot: Mapping[str, Any]) -> int:
-    """Writes a recording atomically; returns its size in bytes."""
-    partial = Path(f"{os.fspath(path)}.partial")
-    with open(partial, "wb") as file:
+    """Writes a recording atomically; returns its size in bytes.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with writing(path) as file:
         pickle.dump(dict(snapshot), file, protocol=PROTOCOL)
-    num_bytes = partial.stat().st_size
-    partial.replace(path)
-    return num_bytes
+        file.flush()
+        return os.fstat(file.fileno()).st_size
 
 
 def write_tape(

@@ -304,8 +304,12 @@ class Attachment:
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """The function of a `tightfit.capture.trace.Preparation`: attaches the choices, and reports when the run is over."""
+    told: list[str] = []
     attachment = Attachment(
-        [Choice(**choice) for choice in argument["choices"]], argument.get("roots", ()), check_steps=0
+        [Choice(**choice) for choice in argument["choices"]],
+        argument.get("roots", ()),
+        tell=told.append,
+        check_steps=0,
     )
     attachment.install()
-    return attachment.report
+    return lambda: attachment.report() | {"told": told}

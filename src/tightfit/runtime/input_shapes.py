@@ -1,7 +1,8 @@
 """Input shapes of a model: recorded while a plan is made, and compared with the plan when it is applied.
 
-A plan is verified for the inputs that it saw. The first forward with gradients refuses larger ones, unless that input's size varied from call
-to call already while the plan was made; a larger one that comes later triggers one warning, and the run goes on.
+A plan is verified for the inputs that it saw. It holds for smaller ones; a larger one triggers one warning, and the run goes on: results are the
+same, memory may be more. An input whose size varied from call to call while the plan was made is compared by its number of elements, any other by
+each dimension, as a longer sequence in a smaller batch may need more too.
 """
 
 import dataclasses
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.forwards import OnlyHere
 
@@ -35,14 +35,18 @@ class Inputs:
                 self.varying.add(name)
                 self.largest[name] = max(known, list(shape), key=math.prod)
 
-    def larger(self, shapes: Mapping[str, Sequence[int]], *, but_varying: bool) -> str:
-        """A message about an input that is larger than all recorded ones; empty if there is none."""
+    def larger(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        """A message about an input that is larger than all recorded ones, or about inputs none of which is known; empty if there is none."""
         for name, shape in shapes.items():
             known = self.largest.get(name)
-            if known is None or (but_varying and name in self.varying):
+            if known is None:
                 continue
             if math.prod(shape) > math.prod(known):
                 return f"input {name} is {_shape(shape)}, larger than the {_shape(known)} that the plan was made for"
+            if name not in self.varying and any(n > m for n, m in zip(shape, known, strict=False)):
+                return f"input {name} is {_shape(shape)}, longer in one dimension than the {_shape(known)} that the plan was made for"
+        if self.largest and shapes and not self.largest.keys() & shapes:
+            return f"the inputs are {', '.join(shapes)}, and the plan was made for {', '.join(self.largest)}"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +66,6 @@ class InputCheck(OnlyHere):
         self.session = session
         self._planned = planned
         self._tell = tell
-        self._is_first = True
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # Under torch.compile a look at shapes would become guards of the compiled code, one recompilation for
@@ -72,13 +75,10 @@ class InputCheck(OnlyHere):
         return forward(*args, **kwargs)
 
     def _compare(self, planned: Inputs, shapes: Shapes) -> None:
-        if self._is_first and (larger := planned.larger(shapes, but_varying=True)):
-            raise ApplyError(f"{larger}; make a plan for this batch")
-        self._is_first = False
-        if larger := planned.larger(shapes, but_varying=False):
+        if larger := planned.larger(shapes):
             # One warning is enough: a growing sequence length would give one for each batch.
             self._planned = None
-            self._tell(f"{larger}: from here on the run may hold more than the plan says")
+            self._tell(f"{larger}: from here on the run may hold more than the plan says (make a plan for this batch)")
 
 
 def input_shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:

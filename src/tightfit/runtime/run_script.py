@@ -28,7 +28,7 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
     `check_steps` is as in `tightfit.techniques.session.Session`.
 
     Raises:
-        ApplyError: the plan is for another model or a smaller batch; the script is stopped before its first forward. Or the script ended without
+        ApplyError: the plan is for another model; the script is stopped before its first forward. Or the script ended without
             calling a model with gradients, or caught such an error and went on without the plan.
     """
     for choice in plan.choices:

@@ -13,13 +13,13 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tightfit.errors import RecordingError
+from tightfit.output_files import writing
 
 SCHEMA = 1
 
@@ -236,10 +236,8 @@ class Tape:
         buffer = io.BytesIO()
         # JSON as bytes in an array: everything is one file, and np.load needs no pickle to read it.
         np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), dtype=np.uint8), **arrays)
-        # os.replace is atomic, so a reader never finds half a tape.
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_bytes(buffer.getvalue())
-        partial.replace(path)
+        with writing(path) as file:
+            file.write(buffer.getbuffer())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -58,9 +58,10 @@ _NO_STATISTICS: dict[str, Any] = {
 
 
 class CudaApi:
-    """The answers, as methods; `install` replaces torch's functions with them."""
+    """The answers, as methods; `install` replaces torch's functions with them. `used_bytes` of the card are held by other processes."""
 
-    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device) -> None:
+    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0) -> None:
+        self.used_bytes = used_bytes
         self.recorder = recorder
         self.live = live
         self.device = device
@@ -87,9 +88,7 @@ class CudaApi:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """`torch.cuda.mem_get_info`: free and total bytes of the card."""
-        # Without the memory of other processes: the card is simulated as free except for this process's
-        # context.
-        used = self.live.allocator().reserved_bytes + self.device.context_bytes
+        used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
         return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:

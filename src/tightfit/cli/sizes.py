@@ -1,0 +1,31 @@
+"""Sizes on the command line: an option's value with its unit, and a note where a unit had to be assumed."""
+
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tightfit.errors import UsageError
+from tightfit.units import GIB, lacks_unit, parse
+
+Size = Annotated[str, Parameter(allow_leading_hyphen=True)]
+"""A size as it was typed. `-3GiB` is a wrong size, and not an option that nobody knows."""
+
+
+def with_unit(option: str, text: str) -> str:
+    """The size that was given for `option`, with a unit; says on stderr that a bare number is taken as GiB.
+
+    Raises:
+        UsageError: it is no size; the message names the option.
+    """
+    if text.startswith("--"):
+        raise UsageError(f"{option} needs a size, such as {option} 22GiB")
+    try:
+        # What a share is a share of is known later; any number will do to see that it is one.
+        parse(text, whole_bytes=GIB)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+    if not lacks_unit(text):
+        return text
+    sys.stderr.write(f"tightfit: {option} {text} has no unit and is taken as {text.strip()} GiB\n")
+    return f"{text.strip()}GiB"
