@@ -26,8 +26,8 @@ NOT_OF_TORCH = {
     # a mode.
     "torch's, as no name": ("_is_param", "_stacklevel", "_orig_mod", "_allow_unsafe_data_ptr_access"),
 }
-# Beginnings of operators' names, which they are compared with.
-BEGINNINGS = ("_foreach_", "_scaled_dot_product_")
+# Beginnings of names of operators and of their namespaces, which they are compared with.
+BEGINNINGS = ("_foreach_", "_scaled_dot_product_", "_c10d")
 # Operators that only some builds have; each is taken where it is there.
 OF_SOME_BUILDS = ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
 

@@ -23,22 +23,10 @@ if TYPE_CHECKING:
 
 # What torch itself and torchvision define. Their operators have rules, or rules of ours.
 _OF_TORCH = frozenset(
-    [
-        "aten",
-        "prim",
-        "prims",
-        "c10d",
-        "_c10d_functional",
-        "c10d_functional",
-        "inductor",
-        "mkldnn",
-        "onednn",
-        "quantized",
-        "rngprims",
-        "torchvision",
-        "triton",
-    ]
+    ("aten", "prim", "prims", "c10d", "inductor", "mkldnn", "onednn", "quantized", "torchvision", "triton")
 )
+# "c10d_functional", and the same with an underscore.
+_COLLECTIVES = ("c10d_", "_c10d")
 # As torch/_library/custom_ops.py says it; there is no class of its own for it.
 _NO_FAKE = "There was no fake impl registered for"
 # The keys that an operator on the card runs, the first that there is.
@@ -76,7 +64,7 @@ def install() -> None:
 
 def is_own(func: OpOverload) -> bool:
     """Whether `func` is none of torch's."""
-    return func.namespace not in _OF_TORCH
+    return func.namespace not in _OF_TORCH and not func.namespace.startswith(_COLLECTIVES)
 
 
 def lacks_fake(error: Exception) -> bool:

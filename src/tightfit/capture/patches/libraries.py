@@ -34,7 +34,7 @@ Answer = Callable[[types.ModuleType], None]
 def install(gpu: VirtualGpu) -> None:
     """Patches modules that are loaded already, and others when they are imported."""
     answers: dict[str, Answer] = dict.fromkeys(ANSWERS, _answer)
-    answers |= Launches(gpu).answers | extensions.answers(gpu.attribution.where)
+    answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where)})
     for name, answer in answers.items():
         if name in sys.modules:
             answer(sys.modules[name])

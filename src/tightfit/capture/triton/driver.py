@@ -97,7 +97,7 @@ class VirtualDriver:
 
 
 def _properties(_device: int) -> dict[str, int]:
-    card = torch.cuda.get_device_properties(0)
+    card: Any = torch.cuda.get_device_properties(0)
     return {
         "max_shared_mem": card.shared_memory_per_block_optin,
         "max_num_regs": card.regs_per_multiprocessor,
