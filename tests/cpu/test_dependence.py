@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Subject, check_graph, check_hooks, prove
+from tightfit.effects.independence import Subject, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
 
 torch.set_num_threads(1)
@@ -256,3 +256,36 @@ def test_parts_of_one_row_may_leave_out_what_does_nothing_there() -> None:
     assert _layout(_left_out_for_one_row, torch.randn(4, 6), 0, part=1).dim == 0
     with pytest.raises(Mixes, match="other operators"):
         _layout(_otherwise_for_one_row, torch.randn(4, 6), 0, part=1)
+
+
+@torch.library.custom_op("test_dependence::flip_into", mutates_args={"out"})
+def _flip_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x.flip(0))
+
+
+def _flipped_by_an_operator(x: torch.Tensor) -> torch.Tensor:
+    out = x * 0
+    _flip_into(x, out)
+    return out
+
+
+def _flipped_by_foreach(x: torch.Tensor) -> torch.Tensor:
+    out = x * 0
+    torch._foreach_add_([out], [x.flip(0)])
+    return out
+
+
+@pytest.mark.parametrize("function", [_flipped_by_an_operator, _flipped_by_foreach])
+def test_what_an_operator_writes_to_and_does_not_return_is_followed(function: Function) -> None:
+    with pytest.raises(Mixes):
+        _layout(function, _fixed(4, 3), 0)
+
+
+def test_code_that_takes_the_address_of_a_tensor_is_not_followed() -> None:
+    """On a card a kernel that it launches would write to that address; tensors without data have none."""
+
+    def launched(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.data_ptr() + 1)
+
+    with pytest.raises(Unfollowed, match="Cannot access data pointer"):
+        _layout(launched, _fixed(4, 3), 0)

@@ -50,3 +50,17 @@ def test_every_fused_kernel_is_counted_so(kernel, way):
 def test_what_has_no_mask_is_counted_as_torch_does():
     assert formula(aten.mm.default) is flop_registry[aten.mm]
     assert formula(aten.add.Tensor) is None
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+@pytest.mark.parametrize("overload", ["dtype", "dtype_out"])
+def test_a_product_in_another_dtype_is_counted_as_the_same_product(name, overload):
+    """trl's loss multiplies in bfloat16 and adds in float32, with `out`."""
+    operator = getattr(getattr(aten, name), overload)
+    batch = (2,) if "bmm" in name else ()
+    left, right = torch.empty(*batch, 8, 16, device="meta"), torch.empty(*batch, 16, 4, device="meta")
+    out = torch.empty(*batch, 8, 4, device="meta")
+    given = ([out] if "add" in name else []) + [left, right]
+    keywords = {"out": out} if overload == "dtype_out" else {}
+    count, plain = formula(operator), flop_registry[operator._overloadpacket]
+    assert count(*given, torch.float32, **keywords, out_val=out) == plain(*given, out_val=out) > 0

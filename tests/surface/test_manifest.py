@@ -22,11 +22,12 @@ NOT_OF_TORCH = {
     "lightning": ("_compiler_ctx",),
     "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),
     "ours": ("_JoinedBackward", "_NONE"),
-    # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, an attribute of compiled modules alone.
-    "torch's, as no name": ("_is_param", "_stacklevel", "_orig_mod"),
+    # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules and of
+    # a mode.
+    "torch's, as no name": ("_is_param", "_stacklevel", "_orig_mod", "_allow_unsafe_data_ptr_access"),
 }
-# Beginnings of operators' names, which they are compared with.
-BEGINNINGS = ("_foreach_", "_scaled_dot_product_")
+# Beginnings of names of operators and of their namespaces, which they are compared with.
+BEGINNINGS = ("_foreach_", "_scaled_dot_product_", "_c10d")
 # Operators that only some builds have; each is taken where it is there.
 OF_SOME_BUILDS = ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
 

@@ -358,6 +358,7 @@ class Flow(Run):
         # lie in it.
         for viewed in (o for o in call.outputs if key_of(o) in known - written):
             self._view(viewed, call)
+        self._follow_unreturned(call)
         targets = [*made, *changed]
         if not targets:
             return
@@ -386,6 +387,15 @@ class Flow(Run):
                 self._assign(output, result, call)
             except Mixes as error:
                 self._states[key_of(output)] = self._poison(call, inputs, str(error))
+
+    def _follow_unreturned(self, call: Call) -> None:
+        """Marks what an operator writes to and does not return (`_foreach_add_`, many operators of programs): no rule is asked about it."""
+        returned = {key_of(output) for output in call.outputs}
+        unreturned = [t for t in _written(call.func, call.arguments) if key_of(t) not in returned]
+        inputs = call.tensors
+        if unreturned and any(self.state(t) is not None or id(t) in self._scaled for t in inputs):
+            state = self._poison(call, inputs, "has no rule that says what it does to rows")
+            self._states.update((key_of(target), state) for target in unreturned)
 
     def _poison(self, call: Call, inputs: Sequence[torch.Tensor], why: str) -> State:
         states = [self.state(t) for t in inputs]

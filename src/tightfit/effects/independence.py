@@ -294,7 +294,10 @@ def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    # torch hands out null as the address of a tensor without data. On a card a kernel that the code launches itself would write there.
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
 def _without_modes() -> Any:

@@ -39,6 +39,7 @@ aten = torch.ops.aten
 
 # Zeros are written on the host, so this is memory that the tracing process really takes.
 MAX_HOST_BYTES = 4 << 30
+_MAX_SAID = 160
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
@@ -65,7 +66,7 @@ def run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[
     asked = sum(sparse.num_bytes(a) for a in tree_leaves((args, kwargs)) if isinstance(a, FakeTensor))
     if asked > MAX_HOST_BYTES:
         raise CaptureError(
-            f"{where}: {name} has no shape rule in torch {torch.__version__}, and its arguments ({asked >> 20} MiB) are too large to run it on the host; register one with torch.library.register_fake"
+            f"{where}: {name} has no shape rule in torch {torch.__version__}, and its arguments ({asked >> 20} MiB) are too large to run it on the host; {_needs(func)}"
         )
     gpu.recorder.assume(where, f"{name}: torch has no shape rule for it; its sizes are those of a run on host zeros")
     call, result = _run_on_host(gpu, func, args, kwargs)
@@ -126,10 +127,14 @@ def _run_on_host(
             return call, func(*host_args, **host_kwargs)
         except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
             failures.append(error)
-    said = str(failures[0]).strip().splitlines()
+    said = (str(failures[0]).strip() or type(failures[0]).__name__).splitlines()[0][:_MAX_SAID]
     raise CaptureError(
-        f"{gpu.attribution.where()}: {facts(func).name} has no shape rule in torch {torch.__version__}, and it did not run on the host: {said[0] if said else type(failures[0]).__name__}"
+        f"{gpu.attribution.where()}: {facts(func).name} has no shape rule in torch {torch.__version__}, and it did not run on the host: {said}; {_needs(func)}"
     ) from failures[0]
+
+
+def _needs(func: OpOverload) -> str:
+    return f'give its output shapes: torch.library.register_fake("{func.name()}") (docs/guide/targets.md, "Kernels of your own")'
 
 
 def _host_of(gpu: VirtualGpu, virtual: FakeTensor) -> torch.Tensor:

@@ -24,8 +24,10 @@ _CAUSAL = {
 def formula(operator: OpOverload) -> Callable[..., int] | None:
     """The function that counts the FLOPs of a call of `operator`, from its arguments and `out_val`; None if there is no formula."""
     count = flop_registry.get(operator._overloadpacket)
-    if count is None or operator not in _CAUSAL:
-        return count
+    if count is None:
+        return None
+    if operator not in _CAUSAL:
+        return _of_overload(operator, count)
     names = [argument.name for argument in operator._schema.arguments]
     query, causal = names.index("query"), names.index("is_causal")
 
@@ -38,6 +40,22 @@ def formula(operator: OpOverload) -> Callable[..., int] | None:
         assert isinstance(queries, torch.Tensor)
         assert isinstance(keys, torch.Tensor)
         return round(whole * computed_share(queries.shape[-2], keys.shape[-2]))
+
+    return counted
+
+
+def _of_overload(operator: OpOverload, count: Callable[..., int]) -> Callable[..., int]:
+    """torch writes a formula for the default overload; those of others take what they have besides (`out_dtype`) for something else."""
+    packet = operator._overloadpacket
+    known = (
+        {argument.name for argument in packet.default._schema.arguments} if "default" in packet.overloads() else None
+    )
+    is_counted = [known is None or argument.name in known for argument in operator._schema.arguments]
+    if all(is_counted):
+        return count
+
+    def counted(*args: object, **kwargs: object) -> int:
+        return count(*(a for a, is_in in zip(args, is_counted, strict=False) if is_in), **kwargs)
 
     return counted
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.capture.dispatch import fallback, one_card, sparse
+from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
 from tightfit.capture.dispatch.data_reads import Reads
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
@@ -32,6 +32,8 @@ CUDA = torch.device("cuda", 0)
 
 _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
+
+_ASSUMED_OF_FAKES = "its outputs are those of its fake implementation; memory that it allocates besides is not seen, and its time is that of one pass over its arguments"
 
 Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
 
@@ -80,11 +82,15 @@ class VirtualGpu(TorchDispatchMode):
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
         self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
-        self._handlers = handlers
+        self._handlers = dict(handlers)
         self._kernels = kernels
         self._composites = composites
         self._names: dict[OpOverload, int] = {}
         self._dtypes: dict[torch.dtype, int] = {}
+
+    def handle(self, func: OpOverload, handler: Handler) -> None:
+        """Has `handler` run an operator that the program has defined."""
+        self._handlers[func] = handler
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,6 +134,10 @@ class VirtualGpu(TorchDispatchMode):
     ) -> Any:
         """Runs one operator on virtual tensors and records it; `adjust` corrects the outputs before they are recorded."""
         known = facts(func)
+        is_own = program_operators.is_own(func)
+        composed = program_operators.composed(func) if is_own else None
+        if composed is not None:
+            return program_operators.run_body(self, composed, args, kwargs)
         if "generator" in kwargs:
             # The virtual card's generators are host generators (patches/torch_api.py), which fake kernels
             # refuse for `cuda` tensors.
@@ -135,8 +145,16 @@ class VirtualGpu(TorchDispatchMode):
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
         try:
             out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
-        except fallback.UNSUPPORTED:
+        except (*fallback.UNSUPPORTED, RuntimeError) as error:
+            if not isinstance(error, fallback.UNSUPPORTED) and not program_operators.lacks_fake(error):
+                raise
+            has_run, out = program_operators.try_body(self, func, args, kwargs) if is_own else (False, None)
+            if has_run:
+                return out
             out = fallback.run(self, func, args, kwargs)
+        else:
+            if is_own:
+                self.recorder.assume(self.attribution.where(), f"{known.name}: {_ASSUMED_OF_FAKES}")
         if known.is_view:
             return out
         if adjust is not None:
@@ -297,7 +315,16 @@ class VirtualGpu(TorchDispatchMode):
                     ):
                         self.shadows.adopt(tensor, value)
                 return
+        self._forget(targets)
+
+    def _forget(self, targets: Iterable[torch.Tensor]) -> None:
         # What was written with unknown values is unknown from now on, also through every view of it.
         for tensor in targets:
             if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                 self.shadows.forget(tensor.untyped_storage()._cdata)
+
+    def note_writes(self, targets: Sequence[torch.Tensor]) -> None:
+        """Notes that a kernel has written unknown values to `targets`."""
+        if self.on_write is not None:
+            self.on_write(targets)
+        self._forget(targets)

@@ -33,6 +33,8 @@ class DeviceProperties:
     L2_cache_size: int
     shared_memory_per_multiprocessor: int
     regs_per_multiprocessor: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_block: int = 48 << 10
     warp_size: int = 32
     max_threads_per_block: int = 1024
     is_integrated: int = 0
@@ -74,6 +76,9 @@ class CudaApi:
             max_threads_per_multi_processor=device.max_threads_per_multiprocessor,
             L2_cache_size=device.l2_bytes,
             shared_memory_per_multiprocessor=device.shared_memory_bytes,
+            # From compute capability 8.0 on 1 KiB of a multiprocessor's is the system's (CUDA C++ Programming Guide, "Compute Capabilities").
+            shared_memory_per_block_optin=device.shared_memory_bytes
+            - (1024 if device.compute_capability >= (8, 0) else 0),
             # A register has 4 bytes.
             regs_per_multiprocessor=device.register_file_bytes // 4,
         )
@@ -219,6 +224,8 @@ class CudaApi:
         )
         _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
         _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
+        # Libraries take the number of the stream from torch's C++ module itself; a CPU build has no such function.
+        setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: streams.current_stream().cuda_stream)  # noqa: B010
         # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
         # `native.pretend_cuda_is_built`, which tells the two builds apart by it.
         torch.version.cuda = torch.version.cuda or CUDA_VERSION

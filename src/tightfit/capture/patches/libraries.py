@@ -1,4 +1,5 @@
-"""Patches functions of other libraries that check for fake tensors, so that they take the path of a real card. No library is imported for it.
+"""Patches functions of other libraries that check for fake tensors, so that they take the path of a real card, and what launches or builds
+kernels of the program's own. No library is imported for it.
 
 A library that a workload imports is patched at its import, after the module with the check has run. A release without such a check needs no
 patch. `tests/cpu/test_libraries.py` names the functions that are relied on.
@@ -12,6 +13,10 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.patches import extensions
+from tightfit.capture.triton.launches import Launches
+
 
 def _no(_tensor: object) -> bool:
     return False
@@ -23,12 +28,17 @@ ANSWERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 }
 
 
-def install() -> None:
+Answer = Callable[[types.ModuleType], None]
+
+
+def install(gpu: VirtualGpu) -> None:
     """Patches modules that are loaded already, and others when they are imported."""
-    for name in ANSWERS:
+    answers: dict[str, Answer] = dict.fromkeys(ANSWERS, _answer)
+    answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where)})
+    for name, answer in answers.items():
         if name in sys.modules:
-            _answer(sys.modules[name])
-    sys.meta_path.insert(0, _Finder())
+            answer(sys.modules[name])
+    sys.meta_path.insert(0, _Finder(answers))
 
 
 def _answer(module: types.ModuleType) -> None:
@@ -38,12 +48,15 @@ def _answer(module: types.ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Delegates to the other finders, and patches the module after it has run."""
+    """Delegates to the other finders, and patches the module after it has run. `answers` are the patches by the names of modules."""
+
+    def __init__(self, answers: Mapping[str, Answer]) -> None:
+        self._answers = answers
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in ANSWERS:
+        if fullname not in self._answers:
             return None
         # `find_spec` walks the same list of finders: with this one in it, it would call itself.
         sys.meta_path.remove(self)
@@ -52,15 +65,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            _answer_after(spec.loader)
+            _answer_after(spec.loader, self._answers[fullname])
         return spec
 
 
-def _answer_after(loader: importlib.abc.Loader) -> None:
+def _answer_after(loader: importlib.abc.Loader, answer: Answer) -> None:
     run = loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
         run(module)
-        _answer(module)
+        answer(module)
 
     setattr(loader, "exec_module", exec_module)  # noqa: B010 - of this one loader, which is of this one module

@@ -86,7 +86,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._ops:OpOverload",
         "to tell operators apart",
-        "capture/dispatch capture/kernels capture/observe effects techniques",
+        "capture/dispatch capture/kernels capture/observe capture/triton effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",
@@ -96,7 +96,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._subclasses.fake_tensor:FakeTensor",
         "to have tensors without data",
-        "capture/dispatch capture/patches capture/steps effects techniques",
+        "capture/dispatch capture/patches capture/steps capture/triton effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -281,6 +281,13 @@ IN_CHILD: tuple[Name, ...] = (
     ),
     # The card: context, allocator, compiler.
     known("torch._C:_ensureCUDADeviceGuardSet", "to have torch's no-op guard installed for cuda", "capture/patches"),
+    known(
+        "torch._C:_cuda_getCurrentRawStream",
+        "to answer for the virtual card",
+        "capture/patches",
+        is_checked=False,
+        is_in_cpu_builds=False,
+    ),
     known(
         "torch._C:_scatter",
         "to have data parallelism over one card",

@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from tightfit.capture.dispatch import one_card, shapes
+from tightfit.capture.dispatch import one_card, program_operators, shapes
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
@@ -41,7 +41,8 @@ def install(gpu: VirtualGpu) -> None:
     graphs.install()
     one_card.install()
     shapes.install()
-    libraries.install()
+    program_operators.install()
+    libraries.install(gpu)
     # The fused kernel of `nn.TransformerEncoderLayer` in evaluation works on nested tensors, which have no fake ones.
     torch.backends.mha.set_fastpath_enabled(False)
     _construct_above_modes(gpu)

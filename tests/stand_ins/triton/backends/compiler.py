@@ -1,0 +1,9 @@
+"""The target of the compiler."""
+
+from typing import NamedTuple
+
+
+class GPUTarget(NamedTuple):
+    backend: str
+    arch: int
+    warp_size: int

@@ -1,0 +1,4 @@
+"""The compiler's backends."""
+
+
+def make_backend(target): ...

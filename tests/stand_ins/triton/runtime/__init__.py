@@ -1,0 +1,5 @@
+"""Launches."""
+
+from triton.runtime.driver import driver
+
+__all__ = ["driver"]
