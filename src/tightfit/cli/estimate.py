@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -81,7 +81,8 @@ def estimate(
     *arguments: Annotated[str, Parameter(show=False)],
     device: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int = 3,
+    steps: int | Literal["all"] = 3,
+    until: str | None = None,
     timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
@@ -103,7 +104,10 @@ def estimate(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given; the worst one counts. Training loops are then left, and what comes later (evaluation, sampling)
+        is traced; what was not reached is named. "all" leaves no loop.
+    until
+        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
@@ -145,6 +149,7 @@ def estimate(
             parameters=parameter,
             options=options,
             steps=steps,
+            until=until,
             timeout=timeout,
             show_output=show_output,
         )

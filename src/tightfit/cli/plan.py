@@ -5,7 +5,7 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -55,7 +55,8 @@ def plan(
     *arguments: Annotated[str, Parameter(show=False)],
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int = 3,
+    steps: int | Literal["all"] = 3,
+    until: str | None = None,
     timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
@@ -80,7 +81,10 @@ def plan(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given; the worst one counts. Training loops are then left, and what comes later (evaluation, sampling)
+        is traced; what was not reached is named. "all" leaves no loop.
+    until
+        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
@@ -114,6 +118,7 @@ def plan(
         "parameters": parameter,
         "options": model.given(),
         "steps": steps,
+        "until": until,
         "timeout": timeout,
         "alloc_conf": alloc_conf,
         "calibration": calibration,
