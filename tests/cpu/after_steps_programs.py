@@ -169,6 +169,15 @@ model = nn.Linear(64, ROWS).cuda()
 with torch.no_grad():
     model(torch.randn(1, 64, device="cuda"))
 """,
+    "models one after the other, the last of them large": """
+for i in range(100):
+    step()
+with torch.no_grad():
+    for width in [64] * 5 + [ROWS]:
+        model = None
+        model = nn.Linear(64, width).cuda()
+        model(torch.randn(1, 64, device="cuda"))
+""",
     "a generator of batches": """
 def batches():
     while True:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-
 from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, MODULE, NAMED, PLAIN, PRELUDE
+
 from tightfit import estimate
 from tightfit.reports.results import Estimate
 from tightfit.reports.text.estimates import verdict_words

@@ -16,8 +16,8 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
-from tightfit.fit.planning import allowed
 from tightfit.fit.extent import Steps, extent_of
+from tightfit.fit.planning import allowed
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
