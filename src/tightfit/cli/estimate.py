@@ -19,6 +19,7 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from tightfit.devices.device import Device
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -104,8 +105,7 @@ def estimate(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts. Training loops are then left, and what comes later (evaluation, sampling)
-        is traced; what was not reached is named. "all" leaves no loop.
+        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
     until
         A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
@@ -130,12 +130,9 @@ def estimate(
     devices = device or (own_card(),)
     cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
     measured = None if calibration is None else Calibration.load(calibration)
-    if measured is not None:
-        cards = [measured.applied_to(card) for card in cards]
+    cards = [card if measured is None else measured.applied_to(card) for card in cards]
     options = model.given()
-    _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
-    if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one card: give one --device")
+    _check_files(save_tape, save_recording, cards)
     if target.endswith(".npz"):
         if arguments or parameter or options:
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
@@ -143,8 +140,7 @@ def estimate(
     else:
         tape = fit.capture(
             target,
-            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
-            device=devices[0],
+            device=devices[0],  # the others replay the same tape with their own workspaces, context and speeds
             arguments=arguments,
             parameters=parameter,
             options=options,
@@ -162,11 +158,18 @@ def estimate(
     return 0 if all(e.fits for e in estimates) else 1
 
 
-def _check_folders(files: Mapping[str, Path | None]) -> None:
+def check_folders(files: Mapping[str, Path | None]) -> None:
+    """Raises a `UsageError` for a file that an option names in a folder that is not there."""
     # Checked before the trace, which may take minutes, rather than when its result is to be written.
     for option, file in files.items():
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"{option} {file}: there is no folder {file.parent}")
+
+
+def _check_files(save_tape: Path | None, save_recording: Path | None, cards: "Sequence[Device]") -> None:
+    check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
+    if save_recording is not None and len(cards) > 1:
+        raise UsageError("--save-recording writes the run on one card: give one --device")
 
 
 def _saved_tape(path: str) -> "Tape":

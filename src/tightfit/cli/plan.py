@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
-from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.estimate import NO_OPTIONS, ModelOptions, check_folders
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def plan(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts. Training loops are then left, and what comes later (evaluation, sampling)
-        is traced; what was not reached is named. "all" leaves no loop.
+        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
     until
         A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
@@ -101,14 +100,13 @@ def plan(
     show_output
         Show what the workload prints, on stderr.
     no_prove
-        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it takes
-        20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
+        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it
+        takes 20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
     """
     from tightfit.fit.planning import plan as find_plan
 
     started = time.monotonic()
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {output.parent}")
+    check_folders({"--output": output})
     card = device or own_card()
     settings: dict[str, Any] = {
         "budget": bounds.budget,
@@ -126,17 +124,15 @@ def plan(
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
-        if bounds.host is not None or bounds.disk is not None:
-            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, output=output, json=json, **settings)
+        return _search(search, target, card, bounds, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
-    if output is not None:
-        found.save(output)
-    _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+    _write(found, output, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
 
 
-def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
+def _write(found: "Plan", output: Path | None, *, json: bool, elapsed_seconds: float) -> None:
+    if output is not None:
+        found.save(output)
     # elapsed_seconds is printed but not saved: the same plan gives the same file.
     from tightfit.reports.plans import write_plan
 
@@ -146,11 +142,15 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
         write_plan(found, elapsed_seconds=elapsed_seconds)
 
 
-def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+def _search(
+    parameter: str, target: str, device: str, bounds: Bounds, *, output: Path | None, json: bool, **settings: Any
+) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
+    if bounds.host is not None or bounds.disk is not None:
+        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
     if output is not None:
         raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
     found = batch_sizes(target, device, parameter=parameter, **settings)

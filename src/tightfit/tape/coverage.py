@@ -60,5 +60,10 @@ class Coverage:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """What `to_json` wrote."""
-        named = tuple(NotReached(**each) for each in value.get("not_reached", ()))
-        return cls(**{**value, "cuts": tuple(value.get("cuts", ())), "not_reached": named})
+        return cls(
+            left_at=value.get("left_at", ""),
+            stopped=value.get("stopped", ""),
+            cuts=tuple(value.get("cuts", ())),
+            last_turn=value.get("last_turn", 0),
+            not_reached=tuple(NotReached(**each) for each in value.get("not_reached", ())),
+        )
