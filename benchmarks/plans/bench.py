@@ -14,6 +14,7 @@ from benchmarks.plans.workloads import Workload
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
+from tightfit.fit.extent import Extent
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
@@ -32,7 +33,7 @@ class StoredRuns(TracedRuns):
             card=find(device),
             settings=AllocatorSettings(),
             calibration=None,
-            num_steps=NUM_STEPS,
+            extent=Extent(num_steps=NUM_STEPS),
             show_output=False,
             say=lambda _: None,
         )

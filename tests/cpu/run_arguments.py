@@ -5,6 +5,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
+from tightfit.fit.extent import Extent
 
 CARD = "RTX 4090"
 
@@ -18,7 +19,7 @@ def run_arguments(target: Target, label: str) -> dict[str, Any]:
         "card": find(CARD),
         "settings": AllocatorSettings(),
         "calibration": None,
-        "num_steps": 2,
+        "extent": Extent(num_steps=2),
         "show_output": False,
         "say": lambda _: None,
     }

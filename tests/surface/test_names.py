@@ -13,8 +13,8 @@ PUBLIC_NAMES = [
 ]
 
 PARAMETERS = {
-    "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output meanwhile used",
-    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove say used",
+    "estimate": "target device | arguments parameters options steps until timeout alloc_conf calibration show_output meanwhile used",
+    "plan": "target device | budget host disk allow without arguments parameters options steps until timeout alloc_conf calibration show_output prove say used",
     "apply": "plan model optimizer | check_steps",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
@@ -62,6 +62,7 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "seconds_per_step",
         "versions",
         "assumptions",
+        "coverage",
     ]
 
 

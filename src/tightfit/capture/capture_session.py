@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.capture import targets
+from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward, places_of
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.dispatch.handlers import HANDLERS
 from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
@@ -18,10 +19,11 @@ from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder
 from tightfit.capture.patches import eager, loaders, native, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
-from tightfit.capture.steps.detector import EndOfCapture, StepWatch
+from tightfit.capture.steps.detector import StepWatch
 from tightfit.devices.catalogue import find
-from tightfit.errors import CaptureError
-from tightfit.tape import Tape
+from tightfit.errors import ApplyError, CaptureError, InternalError, faults
+from tightfit.errors.program_errors import one_line
+from tightfit.tape import Coverage, Tape
 
 
 class Session:
@@ -29,7 +31,15 @@ class Session:
     watched too. `used_bytes` of the card are held by other processes."""
 
     def __init__(
-        self, device: str, num_steps: int, *, by_yield: bool, with_effects: bool = False, used_bytes: int = 0
+        self,
+        device: str,
+        num_steps: int,
+        *,
+        by_yield: bool,
+        with_effects: bool = False,
+        used_bytes: int = 0,
+        follows: Coverage | None = None,
+        until: tuple[str, int] | None = None,
     ) -> None:
         self.device = find(device)
         self.recorder = Recorder()
@@ -53,7 +63,7 @@ class Session:
         )
         torch_api.install(self.gpu)
         self._routes = install.install(card)
-        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take)
+        self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
         if with_effects:
             self.watch.watch_effects()
         self.watch.install()
@@ -62,7 +72,8 @@ class Session:
 
     def _take(self) -> None:
         tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
-        self._tape = dataclasses.replace(tape, effects=self.watch.effects())
+        coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
+        self._tape = dataclasses.replace(tape, effects=self.watch.effects(), coverage=coverage)
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run at the end of the last step."""
@@ -77,12 +88,15 @@ class Session:
         """
         with self.gpu, contextlib.suppress(EndOfCapture):
             if isinstance(target, targets.Script):
-                held = targets.run_script(target)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
+                assert self.watch.after is not None
+                held = self._run_script(target, self.watch.after)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
+                if self.watch.num_ended:
+                    self.watch.settle()
             else:
                 self._run_generator(targets.generator_on(target, device="cuda"))
         if not self.watch.num_ended and not isinstance(target, targets.Script):
             raise CaptureError("the function did not yield: set up, then `yield` once per step")
-        if not self.watch.num_ended:
+        if not self.watch.num_ended and not self.watch.has_ended:
             raise CaptureError(
                 "the workload ended without a step: no optimizer stepped and no backward pass was run; for inference, give a generator function that yields once per step"
             )
@@ -91,6 +105,19 @@ class Session:
             raise CaptureError(
                 'the workload took its steps without a tensor on the card; does it move its model to "cuda"?'
             )
+
+    def _run_script(self, script: targets.Script, after: FastForward) -> Mapping[str, Any] | None:
+        """The globals of the script, or None after an error of its own behind its steps: the tape has what came before."""
+        try:
+            return targets.run_script(script, compiled=after.program.compiled)
+        except (Exception, SystemExit) as error:
+            is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
+            if not after.is_on or (is_own and not isinstance(error, CaptureError)):
+                raise
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                after.stopped(one_line("it", error), places_of(error))
+            self.watch.settle()
+            return None
 
     def _run_generator(self, generator: Iterator[Any]) -> None:
         for _ in range(self.watch.num_steps):

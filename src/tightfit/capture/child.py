@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture import simulated, targets
@@ -24,10 +26,12 @@ from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
+from tightfit.tape import Coverage
 
 if TYPE_CHECKING:
     from tightfit.capture.steps.detector import StepWatch
 
+_SECONDS_TO_TRY_AGAIN = 0.2
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
 
@@ -47,6 +51,8 @@ class Request:
     preparation: dict[str, Any] | None
     with_effects: bool = False
     used_bytes: int = 0
+    follows: dict[str, Any] | None = None
+    until: list[Any] | None = None
 
 
 def main(path: str, parent: str) -> None:
@@ -111,6 +117,8 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
         by_yield=by_yield,
         with_effects=request.with_effects,
         used_bytes=request.used_bytes,
+        follows=None if request.follows is None else Coverage.from_json(request.follows),
+        until=None if request.until is None else (request.until[0], request.until[1]),
     )
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = prepare(request.preparation)
@@ -131,12 +139,39 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Ite
             # The thread that waits runs no Python, so nothing that the program does can keep it.
             faulthandler.dump_traceback_later(timeout_seconds, file=file, exit=True)
 
+        def expect_the_end() -> None:
+            if sys.platform == "win32":
+                return
+            # After the steps a program that takes too long is no error: the tape has what came before.
+            watch.on_step = lambda: None
+            faulthandler.dump_traceback_later(2 * timeout_seconds, file=file, exit=True)
+            signal.signal(signal.SIGALRM, lambda _, frame: _stop(watch, frame, timeout_seconds))
+            signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
+
         watch.on_step = expect_a_step
+        if watch.after is not None:
+            watch.after.on_begin = expect_the_end
         expect_a_step()
         try:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+            if sys.platform != "win32":
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -> None:
+    """Ends the trace, called from a signal's handler: at once where the program's own code runs or waits, else at the next check."""
+    from tightfit.capture.after_steps.fast_forward import is_between_our_lines
+
+    after = watch.after
+    if after is None or watch.has_ended:
+        return
+    why = f"stopped after {timeout_seconds:g} s"
+    if not is_between_our_lines(frame):
+        after.stop(why)
+    after.must_stop = why
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_TRY_AGAIN)
 
 
 def _raise_what_was_swallowed() -> None:

@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from tightfit.errors import UsageError
@@ -100,12 +101,20 @@ def _parameter(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def run_script(script: Script) -> Mapping[str, Any]:
-    """Runs the script until it ends or raises; returns its globals, which stay alive as long as they are held."""
+def run_script(script: Script, *, compiled: Callable[[bytes, str], CodeType | None] | None = None) -> Mapping[str, Any]:
+    """Runs the script until it ends or raises; returns its globals, which stay alive as long as they are held.
+
+    `compiled` makes code of its source, or None, where Python is to do that.
+    """
     sys.argv = [script.path, *script.arguments]
     # As `python FILE` sets it: modules beside the script are found, those of the working folder are not.
     sys.path[0] = str(Path(script.path).resolve().parent)
-    return runpy.run_path(script.path, run_name="__main__")
+    code = None if compiled is None else compiled(Path(script.path).read_bytes(), script.path)
+    if code is None:
+        return runpy.run_path(script.path, run_name="__main__")
+    # What `run_path` does with the code that it compiles itself.
+    run_code: Callable[..., Mapping[str, Any]] = getattr(runpy, "_run_module_code")  # noqa: B009 - private to its module
+    return run_code(code, mod_name="__main__", pkg_name="", script_name=script.path)
 
 
 def generator_of(target: GeneratorFunction) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target
 from tightfit.errors.faults import answering
-from tightfit.tape import Tape
+from tightfit.tape import Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
 DEFAULT_NUM_STEPS = 3
@@ -67,9 +67,13 @@ def trace(
     preparation: Preparation | None = None,
     with_effects: bool = False,
     used_bytes: int = 0,
+    follows: Coverage | None = None,
+    until: tuple[str, int] | None = None,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
+    A script is traced beyond its steps (`tightfit.capture.after_steps`), within a bound, or where the trace with the coverage `follows` ended; or
+    until a line of a file, an absolute path, is reached.
     `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
     `used_bytes` are held by other processes, and not free to a program that asks.
 
@@ -93,6 +97,8 @@ def trace(
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
             "with_effects": with_effects,
             "used_bytes": used_bytes,
+            "follows": None if follows is None else follows.to_json(),
+            "until": until,
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.

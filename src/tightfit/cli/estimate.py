@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -22,6 +22,7 @@ from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
+    from tightfit.devices.device import Device
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -84,7 +85,8 @@ def estimate(
     *arguments: Annotated[str, Parameter(show=False)],
     device: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int = 3,
+    steps: int | Literal["all"] = 3,
+    until: str | None = None,
     timeout: float = 120.0,
     used: Size | None = None,
     sweep: Annotated[tuple[str, ...], _SEVERAL] = (),
@@ -108,7 +110,9 @@ def estimate(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
+    until
+        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     used
@@ -166,6 +170,9 @@ def estimate(
             show_output=show_output,
             used=taken,
         )
+    cards = [card if measured is None else measured.applied_to(card) for card in cards]
+    options = model.given()
+    _check_files(save_tape, save_recording, cards)
     if target.endswith(".npz"):
         if arguments or parameter or options:
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
@@ -173,12 +180,12 @@ def estimate(
     else:
         tape = fit.capture(
             target,
-            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
-            device=devices[0],
+            device=devices[0],  # the others replay the same tape with their own workspaces, context and speeds
             arguments=arguments,
             parameters=parameter,
             options=options,
             steps=steps,
+            until=until,
             timeout=timeout,
             show_output=show_output,
             used=taken,

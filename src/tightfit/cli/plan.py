@@ -5,7 +5,7 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -61,7 +61,8 @@ def plan(
     *arguments: Annotated[str, Parameter(show=False)],
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int = 3,
+    steps: int | Literal["all"] = 3,
+    until: str | None = None,
     timeout: float = 120.0,
     alloc_conf: str | None = None,
     calibration: Path | None = None,
@@ -87,7 +88,9 @@ def plan(
     parameter
         NAME=VALUE, a keyword argument of the generator function; once for each.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
+    until
+        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
@@ -106,8 +109,8 @@ def plan(
     show_output
         Show what the workload prints, on stderr.
     no_prove
-        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it takes
-        20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
+        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it
+        takes 20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
     """
     from tightfit.fit.planning import plan as find_plan
 
@@ -125,6 +128,7 @@ def plan(
         "parameters": parameter,
         "options": model.given(),
         "steps": steps,
+        "until": until,
         "timeout": timeout,
         "alloc_conf": alloc_conf,
         "calibration": calibration,
@@ -132,9 +136,7 @@ def plan(
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
-        if bounds.host is not None or bounds.disk is not None:
-            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, output=output, json=json, **settings)
+        return _search(search, target, card, bounds, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
     try:
         if output is not None:
@@ -170,11 +172,15 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
         write_plan(found, elapsed_seconds=elapsed_seconds)
 
 
-def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+def _search(
+    parameter: str, target: str, device: str, bounds: Bounds, *, output: Path | None, json: bool, **settings: Any
+) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
+    if bounds.host is not None or bounds.disk is not None:
+        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
     if output is not None:
         raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
     found = batch_sizes(target, device, parameter=parameter, **settings)

@@ -190,7 +190,7 @@ def _estimated(tape: "Tape", names: Sequence[str], alloc_conf: str | None) -> "t
     settings, own = fit.allocator_settings(alloc_conf), find(names[0] if names else tape.traced_for)
     history = history_of_tape(tape, own, settings)
     cards = [fit_of_estimate(fit.cost(tape, card, settings)) for card in _cards(own, names)]
-    return history, summarize(history, cards=cards, versions=tape.versions)
+    return history, summarize(history, cards=cards, versions=tape.versions, not_seen=tape.coverage.words)
 
 
 def _recorded(target: str, names: Sequence[str], alloc_conf: str | None) -> "tuple[History, Summary]":

@@ -14,6 +14,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
+from tightfit.fit.extent import Steps, extent_of
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
@@ -30,32 +31,34 @@ def capture(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_NUM_STEPS,
+    steps: Steps = DEFAULT_NUM_STEPS,
+    until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
 ) -> Tape:
-    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
+    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is, and `tightfit.fit.extent` for `steps`
+    and `until`.
 
     Raises:
         UsageError: no such target or device, or other processes use all of it.
         CaptureError: the workload could not be traced.
     """
     used_bytes = used_bytes_of(find(device), used)
-    if steps < 1:
-        raise UsageError(f"steps is {steps}: at least one step must be traced")
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     if options and not isinstance(parsed, HuggingFaceConfig):
         raise UsageError(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
+    extent = extent_of(parsed, steps, until)
     return trace(
         parsed,
         label=target,
         device=device,
-        num_steps=steps,
+        num_steps=extent.num_steps,
+        until=extent.until,
         timeout_seconds=timeout,
         show_output=show_output,
         meanwhile=meanwhile and theirs(meanwhile),
@@ -71,7 +74,8 @@ def estimate(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_NUM_STEPS,
+    steps: Steps = DEFAULT_NUM_STEPS,
+    until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
@@ -83,7 +87,8 @@ def estimate(
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    the one in the environment. After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
+    neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced. `used` is what other processes hold on the card ("3GiB", "10%", or bytes).
 
     Raises:
@@ -102,6 +107,7 @@ def estimate(
         parameters=parameters,
         options=options,
         steps=steps,
+        until=until,
         timeout=timeout,
         show_output=show_output,
         meanwhile=meanwhile,

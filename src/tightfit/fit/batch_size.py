@@ -17,6 +17,7 @@ from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.available import Used, used_bytes_of, without_used
+from tightfit.fit.extent import Steps, extent_of
 from tightfit.fit.planning import allowed
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
@@ -46,7 +47,8 @@ def batch_sizes(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_NUM_STEPS,
+    steps: Steps = DEFAULT_NUM_STEPS,
+    until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
@@ -82,7 +84,7 @@ def batch_sizes(
             card=card,
             settings=settings,
             calibration=measured,
-            num_steps=steps,
+            extent=extent_of(parsed, steps, until),
             timeout_seconds=timeout,
             show_output=show_output,
             say=lambda what: talk(f"{parameter} {size}: {what}"),

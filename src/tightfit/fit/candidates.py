@@ -69,12 +69,32 @@ class Candidates:
         taken = {option.technique for option in run.options}
         options = self._offers.options(run.profile)
         fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in taken]
+        if run.later is not None:
+            fine = self._with_later_changes(fine, run)
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
         problem = problems.build(levels, fine, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Variant(run=run, problem=problem, gap_bytes=min(gaps))
+
+    def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
+        """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
+        assert run.later is not None
+        begin = len(run.profile.tape.events)
+        later = {option.key: option.changes for option in self._offers.options(run.later)}
+        return [
+            dataclasses.replace(
+                option,
+                changes=option.changes
+                + tuple(
+                    dataclasses.replace(change, begin=max(begin, change.begin))
+                    for change in later.get(option.key, ())
+                    if change.end > begin
+                ),
+            )
+            for option in options
+        ]
 
     def best_of(
         self, coarse: Sequence[Option], base: TracedRun, max_traces: int, *, is_last: bool = False

@@ -92,7 +92,7 @@ def _blocks(base: TracedRun) -> Iterable[str]:
     inside = {name for path in paths for name in parts.module_calls.modules_inside(path)}
     gone = np.array([name in inside for name in parts.modules_of(parts.gradients)], dtype=bool)
     weight_bytes = int(run.block_bytes[_one_for_each_weight(parts, gone)].sum())
-    weights = Change(begin=0, end=len(base.tape.events), num_bytes=-weight_bytes)
+    weights = Change(begin=0, end=len(base.profile.tape.events), num_bytes=-weight_bytes)
     calls = [call for path in paths for call in parts.module_calls.calls(path)]
     saved = [
         Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.bytes_of(v.saved)) for v in calls

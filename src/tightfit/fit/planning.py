@@ -16,6 +16,7 @@ from tightfit.fit import allocator_settings, cost
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.candidates import Variant
+from tightfit.fit.extent import Steps, extent_of
 from tightfit.fit.plan_advice import advice
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
@@ -46,7 +47,8 @@ def plan(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_NUM_STEPS,
+    steps: Steps = DEFAULT_NUM_STEPS,
+    until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
@@ -79,16 +81,15 @@ def plan(
     card = without_used(card, used_bytes)
     if not budget_bytes > 0:
         raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
-    if steps < 1:
-        raise UsageError(f"steps is {steps}: at least one step must be traced")
+    parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     runs = TracedRuns(
-        target=parse_target(target, arguments=arguments, parameters=parameters, options=options),
+        target=parsed,
         label=target,
         device=device,
         card=card,
         settings=settings,
         calibration=measured,
-        num_steps=steps,
+        extent=extent_of(parsed, steps, until),
         timeout_seconds=timeout,
         show_output=show_output,
         say=theirs(say) if say is not None else lambda _: None,
@@ -181,6 +182,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         disk_bytes=sum(option.disk_bytes for option in taken),
         versions=base.tape.versions,
         assumptions=best.estimate.assumptions,
+        coverage=best.tape.coverage,
     )
 
 

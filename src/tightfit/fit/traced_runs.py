@@ -8,18 +8,22 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.errors import CaptureError
+from tightfit.fit.extent import Extent
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
-from tightfit.tape import Effect, Tape
+from tightfit.tape import Coverage, Effect, EventKind, Tape
 
 # A run is judged by what it needs, not by what is left on a card that is too small: libraries shrink their workspaces there.
 _ROOMY = 4
@@ -27,19 +31,19 @@ _ROOMY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRun:
-    """The workload with `options` on it. `settings_option` are the allocator's settings that it was replayed with, None for the user's own."""
+    """The workload with `options` on it. `settings_option` are the allocator's settings that it was replayed with, None for the user's own.
+
+    `tape` is the whole run, `profile` that of its steps, and `later` that of the whole, None where nothing is allocated after the steps.
+    """
 
     options: tuple[Option, ...]
     settings_option: Option | None
+    tape: Tape
     profile: Profile
+    later: Profile | None
     estimate: Estimate
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
-
-    @property
-    def tape(self) -> Tape:
-        """The recorded run."""
-        return self.profile.tape
 
     @property
     def high_bytes(self) -> int:
@@ -73,7 +77,7 @@ class TracedRuns:
         card: Device,
         settings: AllocatorSettings,
         calibration: Calibration | None,
-        num_steps: int,
+        extent: Extent,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
         say: Callable[[str], None],
@@ -87,7 +91,7 @@ class TracedRuns:
         self.target = target
         self._device = device
         self._settings = settings
-        self._num_steps = num_steps
+        self._extent = extent
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
         self._made: dict[frozenset[str], TracedRun] = {}
@@ -109,7 +113,8 @@ class TracedRuns:
                 self.target,
                 label=self.label,
                 device=self._device,
-                num_steps=self._num_steps,
+                num_steps=self._extent.num_steps,
+                until=self._extent.until,
                 timeout_seconds=self._timeout_seconds,
                 show_output=self._show_output,
                 preparation=Preparation(
@@ -117,12 +122,25 @@ class TracedRuns:
                 ),
                 with_effects=not options,
                 used_bytes=self._used_bytes,
+                follows=self._followed(options),
             )
+            self._check_end(options, traced.tape)
             # What the program does besides computing is looked at in the plain run, and holds for all.
             self._effects = self._effects if options else traced.tape.effects
             tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
         return self._made[key]
+
+    def _followed(self, options: tuple[Option, ...]) -> Coverage | None:
+        """A run with options leaves loops where the plain run did: techniques add operators, and the bound counts those."""
+        plain = self._made.get(frozenset())
+        return plain.tape.coverage if options and plain is not None else None
+
+    def _check_end(self, options: tuple[Option, ...], tape: Tape) -> None:
+        """Raises a `CaptureError` if what follows the steps does not run with `options` as it does without."""
+        plain, stopped = self._made.get(frozenset()), tape.coverage.stopped
+        if options and plain is not None and stopped and not plain.tape.coverage.stopped:
+            raise CaptureError(f"{self.label} does not run to its end with {options[-1].technique}: {stopped}")
 
     def _costed(
         self, options: tuple[Option, ...], tape: Tape, *, roots: Iterable[Mapping[str, Any]], notes: Iterable[str]
@@ -130,7 +148,9 @@ class TracedRuns:
         return TracedRun(
             options=options,
             settings_option=None,
-            profile=Profile(tape, self.card),
+            tape=tape,
+            profile=Profile(tape.of_steps(), self.card),
+            later=Profile(tape, self.card) if _allocates_later(tape) else None,
             estimate=self._estimate(tape, self._settings),
             roots=tuple(roots),
             notes=tuple(notes),
@@ -153,6 +173,17 @@ class TracedRuns:
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)
         return estimate_peak(tape, roomy, settings, self.calibration)
+
+
+def _allocates_later(tape: Tape) -> bool:
+    """Whether more is allocated at any time after the steps than at their end."""
+    end = len(tape.of_steps().events)
+    kind, storage = tape.events.kind[end:], tape.events.storage[end:]
+    if not len(kind):
+        return False
+    size = tape.storages.num_bytes[storage]
+    change = np.where(kind == EventKind.ALLOCATE, size, np.where(kind == EventKind.FREE, -size, 0))
+    return int(np.cumsum(change).max()) > 0
 
 
 def _plain(option: Option) -> dict[str, Any]:

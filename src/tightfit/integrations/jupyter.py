@@ -66,7 +66,8 @@ def _estimate(words: list[str]) -> Shown | None:
 
 
 def _in_a_line(answer: dict[str, Any]) -> str:
-    verdict = "fits" if answer["fits"] else "does not fit"
+    is_whole = not answer.get("coverage", {}).get("not_reached")
+    verdict = ("fits" if is_whole else "fits as far as seen") if answer["fits"] else "does not fit"
     return f"{answer['target']} {verdict} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
 
 

@@ -71,10 +71,16 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """The result in one line."""
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
+    fits = "fits" if plan.coverage.is_whole else "fits as far as seen"
+    not_seen = f"; {plan.coverage.words}" if plan.coverage.words else ""
     if plan.fits and not plan.choices:
-        return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
+        return (
+            f"{fits} as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do{not_seen}"
+        )
     if plan.fits:
-        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
+        return (
+            f"{fits} with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}{not_seen}"
+        )
     missing = plan.run.peak.device_high_bytes - plan.budget_bytes
     return f"does not fit: {format_bytes(missing)} too much for {budget}, with all that is allowed"
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from tightfit.errors import PlanError
 from tightfit.output_files import write_text
 from tightfit.simulate.estimate import Peak
-from tightfit.tape import Assumption
+from tightfit.tape import Assumption, Coverage
 
 SCHEMA = 1
 
@@ -84,6 +84,7 @@ class Plan:
 
     `budget_bytes` is the limit on the process's GPU memory, including a safety margin of `headroom_bytes`. `model` identifies the model of the
     plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
+    `coverage` says what of the program the planned run has shown.
     """
 
     target: str
@@ -106,6 +107,7 @@ class Plan:
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
     proof: Proof = Proof()
+    coverage: Coverage = Coverage()
 
     @property
     def exact(self) -> bool:
@@ -151,8 +153,9 @@ class Plan:
                 frontier=tuple(ParetoPoint(**p) for p in value["frontier"]),
                 advice=tuple(value["advice"]),
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
-                # Plans of the same schema from before proofs have none.
+                # Plans of the same schema from before proofs and coverage have none.
                 proof=Proof(**value.get("proof", {})),
+                coverage=Coverage.from_json(value.get("coverage", {})),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.

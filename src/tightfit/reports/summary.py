@@ -113,7 +113,10 @@ def _span_summary(history: History, name: str, kind: str, parts: list[tuple[int,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a report. `at_peak` has the bytes of each category then, and adds up with the cache to `peak_reserved_bytes`."""
+    """The figures of a report. `at_peak` has the bytes of each category then, and adds up with the cache to `peak_reserved_bytes`.
+
+    `not_seen` says what of the program the run does not show.
+    """
 
     label: str
     origin: str
@@ -138,6 +141,7 @@ class Summary:
     settings: str
     versions: Mapping[str, str]
     places: tuple[Mapping[str, Any], ...]
+    not_seen: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `tightfit report --format json` prints."""
@@ -155,7 +159,9 @@ class Summary:
         }
 
 
-def summarize(history: History, *, cards: Sequence[CardFit] = (), versions: Mapping[str, str] | None = None) -> Summary:
+def summarize(
+    history: History, *, cards: Sequence[CardFit] = (), versions: Mapping[str, str] | None = None, not_seen: str = ""
+) -> Summary:
     """The summary of `history`."""
     peak, blocks = history.peak_event, history.blocks
     alive = history.alive_at(peak)
@@ -193,6 +199,7 @@ def summarize(history: History, *, cards: Sequence[CardFit] = (), versions: Mapp
         settings=settings_words(history.settings),
         versions=versions or {},
         places=tuple(_places(history)),
+        not_seen=not_seen,
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.tape import Assumption
+from tightfit.tape import Assumption, Coverage
 
 SCHEMA = 1
 
@@ -65,7 +65,7 @@ class Band:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`."""
+    """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `coverage` says what of the program was seen."""
 
     target: str
     device: str
@@ -80,6 +80,7 @@ class Estimate:
     seconds_per_step: float
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
+    coverage: Coverage = Coverage()
 
     @property
     def fits(self) -> bool:
@@ -111,4 +112,5 @@ class Estimate:
             "seconds_per_step": self.seconds_per_step,
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
+            "coverage": self.coverage.to_json(),
         }

@@ -73,6 +73,7 @@ def estimate_peak(
         seconds_per_step=seconds[-1] if seconds else 0.0,
         versions=tape.versions,
         assumptions=tape.assumptions,
+        coverage=tape.coverage,
     )
 
 

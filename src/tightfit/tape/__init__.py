@@ -18,16 +18,19 @@ from tightfit.tape.columns import (
     Table,
     Tape,
 )
+from tightfit.tape.coverage import Coverage, NotReached
 
 __all__ = [
     "SCHEMA",
     "Assumption",
     "Category",
     "Column",
+    "Coverage",
     "Effect",
     "EffectKind",
     "EventKind",
     "Events",
+    "NotReached",
     "Operators",
     "Phase",
     "Source",

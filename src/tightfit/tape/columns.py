@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tightfit.errors import RecordingError
 from tightfit.output_files import writing
+from tightfit.tape.coverage import Coverage
 
 SCHEMA = 1
 
@@ -87,6 +88,10 @@ class Table:
     def from_columns(cls, columns: Mapping[str, Any]) -> Self:
         """Builds the table from sequences, converting each to its column's type."""
         return cls(**{f.name: np.asarray(columns[f.name], dtype=f.metadata["dtype"]) for f in dataclasses.fields(cls)})
+
+    def rows(self, chosen: Any) -> Self:
+        """The table of these rows: a slice, or a mask."""
+        return type(self)(**{name: column[chosen] for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Column]:
         """The columns by name."""
@@ -203,7 +208,7 @@ class Tape:
     """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
-    `effects` are those that were seen, where the capture was asked to watch for them.
+    `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has.
     """
 
     target: str
@@ -218,6 +223,24 @@ class Tape:
     host_peak_bytes: int
     loop: str = ""
     effects: tuple[Effect, ...] = ()
+    coverage: Coverage = Coverage()
+
+    def of_steps(self) -> Self:
+        """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
+        ends = self.spans.end[self.spans.kind == SpanKind.STEP]
+        if not len(ends) or int(ends[-1]) == len(self.events):
+            return self
+        end = int(ends[-1])
+        num_operators = int(self.events.operator[end])
+        num_storages = int((self.events.kind[:end] == EventKind.ALLOCATE).sum())
+        kept = self.spans.begin < end
+        return dataclasses.replace(
+            self,
+            operators=self.operators.rows(slice(num_operators)),
+            storages=self.storages.rows(slice(num_storages)),
+            events=self.events.rows(slice(end)),
+            spans=self.spans.rows(kept),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tape as an npz file, whole or not at all."""
@@ -231,6 +254,7 @@ class Tape:
             "host_peak_bytes": self.host_peak_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
+            "coverage": self.coverage.to_json(),
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -260,8 +284,9 @@ class Tape:
             raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
         head["strings"] = tuple(head["strings"])
         head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
-        # Tapes from before effects were recorded lack the key.
+        # Tapes from before effects and coverage were recorded lack the keys.
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
+        head["coverage"] = Coverage.from_json(head.get("coverage", {}))
         return cls(**head, **tables)
 
 

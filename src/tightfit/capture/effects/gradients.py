@@ -7,7 +7,7 @@ seen as well. Reads in torch's own files and in an optimizer's step are known to
 import dis
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Turn:
 class GradientWatch:
     """The effects of a program on its gradients. `is_in_step` says whether an optimizer is stepping, which may read any gradient."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], is_in_step: Callable[[], bool]) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], is_in_step: Callable[[], bool]) -> None:
         self._optimizers = optimizers
         self._is_in_step = is_in_step
         self._turns: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Turn] = weakref.WeakKeyDictionary()

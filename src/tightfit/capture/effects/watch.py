@@ -1,6 +1,6 @@
 """Watches for side effects during one capture, of modules and on gradients. Called by the step detector."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ class EffectWatch:
     def __init__(
         self,
         gpu: VirtualGpu,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Iterable[torch.optim.Optimizer],
         is_in_step: Callable[[], bool],
     ) -> None:
         self._regions = RegionWatch(gpu)

@@ -76,7 +76,7 @@ class Attribution:
             code = frame.f_code
             is_user_code = known.get(code)
             if is_user_code is None:
-                is_user_code = known[code] = _is_user_file(code.co_filename)
+                is_user_code = known[code] = is_user_file(code.co_filename)
             if is_user_code:
                 key = (code, frame.f_lineno)
                 index = self._lines.get(key)
@@ -111,7 +111,7 @@ def user_line() -> str:
     """The innermost line of the user's own code on this thread, as text."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a library"
@@ -122,7 +122,7 @@ def _sequence_number_of_running_node() -> int:
     return -1 if node is None else node._sequence_nr()
 
 
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     return not filename.startswith("<") and not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 

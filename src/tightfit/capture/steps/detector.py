@@ -18,12 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.capture.after_steps import frameworks
+from tightfit.capture.after_steps.fast_forward import FastForward
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.effects.watch import EffectWatch
 from tightfit.capture.replace import replace
 from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.repetition import Repetition
-from tightfit.tape import Category, Effect, Phase, SpanKind
+from tightfit.capture.steps.weak_sequence import WeakSequence
+from tightfit.tape import Category, Coverage, Effect, Phase, SpanKind
 
 # A loop that steps one optimizer several times for each step of another one (a critic, gradient accumulation by
 # two optimizers) is within this; an optimizer that is further behind has stopped.
@@ -33,31 +36,40 @@ MAX_STEPS_OF_ONE_OPTIMIZER = 8
 MAX_BACKWARDS_WITHOUT_STEP = 256
 
 
-class EndOfCapture(BaseException):
-    """Enough steps were traced. A BaseException, so that a script's `except Exception` does not catch it."""
-
-
 class StepWatch:
-    """Follows phases through torch's own entry points. `on_end` is called once, after `num_steps` steps, before the run is ended.
+    """Follows phases through torch's own entry points. `on_end` is called once, when the trace ends: after `num_steps` steps of a generator, or
+    when `after`, which follows a script's steps, has come to its end.
 
     `on_step` is called whenever a step is over.
     """
 
-    def __init__(self, gpu: VirtualGpu, num_steps: int, *, by_yield: bool, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        gpu: VirtualGpu,
+        num_steps: int,
+        *,
+        by_yield: bool,
+        on_end: Callable[[], None],
+        follows: Coverage | None = None,
+        until: tuple[str, int] | None = None,
+    ) -> None:
         self.gpu = gpu
         self.num_steps = num_steps
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
         self.has_ended = False
-        self._is_over = False  # a script is left running to the end of its turn, until it begins the next one
+        self.after = None if by_yield else FastForward(gpu, num_steps, settle=self.settle, follows=follows, until=until)
         self._by_yield = by_yield
         self._on_end = on_end
-        self._optimizers: list[torch.optim.Optimizer] = []
+        # What a program drops is freed, also while it is watched.
+        self._optimizers: WeakSequence[torch.optim.Optimizer] = WeakSequence()
         self._num_optimizer_steps: Counter[int] = Counter()
+        self._num_counted = 0  # steps since the optimizers' steps are counted
+        self._has_stepped = False
         # An optimizer may step inside a backward pass, or inside the step of another one, or of its subclass.
         self._steps_around: list[tuple[torch.optim.Optimizer, Phase]] = []
         self._num_backwards = 0
-        self._roots: dict[int, torch.nn.Module] = {}
+        self._roots: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._first_operator = 0
         self._effects: EffectWatch | None = None
@@ -73,6 +85,8 @@ class StepWatch:
     def install(self) -> None:
         """Hooks backward passes, optimizers and module calls; a process that has done this is not used for anything else."""
         self.gpu.recorder.span("set-up", SpanKind.SETUP)
+        if self.after is not None:
+            self.after.install()
         self._watch_backward()
         self._watch_optimizers()
         self._watch_modules()
@@ -189,20 +203,22 @@ class StepWatch:
         replace(torch.nn.Module, __call__=watched)
 
     def _enter_root(self, module: torch.nn.Module) -> None:
-        self._stop_if_over()
-        self._roots.setdefault(id(module), module)
+        self._roots[id(module)] = module
         recorder = self.gpu.recorder
         recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
         if torch.is_grad_enabled():
             if self._begin_step():
                 self._first_operator = recorder.num_operators
+        elif self.after is not None and self.after.is_on:
+            self.after.call_begins()
         elif not self._by_yield:
             name = f"without gradients at {self.gpu.attribution.where()}"
             if recorder.spans[-1][0] != name:
                 recorder.span(name, SpanKind.ASIDE)
 
     def _begin_step(self) -> bool:
-        self._stop_if_over()
+        if self.after is not None and self.after.is_on:
+            return self.after.training_begins()
         recorder = self.gpu.recorder
         name = f"step {self.num_ended + 1}"
         if self._by_yield or recorder.spans[-1][0] == name:
@@ -217,30 +233,39 @@ class StepWatch:
     def end_step(self) -> None:
         """One iteration of the user's loop has ended."""
         self.num_ended += 1
+        self._num_counted += 1
         if self._effects is not None:
             self._effects.end_step()
         self.on_step()
         self._mark(self._parameters(), Category.PARAMETERS)
-        if self.num_ended >= self.num_steps:
+        if self.after is not None:
+            self.after.step_ended()
+        if self.num_ended == self.num_steps:
             self._mark_parameters()
-            self._is_over = True
-            if self._by_yield:
+            if self.after is None:
                 self.settle()
+            else:
+                self._go_on(self.after)
+
+    def _go_on(self, after: FastForward) -> None:
+        """The steps asked for are over: the script runs on to what comes later."""
+        # Optimizers that have done their part, such as that of a first stage, are not waited for.
+        self._num_optimizer_steps.clear()
+        self._num_counted = 0
+        after.begin(is_stoppable=frameworks.stop(self.num_steps, after.framework_leaves))
 
     def settle(self) -> None:
         """Ends the trace, once: the tape can be taken."""
         if not self.has_ended:
             self.has_ended = True
+            if not self._by_yield:
+                self._mark_parameters()
             self._on_end()
-
-    def _stop_if_over(self) -> None:
-        if self._is_over and not self._by_yield:
-            self.settle()
-            raise EndOfCapture
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._by_yield:
             return
+        self._has_stepped = True
         counts = self._num_optimizer_steps
         counts[id(optimizer)] += 1
         waiting = [o for o in self._optimizers if not counts[id(o)]]
@@ -248,14 +273,13 @@ class StepWatch:
             return
         # An optimizer that is so far behind has done its part, such as that of a first stage.
         least = min(count for count in counts.values() if count > max(counts.values()) - MAX_STEPS_OF_ONE_OPTIMIZER)
-        if counts[id(optimizer)] == least > self.num_ended:
+        if counts[id(optimizer)] == least > self._num_counted:
             self.end_step()
 
     def _after_backward(self) -> None:
         self._num_backwards += 1
-        stepped = bool(self._num_optimizer_steps)
         patient = self._optimizers and self._num_backwards < MAX_BACKWARDS_WITHOUT_STEP
-        if self._by_yield or stepped or patient:
+        if self._by_yield or self._has_stepped or patient:
             return
         self.gpu.recorder.assume(
             self.gpu.attribution.where(),
@@ -288,7 +312,7 @@ class StepWatch:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
-        for module in self._roots.values():
+        for module in list(self._roots.values()):
             yield from module.parameters()
         for reference in self._leaves.values():
             leaf = reference()

@@ -6,6 +6,7 @@ tape already; its events are repeated whenever the allocated memory around it ha
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,8 +60,9 @@ class _Call:
 
 @dataclasses.dataclass(slots=True)
 class _History:
-    """The calls with one key: the latest, how many in a row were equal to it, and the most memory that was allocated around one."""
+    """The calls of `module` with one key: the latest, how many in a row were equal to it, and the most memory that was allocated around one."""
 
+    module: weakref.ref[torch.nn.Module]
     call: _Call | None = None
     num_alike: int = 0
     max_bytes: int = 0
@@ -91,7 +93,10 @@ class Repetition:
         key = self._key(module, args, kwargs)
         if key is None:
             return run()
-        history = self._histories.setdefault(key, _History())
+        history = self._histories.get(key)
+        # Another module may have got the address of one that is gone.
+        if history is None or history.module() is not module:
+            history = self._histories[key] = _History(weakref.ref(module))
         alive = self._alive_bytes()
         self._called_in_context.add(id(module))
         if history.call is not None and history.num_alike >= NUM_CALLS_TRACED:

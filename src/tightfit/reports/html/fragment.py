@@ -9,6 +9,7 @@ from typing import Any
 
 from tightfit.reports.advice import LABELS
 from tightfit.reports.html.templates import render
+from tightfit.tape import Coverage
 from tightfit.units import format_bytes, format_seconds
 
 _NUM_SITES = 8
@@ -39,16 +40,23 @@ class Piece:
 
 def estimate_fragment(answer: Mapping[str, Any]) -> str:
     """The object that `tightfit estimate --json` prints as HTML whose styles touch nothing else; every text in it is escaped."""
-    left = format_bytes(abs(answer["headroom_bytes"]))
     return render(
         "estimate.html",
-        verdict=f"fits, {left} left" if answer["fits"] else f"does not fit, {left} too much",
+        verdict=_verdict(answer),
         target=answer["target"],
         device=answer["device"]["name"],
         pieces=_pieces(answer),
         figures=_figures(answer),
         sites=[_site(holder) for holder in answer["holders"][:_NUM_SITES]],
     )
+
+
+def _verdict(answer: Mapping[str, Any]) -> str:
+    left = format_bytes(abs(answer["headroom_bytes"]))
+    if not answer["fits"]:
+        return f"does not fit, {left} too much"
+    coverage = Coverage.from_json(answer.get("coverage", {}))
+    return f"fits, {left} left" if coverage.is_whole else f"fits as far as seen, {left} left; {coverage.words}"
 
 
 def framed_page(page: str) -> str:

@@ -117,7 +117,8 @@ def verdict_words(estimate: Estimate) -> tuple[str, str]:
     # The likely peak fits and the upper end of its range does not: it depends on workspaces and the allocation order.
     if estimate.peak.device_high_bytes > estimate.capacity_bytes:
         return "fits, barely", f"{format_bytes(estimate.headroom_bytes)} left, less than the doubt about it"
-    return "fits", f"{format_bytes(estimate.headroom_bytes)} left"
+    word = "fits" if estimate.coverage.is_whole else "fits as far as seen"
+    return word, f"{format_bytes(estimate.headroom_bytes)} left"
 
 
 def console() -> Console:
@@ -130,12 +131,14 @@ def console() -> Console:
 
 
 def _verdict_style(estimate: Estimate) -> str:
-    return {"fits": "bold green", "fits, barely": "bold yellow"}.get(verdict_words(estimate)[0], "bold red")
+    styles = {"fits": "bold green", "fits, barely": "bold yellow", "fits as far as seen": "bold yellow"}
+    return styles.get(verdict_words(estimate)[0], "bold red")
 
 
 def _verdict(estimate: Estimate) -> Text:
     word, amount = verdict_words(estimate)
-    return Text.assemble((word, _verdict_style(estimate)), f": {amount}")
+    seen = f"; {estimate.coverage.words}" if estimate.fits and estimate.coverage.words else ""
+    return Text.assemble((word, _verdict_style(estimate)), f": {amount}{seen}")
 
 
 def _subject(estimate: Estimate) -> Text:

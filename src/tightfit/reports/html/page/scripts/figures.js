@@ -3,7 +3,8 @@ function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
   if (card.device_high_bytes > card.capacity_bytes) return ["doubt", "fits, barely", `${left}, less than the doubt about it`];
-  return ["good", "fits", left];
+  // Of a recording everything was seen.
+  return summary.not_seen && summary.origin === "estimate" ? ["doubt", "fits as far as seen", left] : ["good", "fits", left];
 }
 
 const ownCard = () => summary.cards.find((card) => card.device === summary.device) ??
@@ -19,7 +20,7 @@ function writeHeader() {
   const heading = byId("verdict");
   if (card && summary.origin === "estimate") {
     const [kind, word, amount] = verdictOf(card);
-    heading.append(element("span", { class: kind }, word[0].toUpperCase() + word.slice(1)), ` on ${card.device}: ${amount}`);
+    heading.append(element("span", { class: kind }, word[0].toUpperCase() + word.slice(1)), ` on ${card.device}: ${amount}`, kind !== "bad" && summary.not_seen ? `; ${summary.not_seen}` : "");
   } else {
     heading.textContent = `At most ${bytes(summary.peak_allocated_bytes)} allocated, ${bytes(summary.peak_reserved_bytes)} reserved`;
   }

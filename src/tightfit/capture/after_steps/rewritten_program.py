@@ -1,0 +1,101 @@
+"""The user's program with checks in its loops: the files that were rewritten, their loops and branches, and what ran.
+
+The script and the user's own modules are compiled through here; installed packages are not, and neither is a file that cannot be parsed.
+"""
+
+import ast
+import builtins
+import dis
+import os
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FrameType
+
+from tightfit.capture.after_steps.rewriting import LEAVE, LEFT, SEEN, STEPS, UNTIL, Branch, Rewriter, UserLoop
+from tightfit.capture.observe.attribution import is_user_file
+from tightfit.capture.replace import replace
+
+_FOR_ITER = dis.opmap["FOR_ITER"]
+
+
+class RewrittenProgram:
+    """What the code of the program refers to: loop `n` asks `leave[n]` in each turn, counts in `steps[n]` the training steps since it began
+    (-1: it was left), and branch `n` sets `seen[n]`. `until` is a file and a line where the trace is to end.
+    """
+
+    def __init__(self, until: tuple[str, int] | None = None) -> None:
+        self._until = until
+        self.loops: list[UserLoop] = []
+        self.branches: list[Branch] = []
+        self.trees: dict[str, ast.Module] = {}
+        self.leave = bytearray()
+        self.seen = bytearray()
+        self.steps: list[int] = []
+        self._asks = 0
+        self._of_file: dict[str, list[tuple[int, UserLoop]]] = {}
+
+    def install(self, left: Callable[[int], bool], reached: Callable[[], None]) -> None:
+        """Gives the code its names, and compiles the user's modules when they are imported. `left` is asked whether to leave a loop, `reached` is
+        called at the line where the trace is to end."""
+        # Among the builtins, since every module of the program sees these; `vars(module)` and `globals()` stay as they are.
+        for name, value in (
+            (LEAVE, self.leave),
+            (LEFT, left),
+            (STEPS, self.steps),
+            (SEEN, self.seen),
+            (UNTIL, reached),
+        ):
+            setattr(builtins, name, value)
+        plain = SourceFileLoader.get_code
+
+        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+            path = loader.get_filename(fullname)
+            code = self.compiled(loader.get_data(path), path) if is_user_file(path) else None
+            return plain(loader, fullname) if code is None else code
+
+        replace(SourceFileLoader, get_code=get_code)
+
+    def compiled(self, source: bytes, path: str) -> CodeType | None:
+        """The code of a file with its checks; None if it cannot be parsed."""
+        loops, branches = len(self.loops), len(self.branches)
+        until = None if self._until is None or os.path.realpath(path) != self._until[0] else self._until[1]
+        try:
+            tree = Rewriter(path, self.loops, self.branches, until=until).rewrite(ast.parse(source, path))
+            code = compile(tree, path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError):
+            # Python itself says what is wrong when it compiles the file; where it finds nothing, the file runs as it is.
+            del self.loops[loops:], self.branches[branches:]
+            return None
+        self.trees[path] = tree
+        self._of_file[path] = [(n, self.loops[n]) for n in range(loops, len(self.loops))]
+        self.leave.extend([self._asks] * (len(self.loops) - loops))
+        self.steps.extend([0] * (len(self.loops) - loops))
+        self.seen.extend(bytes(len(self.branches) - branches))
+        return code
+
+    def ask_in_each_turn(self) -> None:
+        """From now on each turn of each loop asks whether to leave it."""
+        self._asks = 1
+        self.leave[:] = bytes([1]) * len(self.leave)
+
+    def is_rewritten(self, path: str) -> bool:
+        """Whether the file at `path` was compiled here."""
+        return path in self._of_file
+
+    def around(self, frame: FrameType | None) -> Iterator[int]:
+        """The loops that run now, by their numbers, from the innermost out."""
+        while frame is not None:
+            yield from reversed(self._in_frame(frame))
+            frame = frame.f_back
+
+    def _in_frame(self, frame: FrameType) -> list[int]:
+        code, line = frame.f_code, frame.f_lineno
+        found = []
+        for number, loop in self._of_file.get(code.co_filename, ()):
+            if (code.co_firstlineno, code.co_name) != loop.scope or self.steps[number] < 0:
+                continue
+            # At the line of `for` a loop is running only while it asks its iterable for the next item.
+            is_next = loop.is_for and line == loop.line and code.co_code[frame.f_lasti] == _FOR_ITER
+            if is_next or loop.first <= line <= loop.last:
+                found.append(number)
+        return found

@@ -1,0 +1,266 @@
+"""Names the code that a trace has not reached and that could use the GPU: branches in loops that were left, and what follows the end of a trace.
+
+Source is read, not run. A branch counts if its condition can change from turn to turn (`step % 500 == 0`, not `args.resume`), it stands in a loop
+that was left or in a function that such a loop calls, and it calls something that works on tensors: a model, or a function that evaluates,
+generates, samples or saves, or leads to one.
+"""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tightfit.capture.after_steps.rewriting import called
+from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
+from tightfit.capture.observe.attribution import short
+from tightfit.tape import NotReached
+
+# By name, as the objects are gone when the trace is over. Of a name's words, which underscores or capitals separate.
+_WORKS = re.compile(
+    r"evals?|evaluat\w*|valid|validat\w*|generat\w*|sampl\w*|infer\w*|predict\w*|save\w*|checkpoint\w*|ckpt|test|backward|deepcopy|clone|"
+    r"visuali\w*|render|fid|forward",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+")
+_NO_WORK_OF = frozenset({"random", "np", "numpy", "math", "json", "os", "logging", "logger", "rng", "plt", "pickle"})
+_NO_WORK = frozenset({"eval", "is_valid", "validate_args", "savefig", "save_hyperparameters", "save_pretrained"})
+_OF_TORCH = frozenset({"cat", "stack", "zeros", "ones", "empty", "rand", "randn", "full", "matmul", "einsum", "bmm"})
+_MADE_BY = frozenset({"zeros_like", "ones_like", "empty_like", "randn_like", "rand_like"})
+# A variable with one of these called on it is a module.
+_OF_MODULES = frozenset(
+    {"parameters", "zero_grad", "train", "eval", "load_state_dict", "requires_grad_", "named_parameters"}
+)
+_STATIC_CALLS = frozenset(
+    {"isinstance", "hasattr", "getattr", "len", "callable", "is_available", "get_rank", "is_main_process", "bool"}
+    | {
+        "int",
+        "float",
+        "str",
+        "is_tensor",
+        "is_initialized",
+        "is_distributed",
+        "is_dist_avail_and_initialized",
+        "exists",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code that was running, with the first line and the name of its function."""
+
+    file: str
+    line: int
+    first_line: int
+    function: str
+
+
+def not_reached(
+    program: RewrittenProgram, left: Sequence[int], stack: Sequence[Place], *, is_stopped: bool
+) -> tuple[NotReached, ...]:
+    """The calls that were not reached: in the training loops `left`, and after `stack` where the trace ended there."""
+    source = _Source(program)
+    found: dict[NotReached, None] = {}
+    # The same call elsewhere, such as an evaluation at the end as well, has shown what it needs.
+    reached = set() if is_stopped else _reached(program)
+    for number in _unseen(program, source, left):
+        branch = program.branches[number]
+        for call in source.works(branch.statements):
+            if ast.unparse(call) not in reached:
+                found.setdefault(_named(call, branch.file, branch.condition))
+    if is_stopped:
+        for each in _after(source, program, stack):
+            found.setdefault(each)
+        if not found:
+            found.setdefault(NotReached(what="the rest of the program", where=""))
+    return tuple(found)
+
+
+def _named(call: ast.Call, file: str, condition: str) -> NotReached:
+    name = " ".join(ast.unparse(call.func).split())
+    name = name if len(name) <= 40 else f"...{called(call)}"
+    return NotReached(what=f"{name}()", where=f"{short(file)}:{call.lineno}", condition=condition)
+
+
+class _Source:
+    """The source of a program: its functions by name, the names of its modules, and what changes from turn to turn."""
+
+    def __init__(self, program: RewrittenProgram) -> None:
+        self.functions: dict[str, list[ast.AST]] = {}
+        self.modules: set[str] = set()
+        self.changing: set[str] = set()
+        self._works: dict[str, bool] = {}
+        for tree in program.trees.values():
+            self._read(tree)
+
+    def _read(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_MODULES:
+                self.modules.add(_last(node.func.value))
+            elif isinstance(node, ast.AugAssign):
+                self.changing.add(_last(node.target))
+            elif isinstance(node, ast.For | ast.While):
+                for inside in ast.walk(node):
+                    is_bound = isinstance(inside, ast.Name | ast.Attribute) and isinstance(inside.ctx, ast.Store)
+                    self.changing |= {_last(inside)} if is_bound else set()
+        self.modules -= {"", "self"}
+
+    def works(self, statements: Iterable[ast.stmt]) -> Iterator[ast.Call]:
+        """The calls in `statements`, in order, that can use the GPU; a call inside of another one is part of it."""
+        for statement in statements:
+            yield from self._works_in(statement)
+
+    def _works_in(self, node: ast.AST) -> Iterator[ast.Call]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Call) and self._is_work(node):
+            yield node
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from self._works_in(child)
+
+    def _is_work(self, call: ast.Call) -> bool:
+        name = called(call)
+        owner = _first(call.func)
+        if not name or name in _NO_WORK or (isinstance(call.func, ast.Attribute) and owner in _NO_WORK_OF):
+            return False
+        # It copies to the host, a tensor at a time.
+        if owner == "torch" and name == "save":
+            return False
+        if name in self.functions:
+            return self._leads_to_work(name)
+        if name in self.modules or name in _MADE_BY or (owner == "torch" and name in _OF_TORCH):
+            return True
+        return any(_WORKS.fullmatch(word) for word in _WORDS.findall(name))
+
+    def _leads_to_work(self, name: str) -> bool:
+        if name not in self._works:
+            self._works[name] = False  # of a function that calls itself
+            nodes = [body for function in self.functions[name] for body in getattr(function, "body", [])]
+            # A class is constructed: what its constructor does counts.
+            nodes += [
+                inner
+                for node in self.functions[name]
+                if isinstance(node, ast.ClassDef)
+                for function in node.body
+                if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+                for inner in function.body
+            ]
+            self._works[name] = any(True for _ in self.works(nodes))
+        return self._works[name]
+
+    def calls(self, nodes: Iterable[ast.AST]) -> set[str]:
+        """The names of the program's functions that `nodes` call, and what these call."""
+        waiting, found = list(nodes), set()
+        while waiting:
+            for node in ast.walk(waiting.pop()):
+                name = called(node) if isinstance(node, ast.Call) else ""
+                if name in self.functions and name not in found:
+                    found.add(name)
+                    waiting += self.functions[name]
+        return found
+
+    def can_change(self, test: ast.expr, *, in_loop: bool) -> bool:
+        """Whether a condition may be true in a later turn and was not until now. `in_loop`: it stands in the loop itself, not in a function."""
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call) and called(node) not in _STATIC_CALLS:
+                return True
+            if isinstance(node, ast.Name | ast.Attribute) and _last(node) in self.changing:
+                return True
+        if in_loop:
+            return False
+        # In a function, a number that is compared may be an argument that differs from call to call.
+        return any(_is_of_numbers(node) for node in ast.walk(test))
+
+
+def _is_of_numbers(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Mod | ast.FloorDiv)
+    if not isinstance(node, ast.Compare):
+        return False
+    return any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops)
+
+
+def _unseen(program: RewrittenProgram, source: _Source, left: Sequence[int]) -> Iterator[int]:
+    """The branches that did not run and could in a later turn of the loops that were left."""
+    if not left:
+        return
+    lost = set(left)
+    files = {program.loops[number].file for number in left}
+    called_there = source.calls(_nodes_of(program, lost))
+    inner: set[int] = set()
+    for number, branch in enumerate(program.branches):
+        in_loop = bool(lost & set(branch.loops))
+        is_on_the_way = in_loop or branch.function in called_there
+        if branch.kind == "function":
+            continue
+        if branch.test is None:
+            # A handler around the loop waits for its end.
+            can_run = is_on_the_way or branch.file in files
+        else:
+            can_run = is_on_the_way and source.can_change(branch.test, in_loop=in_loop)
+        # Branches inside of one that is named are part of it.
+        if can_run and not program.seen[number] and id(branch.statements[0]) not in inner:
+            inner |= {id(node) for statement in branch.statements for node in ast.walk(statement)}
+            yield number
+
+
+def _reached(program: RewrittenProgram) -> set[str]:
+    """The calls, as text, in the code that ran, as far as branches and functions tell."""
+    inside: dict[int, int] = {}
+    # An inner branch comes after the one around it.
+    for number, branch in enumerate(program.branches):
+        for statement in branch.statements:
+            inside.update((id(node), number) for node in ast.walk(statement))
+    return {
+        ast.unparse(node)
+        for tree in program.trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (id(node) not in inside or program.seen[inside[id(node)]])
+    }
+
+
+def _nodes_of(program: RewrittenProgram, numbers: set[int]) -> list[ast.AST]:
+    """The loops with these numbers as syntax trees."""
+    ends = {(program.loops[n].file, program.loops[n].line, program.loops[n].last) for n in numbers}
+    return [
+        node
+        for file, tree in program.trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.While) and (file, node.lineno, node.body[-1].end_lineno) in ends
+    ]
+
+
+def _after(source: _Source, program: RewrittenProgram, stack: Sequence[Place]) -> Iterator[NotReached]:
+    """The calls that follow the lines of `stack` in their functions."""
+    for place in stack:
+        tree = program.trees.get(place.file)
+        for call in source.works(() if tree is None else _body(tree, place)):
+            if call.lineno > place.line:
+                yield _named(call, place.file, "")
+
+
+def _body(tree: ast.Module, place: Place) -> Sequence[ast.stmt]:
+    if place.function == "<module>":
+        return tree.body
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == place.function:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first == place.first_line:
+                return node.body
+    return ()
+
+
+def _last(node: ast.AST) -> str:
+    """`step` for `step`, `self.step` and `counts["step"]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _first(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

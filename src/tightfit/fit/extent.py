@@ -1,0 +1,43 @@
+"""How much of a program is traced: the steps asked for, and the line at which the trace ends."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Literal
+
+from tightfit.capture.targets import Script, Target
+from tightfit.errors import UsageError
+
+Steps = int | Literal["all"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """`num_steps` to trace, after which a script's loops are left; `until` is a line (file, line) before which the trace ends."""
+
+    num_steps: int
+    until: tuple[str, int] | None = None
+
+
+def extent_of(target: Target, steps: Steps, until: str | int | None) -> Extent:
+    """The extent that `steps` and `until` ask for; `until` is a line of the script, or `FILE.py:LINE` of a module that it imports.
+
+    Raises:
+        UsageError: there is no such line, or the target does not end by itself.
+    """
+    if steps != "all" and steps < 1:
+        raise UsageError(f"steps is {steps}: at least one step must be traced")
+    if steps == "all" and not isinstance(target, Script):
+        raise UsageError("--steps all: only a script ends by itself; say how many steps, such as --steps 10")
+    if until is None:
+        return Extent(num_steps=sys.maxsize if steps == "all" else steps)
+    if not isinstance(target, Script):
+        raise UsageError(f"--until {until}: only the lines of a script can be waited for")
+    name, _, line = str(until).rpartition(":")
+    file = Path(name or target.path)
+    if not line.isdigit() or not file.is_file() or not 0 < int(line) <= len(file.read_bytes().splitlines()):
+        raise UsageError(
+            f"--until {until}: write a line of the script, such as 120, or FILE.py:LINE; there is no such line"
+        )
+    # Nothing on the way to that line is left out.
+    return Extent(num_steps=sys.maxsize, until=(str(file.resolve()), int(line)))

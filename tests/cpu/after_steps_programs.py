@@ -1,0 +1,326 @@
+"""Programs whose evaluation, checkpoint or sampling needs more than their steps, in the shapes in which people write them.
+
+Each makes `LARGE_BYTES` somewhere after its first three steps. A program is a prelude, its text, and the name of the call that makes them.
+"""
+
+LARGE_BYTES = 1 << 26
+
+PRELUDE = """
+import copy
+import torch
+from torch import nn
+
+ROWS = 1 << 18  # of 64 numbers of four bytes: 64 MiB
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(rows=8):
+    loss = model(torch.randn(rows, 64, device="cuda")).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def evaluate():
+    with torch.no_grad():
+        model(torch.randn(ROWS, 64, device="cuda"))
+
+"""
+
+MODULE = """
+import torch
+
+
+def report(model, rows):
+    model.eval()
+    with torch.inference_mode():
+        model(torch.randn(rows, 64, device="cuda"))
+"""
+
+COUNTED = {
+    "after the loop": """
+for i in range(100):
+    step()
+evaluate()
+""",
+    "at the end of an epoch": """
+for epoch in range(10):
+    for i in range(20):
+        step()
+    evaluate()
+""",
+    "of epochs shorter than the steps asked for": """
+for epoch in range(10):
+    for i in range(2):
+        step()
+evaluate()
+""",
+    "in a function of another module": """
+from another import report
+for i in range(100):
+    step()
+report(model, ROWS)
+""",
+    "in a callback of the program's own trainer": """
+class Trainer:
+    def __init__(self, callbacks):
+        self.callbacks, self.is_done = callbacks, False
+
+    def fit(self):
+        while not self.is_done:
+            for i in range(50):
+                step()
+            for callback in self.callbacks:
+                callback()
+
+Trainer([lambda: None, evaluate]).fit()
+""",
+    "in finally": """
+try:
+    for i in range(100):
+        step()
+finally:
+    evaluate()
+""",
+    "after break": """
+for i in range(1000):
+    step()
+    if i == 200:
+        break
+evaluate()
+""",
+    "while True with a condition": """
+num = 0
+while True:
+    step()
+    num += 1
+    if num > 1000:
+        break
+evaluate()
+""",
+    "in main with argparse": """
+import argparse
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=9)
+    parser.add_argument("--debug", action="store_true")
+    options = parser.parse_args()
+    for epoch in range(options.epochs):
+        if options.debug:
+            evaluate()
+        for i in range(30):
+            step()
+    evaluate()
+
+if __name__ == "__main__":
+    main()
+""",
+    "in a second stage": """
+for i in range(50):
+    step()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for i in range(50):
+    step(ROWS if i == 2 else 8)
+""",
+    "in the last of a list of stages": """
+for rows in (8, 16, ROWS):
+    for i in range(40):
+        step(rows)
+""",
+    "sampling with a cache of keys": """
+for i in range(100):
+    step()
+with torch.no_grad():
+    cache = torch.zeros(1, 1 << 17, device="cuda")
+    for token in range(64):
+        cache = torch.cat([cache, cache[-1:]])
+""",
+    "copies of the weights": """
+table = nn.Embedding(ROWS, 64).cuda().requires_grad_(False)
+for i in range(100):
+    step()
+best = {name: value.clone() for name, value in table.state_dict().items()}
+""",
+    "an average of the weights at the end": """
+table = nn.Embedding(ROWS, 64).cuda().requires_grad_(False)
+for i in range(100):
+    step()
+average = copy.deepcopy(table)
+""",
+    "with a larger batch, through enumerate, zip and tqdm": """
+from tqdm import tqdm
+from torch.utils.data import DataLoader, TensorDataset
+data = DataLoader(TensorDataset(torch.randn(256, 64)), batch_size=8)
+for epoch in tqdm(range(3)):
+    for i, ((x,), _) in enumerate(tqdm(zip(data, range(1000)))):
+        step()
+model.eval()
+with torch.no_grad():
+    for i, (x,) in enumerate(data):
+        model(x.cuda().repeat(1 << 15, 1))
+""",
+    "a second model after the first is gone": """
+for i in range(100):
+    step()
+del model, optimizer
+model = nn.Linear(64, ROWS).cuda()
+with torch.no_grad():
+    model(torch.randn(1, 64, device="cuda"))
+""",
+    "models one after the other, the last of them large": """
+for i in range(100):
+    step()
+with torch.no_grad():
+    for width in [64] * 5 + [ROWS]:
+        model = None
+        model = nn.Linear(64, width).cuda()
+        model(torch.randn(1, 64, device="cuda"))
+""",
+    "a generator of batches": """
+def batches():
+    while True:
+        yield 8
+
+stream = batches()
+for rows in stream:
+    step(rows)
+    if rows > 8:
+        break
+evaluate()
+""",
+    "training in a generator": """
+def training():
+    for i in range(1000):
+        step()
+        yield i
+
+for i in training():
+    pass
+evaluate()
+""",
+    "in the else of a loop": """
+for i in range(100):
+    step()
+else:
+    evaluate()
+""",
+    "evaluation with gradients": """
+for i in range(100):
+    step()
+for i in range(5):
+    model(torch.randn(ROWS, 64, device="cuda"))
+""",
+    "a list of outputs that grows": """
+for i in range(100):
+    step()
+outputs = []
+with torch.no_grad():
+    for i in range(64):
+        outputs.append(model(torch.randn(ROWS // 64, 64, device="cuda")))
+""",
+}
+
+# With what the verdict names: a call, or the reason for the end of the trace.
+NAMED = {
+    "every so many steps": (
+        """
+for i in range(1000):
+    step()
+    if (i + 1) % 500 == 0:
+        evaluate()
+""",
+        ("evaluate() at", "if (i + 1) % 500 == 0"),
+    ),
+    "behind continue": (
+        """
+for i in range(1000):
+    step()
+    if (i + 1) % 500:
+        continue
+    evaluate()
+""",
+        ("evaluate() at", "unless (i + 1) % 500"),
+    ),
+    "in a method that counts by itself": (
+        """
+class Run:
+    num = 0
+
+    def after(self):
+        self.num += 1
+        if self.num % 500 == 0:
+            self.save()
+
+    def save(self):
+        torch.save({k: v.clone() for k, v in model.state_dict().items()}, "weights.pt")
+
+run = Run()
+while run.num < 10_000:
+    step()
+    run.after()
+""",
+        ("self.save() at", "if self.num % 500 == 0"),
+    ),
+    "on an interrupt": (
+        """
+try:
+    while True:
+        step()
+except KeyboardInterrupt:
+    evaluate()
+""",
+        ("evaluate() at", "on KeyboardInterrupt"),
+    ),
+    "in a loop that cannot be left": (
+        """
+losses = [step() for i in range(1000)]
+evaluate()
+""",
+        ("evaluate() at", "its training loop cannot be left"),
+    ),
+    "behind an error": (
+        """
+for i in range(100):
+    step()
+raise ValueError("no such metric")
+evaluate()
+""",
+        ("evaluate() at", "no such metric"),
+    ),
+    "in an evaluation that grows beyond the bound": (
+        """
+for i in range(100):
+    step()
+outputs = []
+with torch.no_grad():
+    for i in range(100_000):
+        outputs.append(torch.ones(1 << 12, device="cuda").add(1).mul(2).sub(1).relu())
+""",
+        ("turns of the loop after the first", "more allocated"),
+    ),
+}
+
+PLAIN = {
+    "nothing follows": """
+for i in range(100):
+    step()
+""",
+    "only numbers and files follow": """
+import json
+best = float("inf")
+for i in range(100):
+    step()
+    if i % 50 == 49:
+        print("step", i)
+        torch.save(model.state_dict(), "weights.pt")
+    if optimizer is None:
+        evaluate()
+json.dumps({"best": best})
+""",
+    "the loop ends by itself": """
+for i in range(3):
+    step()
+""",
+}

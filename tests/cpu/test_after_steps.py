@@ -1,0 +1,51 @@
+"""What comes after the steps asked for counts, or the verdict names it: evaluation, checkpoints, sampling, later stages of training."""
+
+from pathlib import Path
+
+import pytest
+from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, MODULE, NAMED, PLAIN, PRELUDE
+
+from tightfit import estimate
+from tightfit.reports.results import Estimate
+from tightfit.reports.text.estimates import verdict_words
+
+CARD = "RTX 4090"
+
+
+def estimated(folder: Path, program: str, **settings: object) -> Estimate:
+    script = folder / "train.py"
+    script.write_text(PRELUDE + program)
+    (folder / "another.py").write_text(MODULE)
+    return estimate(str(script), CARD, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_follows_the_steps_is_in_the_peak(tmp_path: Path, name: str) -> None:
+    found = estimated(tmp_path, COUNTED[name])
+    assert found.peak.allocated_bytes >= LARGE_BYTES
+    steps = [span.peak_allocated_bytes for span in found.spans if span.kind == "step"]
+    assert max(steps) + LARGE_BYTES // 2 < found.peak.allocated_bytes
+    assert found.moment.span.startswith("after the steps")
+    assert verdict_words(found)[0] == "fits"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_not_reached_is_named_in_the_verdict(tmp_path: Path, name: str) -> None:
+    program, words = NAMED[name]
+    found = estimated(tmp_path, program)
+    assert verdict_words(found)[0] == "fits as far as seen"
+    for word in words:
+        assert word in found.coverage.words
+    assert found.coverage.words in found.explain()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_program_with_nothing_after_its_steps_just_fits(tmp_path: Path, name: str) -> None:
+    found = estimated(tmp_path, PLAIN[name])
+    assert verdict_words(found)[0] == "fits"
+    # What three steps need, to the byte.
+    three = estimated(tmp_path, PLAIN["the loop ends by itself"])
+    assert found.peak == three.peak
+    assert [span.peak_allocated_bytes for span in found.spans if span.kind == "step"] == [
+        span.peak_allocated_bytes for span in three.spans if span.kind == "step"
+    ]

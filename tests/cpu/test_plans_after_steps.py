@@ -1,0 +1,80 @@
+"""Plans count what follows the steps: an evaluation that needs more than the training is planned for, with the techniques on it."""
+
+from pathlib import Path
+
+import pytest
+from tests.cpu.run_arguments import run_arguments
+
+from tightfit import plan
+from tightfit.capture.targets import Script
+from tightfit.fit.allowed import Allowed
+from tightfit.fit.candidates import Candidates
+from tightfit.fit.offers import Offers
+from tightfit.fit.traced_runs import TracedRuns
+
+PROGRAM = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+model = Model().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for i in range(50):
+    loss = model(torch.randn(8, 512, 256, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    model(torch.randn(EVALUATED, 512, 256, device="cuda"))
+"""
+
+
+def script(folder: Path, *, evaluated: int) -> Path:
+    path = folder / "train.py"
+    path.write_text(PROGRAM.replace("EVALUATED", str(evaluated)))
+    return path
+
+
+def test_a_problem_counts_an_evaluation_and_what_techniques_save_in_it(tmp_path: Path) -> None:
+    path = script(tmp_path, evaluated=64)
+    runs = TracedRuns(**run_arguments(Script(path=str(path), arguments=()), "train.py"))
+    offers = Offers(runs, Allowed(all_lossy=False, names=frozenset(), without=()))
+    plain = runs.run_with(())
+    assert plain.later is not None
+    assert len(plain.profile.tape.events) < len(plain.tape.events)
+    problem = Candidates(runs, offers, plain.high_bytes).variant(plain).problem
+    assert problem.peak_bytes(()) == plain.estimate.peak.allocated_bytes
+    begin = len(plain.profile.tape.events)
+    saved = {
+        option.technique for option in problem.options for c in option.changes if c.begin >= begin and c.num_bytes < 0
+    }
+    assert "tiled_tokens" in saved
+
+
+@pytest.mark.parametrize(("evaluated", "fits"), [(8, True), (512, False)])
+def test_a_budget_is_for_the_evaluation_too(tmp_path: Path, evaluated: int, fits: bool) -> None:
+    found = plan(str(script(tmp_path, evaluated=evaluated)), "RTX 4090", budget="690MiB", prove=False)
+    assert found.fits is fits
+    assert (found.run.peak.device_high_bytes <= found.budget_bytes) is fits
+    assert found.coverage.is_whole
