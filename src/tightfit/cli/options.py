@@ -1,0 +1,110 @@
+"""Options that several commands have in common, in groups, each with its help text once."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from tightfit.cli.sizes import Size
+
+SEVERAL = Parameter(consume_multiple=False)
+"""One value per use of the option (-p a=1 -p b=2); cyclopts would otherwise let a list swallow the words that follow."""
+
+
+@Parameter(name="*", group=Group("Parameters of a Hugging Face config", sort_key=4))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.target.HuggingFaceTarget`.
+
+    Parameters
+    ----------
+    task
+        causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
+    batch_size
+        Batch size, 1 if not given.
+    sequence_length
+        Tokens per sequence, by default 512 or the maximum of the model.
+    image_size
+        Pixels per side, where the config leaves it open.
+    dtype
+        Data type of the weights: float32, bfloat16 or float16.
+    optimizer
+        adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
+    autocast
+        bfloat16 or float16.
+    lora_rank
+        Train LoRA adapters of this rank, with peft.
+    attention
+        eager, sdpa, flex_attention ...
+    gradient_checkpointing
+        Turn on gradient checkpointing.
+    """
+
+    task: str | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    image_size: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    autocast: str | None = None
+    lora_rank: int | None = None
+    attention: str | None = None
+    gradient_checkpointing: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, by name."""
+        values = dataclasses.asdict(self).items()
+        return {name: value for name, value in values if value is not None and value is not False}
+
+
+@Parameter(name="*", group=Group("How the program is traced", sort_key=2))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """How far a program is traced, and what it may do meanwhile.
+
+    Parameters
+    ----------
+    steps
+        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
+    until
+        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
+    timeout
+        Seconds to wait for the first step, and for each next one, 120 if not given.
+    show_output
+        Show the output of the workload, on stderr.
+    allow_writes
+        Let the program write files for real. Without this it sees what it writes, and that is dropped after the trace.
+    allow_network
+        Let the program reach other machines: for downloads that are not in a cache yet.
+    """
+
+    steps: int | Literal["all"] = 3
+    until: str | None = None
+    timeout: float = 120.0
+    show_output: bool = False
+    allow_writes: bool = False
+    allow_network: bool = False
+
+
+@Parameter(name="*", group=Group("The GPU", sort_key=1))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOptions:
+    """What is known of the GPU and how its memory is managed.
+
+    Parameters
+    ----------
+    used
+        GPU memory in use by other processes, such as 3GiB. Default: for the GPU of this machine what its driver says, else none.
+    alloc_conf
+        Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    calibration
+        The TOML file that tightfit calibrate wrote on that machine.
+    """
+
+    used: Size | None = None
+    alloc_conf: str | None = None
+    calibration: Path | None = None
+
+
+NO_OPTIONS, AS_USUAL, AS_KNOWN = ModelOptions(), TraceOptions(), GpuOptions()
