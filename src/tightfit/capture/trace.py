@@ -7,16 +7,16 @@ comes to no step is ended too.
 import dataclasses
 import json
 import os
-import re
 import signal
-import sys
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
 from tightfit.capture.processes.children import shared_folder
-from tightfit.capture.processes.fork_server import forked_child
+from tightfit.capture.processes.fork_server import ForkedChild, forked_child
+from tightfit.capture.progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target
 from tightfit.errors.faults import answering
 from tightfit.tape import Tape
@@ -26,6 +26,7 @@ DEFAULT_NUM_STEPS = 3
 DEFAULT_TIMEOUT_SECONDS = 120.0
 """How long a program may take to its first step, and from each step to the next."""
 
+_SECONDS_BETWEEN_LOOKS = 0.25
 
 # What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
 _PRELOADED = (
@@ -64,12 +65,13 @@ def trace(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    on_progress: Callable[[TraceProgress], None] | None = None,
     preparation: Preparation | None = None,
     with_effects: bool = False,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `meanwhile` is called once while the child runs, `on_progress` a few times a second. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -94,18 +96,16 @@ def trace(
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        # On a terminal the child writes its progress line to stderr itself.
-        reads_errors = not sys.stderr.isatty() and not show_output
         with forked_child(
             "tightfit.capture.child",
             request,
             environment=environment,
-            reads_errors=reads_errors,
+            reads_errors=not show_output,
             preloaded=_PRELOADED,
         ) as process:
             if meanwhile is not None:
                 meanwhile()
-            said = (process.communicate()[1] or b"").decode(errors="replace")
+            said = _output(process, StatusReader(str(request), process.pid), on_progress)
         answer = Path(f"{request}.answer")
         if not answer.exists():
             stack = Path(f"{request}.stack")
@@ -125,10 +125,27 @@ def trace(
         return traced
 
 
+def _output(
+    process: "ForkedChild | subprocess.Popen[bytes]",
+    status: StatusReader,
+    on_progress: Callable[[TraceProgress], None] | None,
+) -> str:
+    """What the child has written to stderr, once it has ended."""
+    while True:
+        try:
+            said = process.communicate(timeout=None if on_progress is None else _SECONDS_BETWEEN_LOOKS)[1]
+        except subprocess.TimeoutExpired:
+            progress = status.read()
+            if on_progress is not None and progress is not None:
+                on_progress(progress)
+        else:
+            return (said or b"").decode(errors="replace")
+
+
 def no_step(label: str, said: str, timeout_seconds: float) -> str:
     """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last."""
-    places = [place for part in said.split("\n\n") if (place := _user_place(part))]
-    where = f"; it was at {places[-1]}" if places else ""
+    place = user_place(said)
+    where = f"; it was at {place}" if place else ""
     return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
 
 
@@ -136,13 +153,6 @@ def _death(label: str, code: int, said: str) -> str:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
-    place = _user_place(said)
+    place = user_place(said)
     where = f" at {place}" if place else ""
     return f"the process that traced {label} died with {reason}{hint}{where}; run again with --show-output to see what it printed last"
-
-
-def _user_place(said: str) -> str | None:
-    """The innermost line of the user's own code in faulthandler's output, most recent call first."""
-    frames = re.findall(r'^  File "([^"]+)", line (\d+)', said, re.MULTILINE)
-    own = [(f, line) for f, line in frames if not re.search(r"site-packages|[/\\]tightfit[/\\]|^<|[/\\]python3", f)]
-    return f"{os.path.relpath(own[0][0])}:{own[0][1]}" if own else None

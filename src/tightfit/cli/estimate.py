@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.progress import ProgressLine
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -137,17 +138,19 @@ def estimate(
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
         tape = _saved_tape(target)
     else:
-        tape = fit.capture(
-            target,
-            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
-            device=devices[0],
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            steps=steps,
-            timeout=timeout,
-            show_output=show_output,
-        )
+        with ProgressLine(f"estimate {target}", timeout_seconds=timeout, is_rewritten=not show_output) as line:
+            tape = fit.capture(
+                target,
+                # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
+                device=devices[0],
+                arguments=arguments,
+                parameters=parameter,
+                options=options,
+                steps=steps,
+                timeout=timeout,
+                show_output=show_output,
+                on_progress=line.report,
+            )
     if save_tape is not None:
         tape.save(save_tape)
     if save_recording is not None:

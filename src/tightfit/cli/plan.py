@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -118,13 +119,22 @@ def plan(
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,
-        "say": _say if sys.stderr.isatty() else None,
     }
+    line = ProgressLine(f"plan {target}", timeout_seconds=timeout, is_rewritten=not show_output)
     if search is not None:
         if bounds.host is not None or bounds.disk is not None:
             raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, output=output, json=json, **settings)
-    found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
+        return _search(search, target, card, line, output=output, json=json, **settings)
+    with line:
+        found = find_plan(
+            target,
+            card,
+            host=bounds.host,
+            disk=bounds.disk,
+            prove=not no_prove,
+            on_progress=line.report,
+            **settings,
+        )
     if output is not None:
         found.save(output)
     _write(found, json=json, elapsed_seconds=time.monotonic() - started)
@@ -141,23 +151,20 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
         write_plan(found, elapsed_seconds=elapsed_seconds)
 
 
-def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+def _search(
+    parameter: str, target: str, device: str, line: ProgressLine, *, output: Path | None, json: bool, **settings: Any
+) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
     if output is not None:
         raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
-    found = batch_sizes(target, device, parameter=parameter, **settings)
+    with line:
+        found = batch_sizes(target, device, parameter=parameter, on_progress=line.report, **settings)
     elapsed_seconds = time.monotonic() - started
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_batch_sizes(found, elapsed_seconds=elapsed_seconds)
     return 0 if found.fits else 1
-
-
-def _say(what: str) -> None:
-    # The line is rewritten in place, which makes no sense in a log file, so this is used on a terminal only.
-    sys.stderr.write(f"\r\x1b[K{what}\r")
-    sys.stderr.flush()

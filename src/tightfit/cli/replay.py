@@ -48,7 +48,7 @@ def replay(
     # With --tune the given settings are one row of the search, and the replay stays as recorded.
     settings = None if alloc_conf is None or tune else AllocatorSettings.parse(alloc_conf)
     capacity_bytes = None if memory is None else parse(memory)
-    with ProgressLine(recording.name) as progress:
+    with ProgressLine(f"replay {recording.name}") as progress:
         found = read_recording(recording, progress=progress)
         each = [
             replay_device(found, settings=settings, capacity_bytes=capacity_bytes, device=index, progress=progress)

@@ -13,6 +13,7 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
+from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, together
 from tightfit.recordings.replayed import replay as replay_recording
@@ -34,6 +35,7 @@ def capture(
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Tape:
     """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
 
@@ -50,6 +52,8 @@ def capture(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
+    log = ProgressLog(on_progress=on_progress and theirs(on_progress))
+    log.begin("tracing", num_steps=steps)
     return trace(
         parsed,
         label=target,
@@ -58,6 +62,7 @@ def capture(
         timeout_seconds=timeout,
         show_output=show_output,
         meanwhile=meanwhile and theirs(meanwhile),
+        on_progress=log.on_trace,
     ).tape
 
 
@@ -75,13 +80,14 @@ def estimate(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Estimate:
     """What `target` needs on `device`: a workload, traced here in a child process, or a tape of one.
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
     the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
-    is called once while the workload is traced.
+    is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.progress.Progress`.
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
@@ -102,6 +108,7 @@ def estimate(
         timeout=timeout,
         show_output=show_output,
         meanwhile=meanwhile,
+        on_progress=on_progress,
     )
     return cost(tape, card, settings, measured)
 

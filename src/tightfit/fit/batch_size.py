@@ -17,6 +17,7 @@ from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings
 from tightfit.fit.planning import allowed
+from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
@@ -51,6 +52,7 @@ def batch_sizes(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     say: Callable[[str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> BatchSizes:
     """The largest and the fastest size of the batch of `target` on `device`, plain and with a plan.
 
@@ -67,7 +69,7 @@ def batch_sizes(
     budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
-    talk = theirs(say) if say is not None else lambda _: None
+    log = ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress))
 
     def bench(size: int) -> TracedRuns:
         return TracedRuns(
@@ -80,7 +82,8 @@ def batch_sizes(
             num_steps=steps,
             timeout_seconds=timeout,
             show_output=show_output,
-            say=lambda what: talk(f"{parameter} {size}: {what}"),
+            log=log,
+            subject=f"{parameter} {size}: ",
         )
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))

@@ -16,6 +16,7 @@ from tightfit.fit import allocator_settings, cost
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.candidates import Variant
 from tightfit.fit.plan_advice import advice
+from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
@@ -52,13 +53,15 @@ def plan(
     show_output: bool = False,
     prove: bool = True,
     say: Callable[[str], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Plan:
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
-    most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done.
+    most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
+    and `on_progress` has more of it (`tightfit.fit.progress.Progress`).
 
     Raises:
         UsageError: no such target, device, technique or setting, or one that nothing uses.
@@ -88,7 +91,7 @@ def plan(
         num_steps=steps,
         timeout_seconds=timeout,
         show_output=show_output,
-        say=theirs(say) if say is not None else lambda _: None,
+        log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
     search = Search(runs, budget_bytes, allowed(allow, without))
@@ -103,7 +106,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices):
             return plan
-        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say)
+        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log)
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:

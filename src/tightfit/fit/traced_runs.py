@@ -5,7 +5,7 @@ traced is not traced again.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -14,6 +14,7 @@ from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
+from tightfit.fit.progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate
@@ -62,7 +63,7 @@ class TracedRun:
 
 
 class TracedRuns:
-    """Traces one workload for one card. `say` is told what is being done."""
+    """Traces one workload for one card. `log` is told what is being done, with `subject` (`batch_size 8: `) in front."""
 
     def __init__(
         self,
@@ -76,12 +77,14 @@ class TracedRuns:
         num_steps: int,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
-        say: Callable[[str], None],
+        log: ProgressLog,
+        subject: str = "",
     ) -> None:
         self.card = card
         self.label = label
         self.calibration = calibration
-        self.say = say
+        self.log = log
+        self.subject = subject
         self.target = target
         self._device = device
         self._settings = settings
@@ -102,7 +105,7 @@ class TracedRuns:
         options = tuple(options)
         key = frozenset(option.key for option in options)
         if key not in self._made:
-            self.say(f"tracing with {len(options)} choices" if options else "tracing the plain run")
+            self.log.begin(self.subject + _what(options), num_steps=self._num_steps)
             traced = trace(
                 self.target,
                 label=self.label,
@@ -114,7 +117,9 @@ class TracedRuns:
                     function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
+                on_progress=self.log.on_trace,
             )
+            self.log.traced()
             # What the program does besides computing is looked at in the plain run, and holds for all.
             self._effects = self._effects if options else traced.tape.effects
             tape = dataclasses.replace(traced.tape, effects=self._effects)
@@ -150,6 +155,13 @@ class TracedRuns:
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)
         return estimate_peak(tape, roomy, settings, self.calibration)
+
+
+def _what(options: Sequence[Option]) -> str:
+    num_techniques = len({option.technique for option in options})
+    if not options:
+        return "tracing the plain run"
+    return f"tracing with {num_techniques} {'technique' if num_techniques == 1 else 'techniques'}"
 
 
 def _plain(option: Option) -> dict[str, Any]:
