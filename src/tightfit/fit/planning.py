@@ -61,12 +61,14 @@ def plan(
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
     most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
-    and `on_progress` has more of it (`tightfit.fit.progress.Progress`).
+    and `on_progress` has more of it (`tightfit.fit.progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
+    is true; a second interrupt is raised.
 
     Raises:
         UsageError: no such target, device, technique or setting, or one that nothing uses.
         CaptureError: the plain workload could not be traced.
         InternalError: a fault of tightfit itself, on the way.
+        KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
     for name, size in (("host", host), ("disk", disk)):
         if size is not None:
@@ -104,7 +106,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
     while True:
         found = search.run()
         plan = _plan(found, runs, card, search.budget_bytes)
-        if not (prove and plan.fits and plan.choices):
+        if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
             return plan
         prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log)
         try:
@@ -112,6 +114,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         except ApplyError as error:
             search.offers.refuse(found.best.options, error)
             continue
+        except KeyboardInterrupt:
+            proof = Proof(kind="structure", what="not by values: that was interrupted")
+            return dataclasses.replace(plan, proof=proof, is_interrupted=True)
         if isinstance(proof, Proof):
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
@@ -172,13 +177,15 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         choices=tuple(_choice(found, option) for option in taken),
         bound=_bound(found),
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
-        frontier=tuple(_frontier(found.variant)) if found.variant is not None else (),
+        # Whoever interrupts does not wait for a curve.
+        frontier=tuple(_frontier(found.variant)) if found.variant is not None and not found.is_interrupted else (),
         advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
         disk_bytes=sum(option.disk_bytes for option in taken),
         versions=base.tape.versions,
         assumptions=best.estimate.assumptions,
+        is_interrupted=found.is_interrupted,
     )
 
 

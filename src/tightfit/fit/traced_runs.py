@@ -91,6 +91,8 @@ class TracedRuns:
         self._num_steps = num_steps
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
+        self.num_examples: Mapping[int, int] = {}
+        """How many examples the loaders of the plain run read, by the size of their batches."""
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -121,7 +123,8 @@ class TracedRuns:
             )
             self.log.traced()
             # What the program does besides computing is looked at in the plain run, and holds for all.
-            self._effects = self._effects if options else traced.tape.effects
+            if not options:
+                self._effects, self.num_examples = traced.tape.effects, traced.num_examples
             tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
         return self._made[key]

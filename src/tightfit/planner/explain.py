@@ -73,9 +73,12 @@ def verdict(plan: Plan) -> str:
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
     if plan.fits and not plan.choices:
         return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
+    so_far = "; the search was interrupted, this is the best so far" if plan.is_interrupted else ""
     if plan.fits:
-        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
+        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}{so_far}"
     missing = plan.run.peak.device_high_bytes - plan.budget_bytes
+    if so_far:
+        return f"does not fit: {format_bytes(missing)} too much for {budget}{so_far}"
     return f"does not fit: {format_bytes(missing)} too much for {budget}, with all that is allowed"
 
 

@@ -82,7 +82,8 @@ class Plan:
     """The fastest combination of techniques within a budget. `promised_bytes` is the peak that the options predicted, `run.peak` the traced one.
 
     `budget_bytes` is the limit on the process's GPU memory, including a safety margin of `headroom_bytes`. `model` identifies the model of the
-    plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
+    plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step. `is_interrupted`: the best that was
+    found before the search was interrupted.
     """
 
     target: str
@@ -105,6 +106,7 @@ class Plan:
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
     proof: Proof = Proof()
+    is_interrupted: bool = False
 
     @property
     def exact(self) -> bool:
@@ -152,6 +154,7 @@ class Plan:
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
                 # Plans of the same schema from before proofs have none.
                 proof=Proof(**value.get("proof", {})),
+                is_interrupted=bool(value.get("is_interrupted", False)),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
