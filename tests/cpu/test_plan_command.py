@@ -71,6 +71,9 @@ KEYS = {
     "assumptions": {"where", "what"},
     "proof": {"kind", "steps", "seconds", "what"},
     "is_interrupted": None,
+    "predicted_seconds": None,
+    "margin": None,
+    "uncertainty": None,
     "elapsed_seconds": None,
 }
 

@@ -17,7 +17,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
-from tightfit.fit import allocator_settings
+from tightfit.fit import allocator_settings, margin_named
 from tightfit.fit.planning import allowed
 from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.fit.search import Found, Search
@@ -54,6 +54,7 @@ def batch_sizes(
     steps: int = DEFAULT_NUM_STEPS,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
+    margin: str | int = "safe",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     say: Callable[[str], None] | None = None,
@@ -68,7 +69,7 @@ def batch_sizes(
         UsageError: no such target, device, technique or setting, or the batch of this target is not set that way.
         CaptureError: the workload could not be traced with any size that was tried.
     """
-    card, settings = find(device), allocator_settings(alloc_conf)
+    card, settings, end = find(device), allocator_settings(alloc_conf), margin_named(margin)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
@@ -87,6 +88,7 @@ def batch_sizes(
             num_steps=steps,
             timeout_seconds=min(timeout, plain.patience(size)),
             show_output=show_output,
+            margin=end,
             log=log,
             subject=f"{parameter} {size}: ",
         )
@@ -203,12 +205,12 @@ class _Plain:
             size=size,
             device_bytes=trial.estimate.peak.device_bytes,
             device_high_bytes=trial.high_bytes,
-            fits=trial.high_bytes <= self.budget_bytes,
+            fits=trial.needed_bytes <= self.budget_bytes,
             seconds_per_step=trial.seconds,
             techniques=(),
             exact=True,
         )
-        return trial.high_bytes - self.budget_bytes
+        return trial.needed_bytes - self.budget_bytes
 
 
 class _Planned:
@@ -242,7 +244,7 @@ class _Planned:
             techniques=tuple(dict.fromkeys(option.technique for option in taken)),
             exact=all(option.exact for option in taken),
         )
-        return best.high_bytes - self._plain.budget_bytes
+        return best.needed_bytes - self._plain.budget_bytes
 
 
 def size_now(target: Target, parameter: str) -> int:

@@ -59,7 +59,7 @@ class Candidates:
 
     def fits(self, run: TracedRun) -> bool:
         """Whether `run` is within the budget, at the upper end of its range."""
-        return run.high_bytes <= self._budget_bytes
+        return run.needed_bytes <= self._budget_bytes
 
     def variant(self, run: TracedRun) -> Variant:
         """The problem of what else to do to `run`, worked out once."""
@@ -75,7 +75,7 @@ class Candidates:
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
-        gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
+        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
         problem = problems.build(levels, fine, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Variant(run=run, problem=problem, gap_bytes=min(gaps))
 
@@ -128,7 +128,7 @@ class Candidates:
             fits = self.fits(found)
             if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
                 break
-            if not limits.narrow(promised=solution.peak_bytes, traced=found.high_bytes):
+            if not limits.narrow(promised=solution.peak_bytes, traced=found.needed_bytes):
                 break
         return best
 
@@ -152,20 +152,29 @@ class Candidates:
             # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
             unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
             found = self._seen(self._smallest(traced), variant, unbound)
-            return found if best is None or found.run.high_bytes < best.run.high_bytes else best
+            return found if best is None or found.run.needed_bytes < best.run.needed_bytes else best
         return best
+
+    def with_solution(self, variant: Variant, solution: Solution) -> Candidate | None:
+        """The candidate that `solution` is traced to be; None if the workload does not run with it."""
+        chosen = (variant.problem.options[i] for i in solution.chosen)
+        traced = self.traced((*variant.run.options, *chosen))
+        if traced is None:
+            return None
+        names = {option.technique for option in self._offers.options(traced.profile) if option.is_of_the_allocator}
+        return self._seen(self._with_best_settings(traced, names), variant, solution)
 
     def _smallest(self, run: TracedRun) -> TracedRun:
         """The run with those settings of the allocator with which it holds least."""
         runs = self._with_all_settings(run, self._offers.options(run.profile))
-        return min(runs, key=lambda each: (each.high_bytes, each.seconds))
+        return min(runs, key=lambda each: (each.needed_bytes, each.seconds))
 
     def _seen(self, run: TracedRun, variant: Variant, solution: Solution) -> Candidate:
         """A candidate, which is remembered if it is the best so far."""
         found = Candidate(run=run, variant=variant, solution=solution)
         self.best_seen = self.better(self.best_seen, found)
         best = self.best_seen.run if self.best_seen is not None else run
-        size, seconds = format_bytes(best.high_bytes), format_seconds(best.seconds)
+        size, seconds = format_bytes(best.needed_bytes), format_seconds(best.seconds)
         self._runs.log.best(f"{'fits' if self.fits(best) else 'does not fit'}: {size}, {seconds} per step")
         return found
 
@@ -184,7 +193,7 @@ class Candidates:
             return run
         options = [option for name in sorted(settings) for option in self._offers.of(name, run.profile)]
         others = self._with_all_settings(run, [o for o in options if not (only_free and o.seconds > 0)])
-        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.high_bytes))
+        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.needed_bytes))
 
     def _with_all_settings(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
         """The run as it is, and with each of those `options` that are the allocator's."""
@@ -195,9 +204,9 @@ class Candidates:
         if one is None or other is None:
             return one or other
         ranks = [
-            (0, each.run.seconds, each.run.high_bytes)
+            (0, each.run.seconds, each.run.needed_bytes)
             if self.fits(each.run)
-            else (1, each.run.high_bytes, each.run.seconds)
+            else (1, each.run.needed_bytes, each.run.seconds)
             for each in (one, other)
         ]
         return one if ranks[0] <= ranks[1] else other

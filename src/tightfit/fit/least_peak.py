@@ -20,15 +20,15 @@ MAX_VARIANTS = 6
 # Predictions of variants that were not traced are off by a few per cent; one that is above what was reached by less is traced all the same.
 _DOUBT_OF_A_PREDICTION = 0.02
 _SECONDS_TO_PREDICT = 2.0
-# A budget that is less than this above the lowest prediction may be below what can be reached: that is found out first.
-_NEAR = 0.1
+# A budget that is less than this share above the lowest prediction, both without the context, may be below what can be reached: that is found out first.
+_NEAR = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The lowest peak (the process's, at the upper end) that a variant is predicted to reach, and the options that need its trace."""
+    """The lowest peak (the process's, at the end that has to fit) that a variant is predicted to reach, and the options that need its trace."""
 
-    high_bytes: int
+    needed_bytes: int
     options: tuple[Option, ...]
 
 
@@ -56,9 +56,9 @@ class LeastPeak:
         """Whether `budget_bytes` is well above what a variant is predicted to reach; `start` is the run with the free options."""
         # The first prediction costs one solution, and is enough for most budgets.
         first = self._prediction((), start)
-        if budget_bytes > (1 + _NEAR) * first.high_bytes:
+        if _is_well_below(first.needed_bytes, budget_bytes, start):
             return True
-        return budget_bytes > (1 + _NEAR) * self.predictions(start)[0].high_bytes
+        return _is_well_below(self.predictions(start)[0].needed_bytes, budget_bytes, start)
 
     def predictions(self, start: TracedRun) -> list[Prediction]:
         """The variants by what they are predicted to reach, lowest first; `start` is the run with the free options."""
@@ -71,7 +71,7 @@ class LeastPeak:
             variants = {tuple(option.key for option in options): options for options in [(), *self._bundles, together]}
             found = [self._prediction(options, start) for options in variants.values()]
             # Of two alike the one with fewer options: each may fail.
-            self._predicted = sorted(found, key=lambda each: (each.high_bytes, len(each.options)))
+            self._predicted = sorted(found, key=lambda each: (each.needed_bytes, len(each.options)))
         return self._predicted
 
     def _prediction(self, options: Sequence[Option], start: TracedRun) -> Prediction:
@@ -80,13 +80,13 @@ class LeastPeak:
         variant = self._candidates.variant(start)
         left = problems.with_taken(variant.problem, own)
         peak = least_peak(left, time_limit_seconds=_SECONDS_TO_PREDICT)
-        return Prediction(high_bytes=peak + gap_after(own, variant, left), options=(*self._free, *options))
+        return Prediction(needed_bytes=peak + gap_after(own, variant, left), options=(*self._free, *options))
 
     def search(self, base: TracedRun, start: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""
         best: Candidate | None = None
         for prediction in self.predictions(start)[:MAX_VARIANTS]:
-            if best is not None and prediction.high_bytes > (1 + _DOUBT_OF_A_PREDICTION) * best.run.high_bytes:
+            if best is not None and prediction.needed_bytes > (1 + _DOUBT_OF_A_PREDICTION) * best.run.needed_bytes:
                 break
             found = self._candidates.least_of(prediction.options, base)
             if found is not None and (best is None or _rank(found) < _rank(best)):
@@ -96,8 +96,7 @@ class LeastPeak:
 
 def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
     """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
-    estimate = variant.run.estimate
-    context = estimate.peak.device_bytes - estimate.peak.reserved_bytes
+    context = _context_bytes(variant.run)
     if not taken:
         return variant.gap_bytes
     # All of it but the context comes and goes with what is allocated.
@@ -105,8 +104,18 @@ def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
     return context + round(share * max(0, variant.gap_bytes - context))
 
 
+def _is_well_below(needed_bytes: int, budget_bytes: int, start: TracedRun) -> bool:
+    # The context, which is most of what a small model needs, is the same for all.
+    context = _context_bytes(start)
+    return (1 + _NEAR) * (needed_bytes - context) < budget_bytes - context
+
+
+def _context_bytes(run: TracedRun) -> int:
+    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes
+
+
 def _rank(candidate: Candidate) -> tuple[int, float]:
-    return candidate.run.high_bytes, candidate.run.seconds
+    return candidate.run.needed_bytes, candidate.run.seconds
 
 
 def kind_of(option: Option) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from tightfit.fit.allowed import Allowed
 from tightfit.fit.candidates import Candidate, Candidates, Variant
+from tightfit.fit.corrected_seconds import looked_again
 from tightfit.fit.least_peak import LeastPeak, compatible, gap_after, kind_of, saved_bytes
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
@@ -86,10 +87,10 @@ class Search:
             best = self._best(base)
         except KeyboardInterrupt:
             best = self.candidates.best_seen
-            if best is None or not (self._fits(best.run) or best.run.high_bytes < base.high_bytes):
+            if best is None or not (self._fits(best.run) or best.run.needed_bytes < base.needed_bytes):
                 raise
             return dataclasses.replace(self._found(base, best), is_interrupted=True)
-        if best is None or (not self._fits(best.run) and base.high_bytes <= best.run.high_bytes):
+        if best is None or (not self._fits(best.run) and base.needed_bytes <= best.run.needed_bytes):
             return self._found(base, None)
         return self._found(base, best)
 
@@ -110,7 +111,8 @@ class Search:
         results = [*self._results(base, start, free, rest), *([] if smallest is None else [smallest])]
         if not any(self._fits(each.run) for each in results):
             return least.search(base, start)
-        return self._refined(results, base)
+        best = self._refined(results, base)
+        return best if best is None or self._is_rough else looked_again(best, self.candidates)
 
     def _results(
         self, base: TracedRun, start: TracedRun, free: Sequence[Option], rest: Sequence[Sequence[Option]]
@@ -128,7 +130,7 @@ class Search:
                     settled.add(bundle[0].technique)
         if not any(r is not None and self._fits(r.run) for r in results):
             everything = [o for bundle in compatible(sorted(rest, key=saved_bytes, reverse=True)) for o in bundle]
-            held = min((r.run.high_bytes for r in results if r is not None), default=base.high_bytes)
+            held = min((r.run.needed_bytes for r in results if r is not None), default=base.needed_bytes)
             if saved_bytes(everything) > _WORTH_A_VARIANT * held:
                 results.append(self.candidates.best_of((*free, *everything), base, of_a_variant))
         return [result for result in results if result is not None]
@@ -153,7 +155,7 @@ class Search:
         fitting = [run.seconds for run in runs if self._fits(run)]
         if fitting:
             return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
-        min_bytes = min((run.high_bytes for run in runs), default=start.high_bytes)
+        min_bytes = min((run.needed_bytes for run in runs), default=start.needed_bytes)
         return min_bytes - saved_bytes(bundle) <= self.budget_bytes
 
     def _seconds_at_best(self, bundle: Sequence[Option], start: TracedRun) -> float:
