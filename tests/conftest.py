@@ -1,5 +1,6 @@
 """A test that leaves torch, or a library around it, other than it found it has failed: nothing is repaired for the next one."""
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,16 @@ import hypothesis
 import pytest
 from tests.process_state import changed_since, process_state
 
+from tightfit.cli.progress import ProgressLine
+
 # Programs that tests write run in processes of their own, and take their models from this folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+
+# What a command writes while it waits depends on how long that takes; its tests have a clock of their own.
+ProgressLine.INTERVAL_IN_A_PIPE = math.inf
 
 # How long an example takes says more of what else the machine does than of the code.
 hypothesis.settings.register_profile("tightfit", deadline=None)

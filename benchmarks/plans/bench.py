@@ -15,6 +15,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
 from tightfit.fit.extent import Extent
+from tightfit.fit.progress import ProgressLog
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.tape import Tape
@@ -35,7 +36,7 @@ class StoredRuns(TracedRuns):
             calibration=None,
             extent=Extent(num_steps=NUM_STEPS),
             show_output=False,
-            say=lambda _: None,
+            log=ProgressLog(),
         )
         self._folder = folder
         self._name = f"{label} {target} {device}"

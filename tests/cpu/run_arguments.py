@@ -6,6 +6,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
 from tightfit.fit.extent import Extent
+from tightfit.fit.progress import ProgressLog
 
 CARD = "RTX 4090"
 
@@ -21,5 +22,5 @@ def run_arguments(target: Target, label: str) -> dict[str, Any]:
         "calibration": None,
         "extent": Extent(num_steps=2),
         "show_output": False,
-        "say": lambda _: None,
+        "log": ProgressLog(),
     }

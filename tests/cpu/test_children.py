@@ -13,10 +13,12 @@ from typing import BinaryIO
 import pytest
 
 import tightfit
+from tightfit.capture import progress
 from tightfit.capture.trace import no_step
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError, UsageError
 from tightfit.fit import batch_size
+from tightfit.fit.progress import Progress
 
 # What a test waits for comes at once; this is for a test that fails.
 PATIENCE_SECONDS = 120
@@ -86,6 +88,7 @@ def test_a_child_dies_with_the_process_that_asked(number: signal.Signals, words:
         [
             *(sys.executable, "-c"),
             "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from tightfit.cli.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
             "from tightfit.cli.main import run; sys.exit(run())",
             *(*words, "--device", "RTX 4090"),
         ],
@@ -130,6 +133,18 @@ def test_the_line_is_that_of_the_programs_main_thread() -> None:
     )
     assert "within 2 s; it was at train.py:9; if it" in no_step("train.py", said, 2.0)
     assert "within 0.5 s; if it" in no_step("train.py", "Timeout", 0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the place is not asked for")
+def test_a_program_without_a_step_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "WAITING_SECONDS", 0.0)
+    Path("train.py").write_text("import time\ntime.sleep(1)\nwhile True:\n    time.sleep(0.1)\n")
+    told: list[Progress] = []
+    with pytest.raises(CaptureError, match=r"it was at train\.py:4"):
+        tightfit.estimate("train.py", "RTX 4090", timeout=4, on_progress=told.append)
+    places = [each.trace.place for each in told if each.trace is not None]
+    assert "train.py:2" in places or "train.py:4" in places
+    assert told[-1].trace is not None and told[-1].trace.num_steps == 0
 
 
 @pytest.mark.parametrize("ask", [tightfit.estimate, tightfit.plan])

@@ -8,6 +8,7 @@ from tests.null.test_tape import small_tape
 
 import tightfit
 from tightfit.capture.targets import GeneratorFunction, Script, Target
+from tightfit.fit.progress import ProgressLog
 from tightfit.fit.proof import Mismatch, Prover
 from tightfit.fit.values import differences
 from tightfit.planner.plan import Choice, Proof
@@ -71,7 +72,7 @@ def choice(where: str, technique: str = "checkpointing", *, exact: bool = True) 
 
 
 def proven(target: Target, chosen: Choice) -> Proof | list[Mismatch]:
-    return Prover(target, small_tape(), seconds=120.0, say=lambda _: None).prove([chosen])
+    return Prover(target, small_tape(), seconds=120.0, log=ProgressLog()).prove([chosen])
 
 
 def test_a_plan_whose_values_are_those_of_the_plain_run_says_so_with_its_steps(file: Path) -> None:
@@ -124,7 +125,7 @@ def test_what_is_not_affordable_or_has_side_effects_is_not_run(
     tape = small_tape()
     operators = dataclasses.replace(tape.operators, flops=tape.operators.flops * 0 + flops)
     tape = dataclasses.replace(tape, operators=operators)
-    proof = Prover(target, tape, seconds=20.0, say=lambda _: None).prove([chosen])
+    proof = Prover(target, tape, seconds=20.0, log=ProgressLog()).prove([chosen])
     assert isinstance(proof, Proof)
     assert proof.kind == "structure"
     assert proof.what.startswith("not by values: ") and why in proof.what

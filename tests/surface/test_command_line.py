@@ -27,6 +27,7 @@ OPTIONS = {
         "--image-size",
         "--json",
         "--lora-rank",
+        "--margin",
         "--optimizer",
         "--parameter",
         "--save-recording",
@@ -53,7 +54,7 @@ OPTIONS = {
             "--calibration",
         ),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
+        *("--lora-rank", "--margin", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
         *(
             "--sequence-length",
             "--show-output",
@@ -91,6 +92,7 @@ ESTIMATE_KEYS = {
     "device": {"name", "capacity_bytes"},
     "peak": {"allocated_bytes", "reserved_bytes", "device_bytes", "device_low_bytes", "device_high_bytes"},
     "fits": None,
+    "margin": None,
     "headroom_bytes": None,
     "at_peak": {
         *("parameters", "gradients", "optimizer_state", "activations", "temporaries", "inputs", "workspace"),

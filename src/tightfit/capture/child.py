@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from tightfit.capture import simulated, targets
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
+from tightfit.capture.progress import StatusFile
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
 
@@ -60,19 +60,22 @@ def main(path: str, parent: str) -> None:
     die_with_parent(int(parent))
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
-    # Before `quiet` redirects descriptor 2: progress is shown on the terminal, whatever becomes of the
-    # program's own output.
-    terminal = os.dup(2)
     sys.unraisablehook = _note_unraisable
     try:
         with quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, path, terminal)}
+            answer = {"ok": True, "report": _trace(request, path), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
     os._exit(0)
+
+
+def _num_examples() -> dict[int, int]:
+    from tightfit.capture.patches import loaders
+
+    return loaders.num_examples
 
 
 def _failure(label: str, error: BaseException) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _note_unraisable(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def _trace(request: Request, path: str, terminal: int) -> Any:
+def _trace(request: Request, path: str) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
@@ -120,24 +123,24 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
         follows=None if request.follows is None else Coverage.from_json(request.follows),
         until=None if request.until is None else (request.until[0], request.until[1]),
     )
-    session.gpu.progress = progress = Progress(request.label, terminal)
+    session.gpu.progress = status = StatusFile(path)
     report = prepare(request.preparation)
-    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):
+    with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
-    progress.end()
     _raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 
 
 @contextmanager
-def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str) -> Iterator[None]:
+def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status: StatusFile) -> Iterator[None]:
     """Ends the process if no step ends within `timeout_seconds`, and writes the stacks of all threads to the file at `path`."""
     with open(path, "w") as file:
 
         def expect_a_step() -> None:
             # The thread that waits runs no Python, so nothing that the program does can keep it.
             faulthandler.dump_traceback_later(timeout_seconds, file=file, exit=True)
+            status.step(watch.num_ended)
 
         def expect_the_end() -> None:
             if sys.platform == "win32":
@@ -211,34 +214,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-class Progress:
-    """One line on the terminal, rewritten, for a trace that takes longer than two seconds."""
-
-    SILENT_SECONDS = 2.0
-    INTERVAL_SECONDS = 0.5
-
-    def __init__(self, label: str, terminal: int) -> None:
-        self._label = label
-        self._terminal = terminal if os.isatty(terminal) else None
-        self._next = time.monotonic() + self.SILENT_SECONDS
-
-    def __call__(self, span: str, num_operators: int) -> None:
-        now = time.monotonic()
-        if self._terminal is not None and now >= self._next:
-            self._next = now + self.INTERVAL_SECONDS
-            os.write(self._terminal, f"\r\x1b[Ktracing {self._label}: {span}, {num_operators:,} operators".encode())
-
-    def end(self) -> None:
-        """Clears the line."""
-        if self._terminal is not None:
-            os.write(self._terminal, b"\r\x1b[K")
-
-
 @contextmanager
 def quiet(show_output: bool) -> Iterator[None]:
     """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
     # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
-    # which the parent names the line (`trace._user_place`).
+    # which the parent names the line (`capture.progress.user_place`).
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)

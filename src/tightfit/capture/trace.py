@@ -7,16 +7,16 @@ comes to no step is ended too.
 import dataclasses
 import json
 import os
-import re
 import signal
-import sys
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
 from tightfit.capture.processes.children import shared_folder
-from tightfit.capture.processes.fork_server import forked_child
+from tightfit.capture.processes.fork_server import ForkedChild, forked_child
+from tightfit.capture.progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target
 from tightfit.errors.faults import answering
 from tightfit.tape import Coverage, Tape
@@ -26,6 +26,7 @@ DEFAULT_NUM_STEPS = 3
 DEFAULT_TIMEOUT_SECONDS = 120.0
 """How long a program may take to its first step, and from each step to the next."""
 
+_SECONDS_BETWEEN_LOOKS = 0.25
 
 # What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
 _PRELOADED = (
@@ -49,10 +50,11 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A tape, and the report of the preparation (None without one)."""
+    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches."""
 
     tape: Tape
     report: Any
+    num_examples: Mapping[int, int]
 
 
 def trace(
@@ -64,6 +66,7 @@ def trace(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
+    on_progress: Callable[[TraceProgress], None] | None = None,
     preparation: Preparation | None = None,
     with_effects: bool = False,
     used_bytes: int = 0,
@@ -74,8 +77,8 @@ def trace(
 
     A script is traced beyond its steps (`tightfit.capture.after_steps`), within a bound, or where the trace with the coverage `follows` ended; or
     until a line of a file, an absolute path, is reached.
-    `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
     `used_bytes` are held by other processes, and not free to a program that asks.
+    `meanwhile` is called once while the child runs, `on_progress` a few times a second. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -103,18 +106,16 @@ def trace(
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        # On a terminal the child writes its progress line to stderr itself.
-        reads_errors = not sys.stderr.isatty() and not show_output
         with forked_child(
             "tightfit.capture.child",
             request,
             environment=environment,
-            reads_errors=reads_errors,
+            reads_errors=not show_output,
             preloaded=_PRELOADED,
         ) as process:
             if meanwhile is not None:
                 meanwhile()
-            said = (process.communicate()[1] or b"").decode(errors="replace")
+            said = _output(process, StatusReader(str(request), process.pid), on_progress)
         answer = Path(f"{request}.answer")
         if not answer.exists():
             stack = Path(f"{request}.stack")
@@ -127,17 +128,36 @@ def trace(
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
             raise error
-        traced = Traced(tape=Tape.load(tape), report=result["report"])
+        # Keys of JSON are strings.
+        num_examples = {int(size): number for size, number in result["num_examples"].items()}
+        traced = Traced(tape=Tape.load(tape), report=result["report"], num_examples=num_examples)
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
         return traced
 
 
+def _output(
+    process: "ForkedChild | subprocess.Popen[bytes]",
+    status: StatusReader,
+    on_progress: Callable[[TraceProgress], None] | None,
+) -> str:
+    """What the child has written to stderr, once it has ended."""
+    while True:
+        try:
+            said = process.communicate(timeout=None if on_progress is None else _SECONDS_BETWEEN_LOOKS)[1]
+        except subprocess.TimeoutExpired:
+            progress = status.read()
+            if on_progress is not None and progress is not None:
+                on_progress(progress)
+        else:
+            return (said or b"").decode(errors="replace")
+
+
 def no_step(label: str, said: str, timeout_seconds: float) -> str:
     """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last."""
-    places = [place for part in said.split("\n\n") if (place := _user_place(part))]
-    where = f"; it was at {places[-1]}" if places else ""
+    place = user_place(said)
+    where = f"; it was at {place}" if place else ""
     return f"{label}: no step ended within {timeout_seconds:g} s{where}; if it only needs longer, give it more with --timeout SECONDS"
 
 
@@ -145,13 +165,6 @@ def _death(label: str, code: int, said: str) -> str:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
-    place = _user_place(said)
+    place = user_place(said)
     where = f" at {place}" if place else ""
     return f"the process that traced {label} died with {reason}{hint}{where}; run again with --show-output to see what it printed last"
-
-
-def _user_place(said: str) -> str | None:
-    """The innermost line of the user's own code in faulthandler's output, most recent call first."""
-    frames = re.findall(r'^  File "([^"]+)", line (\d+)', said, re.MULTILINE)
-    own = [(f, line) for f, line in frames if not re.search(r"site-packages|[/\\]tightfit[/\\]|^<|[/\\]python3", f)]
-    return f"{os.path.relpath(own[0][0])}:{own[0][1]}" if own else None

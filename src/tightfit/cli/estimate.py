@@ -9,188 +9,91 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from tightfit.cli.devices import own_card
-from tightfit.cli.sizes import Size
+from tightfit.cli.options import AS_KNOWN, AS_USUAL, NO_OPTIONS, SEVERAL, GpuOptions, ModelOptions, TraceOptions
+from tightfit.cli.progress import ProgressLine
 from tightfit.cli.used import used_now
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
+from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
-    from tightfit.devices.device import Device
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
-
-# One value per use of the option (-p a=1 -p b=2); cyclopts would otherwise let a list swallow the words that follow.
-_SEVERAL = Parameter(consume_multiple=False)
-
-
-@Parameter(name="*", group=Group("Parameters of a Hugging Face config", sort_key=2))
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """What a Hugging Face config leaves open; see `tightfit.capture.huggingface.target.HuggingFaceTarget`.
-
-    Parameters
-    ----------
-    task
-        causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
-    batch_size
-        Rows of a batch, 1 if not given.
-    sequence_length
-        Tokens of a row, by default 512 or as many as the model has positions for.
-    image_size
-        Pixels a side, where the config leaves it open.
-    dtype
-        Of the weights: float32, bfloat16 or float16.
-    optimizer
-        adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
-    autocast
-        bfloat16 or float16.
-    lora_rank
-        Train adapters of this rank, with peft.
-    attention
-        eager, sdpa, flex_attention ...
-    gradient_checkpointing
-        Recompute activations block by block.
-    """
-
-    task: str | None = None
-    batch_size: int | None = None
-    sequence_length: int | None = None
-    image_size: int | None = None
-    dtype: str | None = None
-    optimizer: str | None = None
-    autocast: str | None = None
-    lora_rank: int | None = None
-    attention: str | None = None
-    gradient_checkpointing: bool = False
-
-    def given(self) -> dict[str, Any]:
-        """The options that were given, by name."""
-        values = dataclasses.asdict(self).items()
-        return {name: value for name, value in values if value is not None and value is not False}
-
-
-NO_OPTIONS = ModelOptions()
 
 
 def estimate(
     target: str,
     /,
     *arguments: Annotated[str, Parameter(show=False)],
-    device: Annotated[tuple[str, ...], _SEVERAL] = (),
-    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int | Literal["all"] = 3,
-    until: str | None = None,
-    timeout: float = 120.0,
-    used: Size | None = None,
-    sweep: Annotated[tuple[str, ...], _SEVERAL] = (),
-    alloc_conf: str | None = None,
-    calibration: Path | None = None,
+    device: Annotated[tuple[str, ...], SEVERAL] = (),
+    parameter: Annotated[tuple[str, ...], SEVERAL, Parameter(alias="-p")] = (),
+    sweep: Annotated[tuple[str, ...], SEVERAL] = (),
+    margin: str = "likely",
     json: bool = False,
-    show_output: bool = False,
+    redact: bool = False,
     save_tape: Path | None = None,
     save_recording: Path | None = None,
+    gpu: GpuOptions = AS_KNOWN,
+    tracing: TraceOptions = AS_USUAL,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
-    """Say what a workload would hold on a card. No card is needed; the workload is not changed.
+    """Estimate the peak GPU memory and the time per step of a workload. No GPU is needed; the workload is not changed.
 
     Parameters
     ----------
     target
         A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
-        once per step; a Hugging Face config.json, its folder or a model type; or a run that --save-tape wrote.
+        once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
-        A card by name ("4090", "a100-80gb") or its TOML file; once for each card to compare. Default: this machine's own.
+        A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
-    steps
-        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
-    until
-        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
-    timeout
-        Seconds to wait for the first step, and from each to the next, 120 if not given.
-    used
-        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     sweep
         NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
         option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
-    alloc_conf
-        Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
-    calibration
-        What was measured on that machine: a TOML file with its context and speeds.
+    margin
+        Which end of the peak's range has to fit: safe (the upper end), likely (the likely peak; if not given) or 0 (the lower end).
     json
-        Print JSON: an object a line, one for each card.
-    show_output
-        Show what the workload prints, on stderr.
+        Print JSON: one object per line, one for each GPU.
+    redact
+        Write ~ in place of home folders in every path, for a report that is sent to somebody.
     save_tape
-        Also write the recorded run to this file (.npz).
+        Also write the trace to this file (.npz), to estimate it again for other GPUs.
     save_recording
-        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
+        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one GPU).
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
 
     started = time.monotonic()
-    devices = device or (own_card(),)
-    cards, settings = [find(name) for name in devices], fit.allocator_settings(alloc_conf)
-    measured = None if calibration is None else Calibration.load(calibration)
-    if measured is not None:
-        cards = [measured.applied_to(card) for card in cards]
-    options, taken = model.given(), used_now(used, devices[0], is_own=not device)
-    outputs = {"--save-tape": save_tape, "--save-recording": save_recording}
-    check_outputs(outputs, inputs=(target, calibration, *device))
+    devices, end = device or (own_card(),), fit.margin_named(margin)
+    cards, settings = [find(name) for name in devices], fit.allocator_settings(gpu.alloc_conf)
+    measured = None if gpu.calibration is None else Calibration.load(gpu.calibration)
+    cards = [card if measured is None else measured.applied_to(card) for card in cards]
+    used = used_now(gpu.used, devices[0], is_own=not device)
+    check_outputs(
+        {"--save-tape": save_tape, "--save-recording": save_recording}, inputs=(target, gpu.calibration, *device)
+    )
     if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one card: give one --device")
+        raise UsageError("--save-recording writes the run on one GPU: give one --device")
+    asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
+    how = dataclasses.asdict(tracing) | {"used": used}
     if sweep:
-        from tightfit.cli.sweep import option_kinds, write_rows
-
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
             raise UsageError(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
-        return write_rows(
-            target,
-            sweep,
-            list(zip(devices, cards, strict=True)),
-            settings,
-            measured,
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            known_options=option_kinds(ModelOptions),
-            json=json,
-            steps=steps,
-            timeout=timeout,
-            show_output=show_output,
-            used=taken,
-        )
-    cards = [card if measured is None else measured.applied_to(card) for card in cards]
-    options = model.given()
-    _check_files(save_tape, save_recording, cards)
-    if target.endswith(".npz"):
-        if arguments or parameter or options:
-            raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
-        tape = _saved_tape(target)
-    else:
-        tape = fit.capture(
-            target,
-            device=devices[0],  # the others replay the same tape with their own workspaces, context and speeds
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            steps=steps,
-            until=until,
-            timeout=timeout,
-            show_output=show_output,
-            used=taken,
-        )
-    estimates = [fit.cost(tape, card, settings, measured, used=taken) for card in cards]
+        return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
+    tape = _tape(target, devices[0], asked, how)
+    tape = redacted(tape) if redact else tape
+    estimates = [fit.cost(tape, card, settings, measured, used=used, margin=end) for card in cards]
     elapsed_seconds = time.monotonic() - started
     try:
         if save_tape is not None:
@@ -201,6 +104,28 @@ def estimate(
         # Also where a file could not be written: the answer has been worked out by now.
         _print(estimates, json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _sweep(
+    target: str, specifications: Sequence[str], cards: Any, settings: Any, measured: Any, asked: Any, json: bool, how: Any
+) -> int:
+    from tightfit.cli.sweep import option_kinds, write_rows
+
+    known = option_kinds(ModelOptions)
+    return write_rows(target, specifications, cards, settings, measured, known_options=known, json=json, **asked, **how)
+
+
+def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) -> "Tape":
+    """The trace of the target for the first GPU; the others replay the same tape with their own workspaces, context and speeds."""
+    from tightfit import fit
+
+    if target.endswith(".npz"):
+        if any(asked.values()):
+            raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
+        return _saved_tape(target)
+    is_rewritten = not how["show_output"]
+    with ProgressLine(f"estimate {target}", timeout_seconds=how["timeout"], is_rewritten=is_rewritten) as line:
+        return fit.capture(target, device=device, **asked, **how, on_progress=line.report)
 
 
 def _saved_tape(path: str) -> "Tape":

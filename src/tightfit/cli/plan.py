@@ -5,24 +5,24 @@ import json as jsonlib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
-from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.options import AS_KNOWN, AS_USUAL, NO_OPTIONS, SEVERAL, GpuOptions, ModelOptions, TraceOptions
+from tightfit.cli.progress import ProgressLine
 from tightfit.cli.sizes import Size, with_unit
 from tightfit.cli.used import used_now
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
+from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
     from tightfit.reports.plans import Plan
 
-_SEVERAL = Parameter(consume_multiple=False)
 
-
-@Parameter(name="*", group=Group("What a plan may do", sort_key=1))
+@Parameter(name="*", group=Group("Limits of the plan", sort_key=0))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """What a plan may use and change.
@@ -30,26 +30,26 @@ class Bounds:
     Parameters
     ----------
     budget
-        What the process may hold on the card, such as 22GiB or 80%. Default: all of it.
-    used
-        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
+        GPU memory that the process may use, such as 22GiB or 80%. Default: all of it.
     host
-        Not used yet, and refused: what techniques may move to the host's memory.
+        Host memory that techniques may use; refused, as none does yet.
     disk
-        Not used yet, and refused: what techniques may move to disk.
+        Disk space that techniques may use; refused, as none does yet.
     allow
-        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+        A technique that changes results but may be used, or lossy for all of them; repeatable.
     without
-        A technique that is left out, or TECHNIQUE@PLACE[,PLACE...] for it at some modules alone, such as checkpointing@GPT.h.3 or
-        tiled_tokens@GPT.h.*; once for each.
+        A technique to leave out, or TECHNIQUE@MODULE[,MODULE...] to leave it out of some modules, such as checkpointing@GPT.h.3 or
+        tiled_tokens@GPT.h.*; repeatable.
+    margin
+        Which end of a peak's range has to fit: safe (the upper end; if not given), likely (the likely peak) or 0 (the lower end).
     """
 
     budget: Size | None = None
-    used: Size | None = None
     host: str | None = None
     disk: str | None = None
-    allow: Annotated[tuple[str, ...], _SEVERAL] = ()
-    without: Annotated[tuple[str, ...], _SEVERAL] = ()
+    allow: Annotated[tuple[str, ...], SEVERAL] = ()
+    without: Annotated[tuple[str, ...], SEVERAL] = ()
+    margin: str = "safe"
 
 
 NO_BOUNDS = Bounds()
@@ -60,84 +60,71 @@ def plan(
     /,
     *arguments: Annotated[str, Parameter(show=False)],
     device: str | None = None,
-    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int | Literal["all"] = 3,
-    until: str | None = None,
-    timeout: float = 120.0,
-    alloc_conf: str | None = None,
-    calibration: Path | None = None,
+    parameter: Annotated[tuple[str, ...], SEVERAL, Parameter(alias="-p")] = (),
     search: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     as_code: bool = False,
-    show_output: bool = False,
+    redact: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
+    gpu: GpuOptions = AS_KNOWN,
+    tracing: TraceOptions = AS_USUAL,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
-    """Find the fastest combination of techniques with which a workload fits a card. No card is needed; the workload is not changed.
+    """Find the fastest combination of techniques with which a workload fits a GPU. No GPU is needed; the workload is not changed.
 
-    Exit code 1 if nothing that is allowed makes it fit.
+    Exit code 1 if no allowed technique makes it fit.
 
     Parameters
     ----------
     target
         As for tightfit estimate: a script (its own arguments after --), FILE.py:FUNCTION, package.module:FUNCTION, a Hugging Face config.
     device
-        A card by name ("4090", "a100-80gb") or its TOML file. Default: this machine's own.
+        A GPU by name ("4090", "a100-80gb") or its TOML file. Default: the GPU of this machine.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
-    steps
-        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
-    until
-        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
-    timeout
-        Seconds to wait for the first step, and from each to the next, 120 if not given.
-    alloc_conf
-        Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
-    calibration
-        What was measured on that machine: a TOML file with its context and speeds.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     search
-        The name of what sets the batch's size (batch_size): a parameter of the generator function, or an option of the script. The answer is then
-        the largest size that fits, as it is and with techniques, and the fastest.
+        Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
+        The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     output
         Write the plan to this file (JSON), for tightfit run --plan.
     json
         Print the plan as JSON.
     as_code
         Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
-    show_output
-        Show what the workload prints, on stderr.
+    redact
+        Write ~ in place of home folders in every path, for a report that is sent to somebody.
     no_prove
-        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it
-        takes 20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
+        Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
     from tightfit.fit.planning import plan as find_plan
 
     started = time.monotonic()
-    check_outputs({"--output": output}, inputs=(target, calibration, device))
+    check_outputs({"--output": output}, inputs=(target, gpu.calibration, device))
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
-        "used": used_now(bounds.used, card, is_own=device is None),
+        "used": used_now(gpu.used, card, is_own=device is None),
         "allow": bounds.allow,
         "without": bounds.without,
+        "margin": bounds.margin,
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
-        "steps": steps,
-        "until": until,
-        "timeout": timeout,
-        "alloc_conf": alloc_conf,
-        "calibration": calibration,
-        "show_output": show_output,
-        "say": _say if sys.stderr.isatty() else None,
+        "alloc_conf": gpu.alloc_conf,
+        "calibration": gpu.calibration,
+        **dataclasses.asdict(tracing),
     }
+    line = ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output)
     if search is not None:
-        return _search(search, target, card, bounds, output=output, json=json, **settings)
-    found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
+        return _search(search, target, card, line, bounds, output=output, json=json, redact=redact, **settings)
+    settings |= {"host": bounds.host, "disk": bounds.disk, "prove": not no_prove}
+    with line:
+        found = find_plan(target, card, on_progress=line.report, **settings)
+    found = redacted(found) if redact else found
     try:
         if output is not None:
             found.save(output)
@@ -173,7 +160,16 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
 
 
 def _search(
-    parameter: str, target: str, device: str, bounds: Bounds, *, output: Path | None, json: bool, **settings: Any
+    parameter: str,
+    target: str,
+    device: str,
+    line: ProgressLine,
+    bounds: Bounds,
+    *,
+    output: Path | None,
+    json: bool,
+    redact: bool,
+    **settings: Any,
 ) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
@@ -182,17 +178,13 @@ def _search(
     if bounds.host is not None or bounds.disk is not None:
         raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
     if output is not None:
-        raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
-    found = batch_sizes(target, device, parameter=parameter, **settings)
+        raise UsageError("--search finds batch sizes: plan again with the one you choose for --output")
+    with line:
+        found = batch_sizes(target, device, parameter=parameter, on_progress=line.report, **settings)
+    found = redacted(found) if redact else found
     elapsed_seconds = time.monotonic() - started
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_batch_sizes(found, elapsed_seconds=elapsed_seconds)
     return 0 if found.fits else 1
-
-
-def _say(what: str) -> None:
-    # The line is rewritten in place, which makes no sense in a log file, so this is used on a terminal only.
-    sys.stderr.write(f"\r\x1b[K{what}\r")
-    sys.stderr.flush()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
 from tightfit.units import format_bytes
@@ -153,7 +154,15 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
         raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
-    return fit.capture(target, device=cards[0], arguments=arguments, parameters=parameter, steps=steps)
+    with ProgressLine(f"report {target}") as line:
+        return fit.capture(
+            target,
+            device=cards[0],
+            arguments=arguments,
+            parameters=parameter,
+            steps=steps,
+            on_progress=line.report,
+        )
 
 
 def _known_card(name: str) -> "Device | None":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -85,5 +86,13 @@ def _traced(
         tape = read_tape(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
     card = device or own_card()
-    tape = fit.capture(target, device=card, arguments=arguments, parameters=parameters, steps=steps)
+    with ProgressLine(f"tracing {target}") as line:
+        tape = fit.capture(
+            target,
+            device=card,
+            arguments=arguments,
+            parameters=parameters,
+            steps=steps,
+            on_progress=line.report,
+        )
     return subject_of_tape(tape, find(card), settings)

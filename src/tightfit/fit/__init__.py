@@ -15,10 +15,12 @@ from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.extent import Steps, extent_of
+from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
+from tightfit.simulate.estimate import MARGINS
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
 
@@ -37,6 +39,7 @@ def capture(
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
+    on_progress: OnProgress | None = None,
 ) -> Tape:
     """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is, and `tightfit.fit.extent` for `steps`
     and `until`.
@@ -53,6 +56,8 @@ def capture(
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
     extent = extent_of(parsed, steps, until)
+    log = ProgressLog(on_progress=on_progress and theirs(on_progress))
+    log.begin("tracing", num_steps=extent.num_steps)
     return trace(
         parsed,
         label=target,
@@ -63,6 +68,7 @@ def capture(
         show_output=show_output,
         meanwhile=meanwhile and theirs(meanwhile),
         used_bytes=used_bytes,
+        on_progress=log.on_trace,
     ).tape
 
 
@@ -78,28 +84,32 @@ def estimate(
     until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
+    margin: str | int = "likely",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
+    on_progress: OnProgress | None = None,
 ) -> Estimate:
     """What `target` needs on `device`: a workload, traced here in a child process, or a tape of one.
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
+    the one in the environment. `margin` says which end of the peak's range has to fit: "safe" (the upper one), "likely" (the likely peak) or 0 (the
+    lower one). After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
     neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
-    is called once while the workload is traced. `used` is what other processes hold on the card ("3GiB", "10%", or bytes).
+    is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.progress.Progress`. `used` is what other
+    processes hold on the card ("3GiB", "10%", or bytes).
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
         CaptureError: the workload could not be traced.
     """
-    settings, card = allocator_settings(alloc_conf), find(device)
+    settings, card, end = allocator_settings(alloc_conf), find(device), margin_named(margin)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     if isinstance(target, Tape):
-        return cost(target, card, settings, measured, used=used)
+        return cost(target, card, settings, measured, used=used, margin=end)
     tape = capture(
         target,
         device=device,
@@ -112,8 +122,9 @@ def estimate(
         show_output=show_output,
         meanwhile=meanwhile,
         used=used,
+        on_progress=on_progress,
     )
-    return cost(tape, card, settings, measured, used=used)
+    return cost(tape, card, settings, measured, used=used, margin=end)
 
 
 @answering("the estimate")
@@ -124,14 +135,28 @@ def cost(
     calibration: Calibration | None = None,
     *,
     used: Used = None,
+    margin: str = "likely",
 ) -> Estimate:
-    """What `tape` needs on `card`, of which other processes have `used`; says so among its assumptions, and where the tape was traced for a card
-    of other kernels.
+    """What `tape` needs on `card`, of which other processes have `used`, judged with `margin`; says so among its assumptions, and where the tape was
+    traced for a card of other kernels.
     """
     used_bytes = used_bytes_of(card, used)
     found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration)
-    found = Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
-    return with_note(found, card, used_bytes)
+    assumptions = (*found.assumptions, *_other_kernels(tape, card))
+    return with_note(Estimate.of(dataclasses.replace(found, assumptions=assumptions, margin=margin)), card, used_bytes)
+
+
+def margin_named(text: str | int) -> str:
+    """The margin by that name, one of `tightfit.simulate.estimate.MARGINS`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if str(text) not in MARGINS:
+        raise UsageError(
+            f"--margin {text}: give 0 (the lower end of the peak's range has to fit), likely (the likely peak) or safe (the upper end)"
+        )
+    return str(text)
 
 
 def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:

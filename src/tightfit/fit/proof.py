@@ -9,10 +9,11 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tightfit.capture.targets import Script, Target
 from tightfit.errors import ApplyError
+from tightfit.fit.progress import ProgressLog
 from tightfit.fit.values import HostRun, differences, run_on_host
 from tightfit.planner.plan import Choice, Proof
 from tightfit.tape import Category, Tape
@@ -40,11 +41,11 @@ class Mismatch:
 class Prover:
     """Proves plans of one program; what the plain run leaves is kept. `tape` is that of the plain run."""
 
-    def __init__(self, target: Target, tape: Tape, *, seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, tape: Tape, *, seconds: float, log: ProgressLog) -> None:
         self._target = target
         self._tape = tape
         self._seconds = seconds
-        self._say = say
+        self._log = log
         self._plain: HostRun | None = None
         self._is_double = True
         self._deadline = 0.0
@@ -60,7 +61,7 @@ class Prover:
         why = self._obstacle(choices)
         if why:
             return Proof(kind="structure", what=why)
-        self._say("proving the plan by values on the host")
+        self._log.begin("proving the plan by values on the host")
         plain = self._plain_run()
         if plain.values is None:
             return Proof(kind="structure", what=f"not by values: on the host {plain.why}")

@@ -5,7 +5,7 @@ traced is not traced again.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import CaptureError
 from tightfit.fit.extent import Extent
+from tightfit.fit.progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
-from tightfit.simulate.estimate import Estimate
+from tightfit.simulate.estimate import Estimate, needed_bytes
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import Coverage, Effect, EventKind, Tape
@@ -44,11 +45,17 @@ class TracedRun:
     estimate: Estimate
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
+    margin: str
 
     @property
     def high_bytes(self) -> int:
-        """The upper end of what the process may hold on the card: this must fit, so that the run does not live on retries."""
+        """The upper end of what the process may hold on the card; where this fits, the run does not depend on allocation retries."""
         return self.estimate.peak.device_high_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be there: the end of the range that the margin names."""
+        return needed_bytes(self.estimate.peak, self.margin)
 
     @property
     def seconds(self) -> float:
@@ -66,7 +73,7 @@ class TracedRun:
 
 
 class TracedRuns:
-    """Traces one workload for one card. `say` is told what is being done."""
+    """Traces one workload for one card. `log` is told what is being done, with `subject` (`batch_size 8: `) in front."""
 
     def __init__(
         self,
@@ -80,20 +87,26 @@ class TracedRuns:
         extent: Extent,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
-        say: Callable[[str], None],
         used_bytes: int = 0,
+        margin: str = "safe",
+        log: ProgressLog,
+        subject: str = "",
     ) -> None:
         self._used_bytes = used_bytes
         self.card = card
         self.label = label
         self.calibration = calibration
-        self.say = say
+        self.margin = margin
+        self.log = log
+        self.subject = subject
         self.target = target
         self._device = device
         self._settings = settings
         self._extent = extent
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
+        self.num_examples: Mapping[int, int] = {}
+        """How many examples the loaders of the plain run read, by the size of their batches."""
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -108,7 +121,7 @@ class TracedRuns:
         options = tuple(options)
         key = frozenset(option.key for option in options)
         if key not in self._made:
-            self.say(f"tracing with {len(options)} choices" if options else "tracing the plain run")
+            self.log.begin(self.subject + _what(options), num_steps=self._extent.num_steps)
             traced = trace(
                 self.target,
                 label=self.label,
@@ -125,8 +138,12 @@ class TracedRuns:
                 follows=self._followed(options),
             )
             self._check_end(options, traced.tape)
+                on_progress=self.log.on_trace,
+            )
+            self.log.traced()
             # What the program does besides computing is looked at in the plain run, and holds for all.
-            self._effects = self._effects if options else traced.tape.effects
+            if not options:
+                self._effects, self.num_examples = traced.tape.effects, traced.num_examples
             tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
         return self._made[key]
@@ -154,6 +171,7 @@ class TracedRuns:
             estimate=self._estimate(tape, self._settings),
             roots=tuple(roots),
             notes=tuple(notes),
+            margin=self.margin,
         )
 
     def all(self) -> list[TracedRun]:
@@ -184,6 +202,11 @@ def _allocates_later(tape: Tape) -> bool:
     size = tape.storages.num_bytes[storage]
     change = np.where(kind == EventKind.ALLOCATE, size, np.where(kind == EventKind.FREE, -size, 0))
     return int(np.cumsum(change).max()) > 0
+def _what(options: Sequence[Option]) -> str:
+    num_techniques = len({option.technique for option in options})
+    if not options:
+        return "tracing the plain run"
+    return f"tracing with {num_techniques} {'technique' if num_techniques == 1 else 'techniques'}"
 
 
 def _plain(option: Option) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class ForkedChild:
         self.returncode: int | None = None
         self._server = server
         self._errors = errors
+        self._said: list[bytes] = []
 
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it; None while it runs."""
@@ -76,16 +77,16 @@ class ForkedChild:
             subprocess.TimeoutExpired: it has not ended after `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        pieces: list[bytes] = []
         while self._errors is not None:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self._errors], [], [], left)[0]:
                 raise subprocess.TimeoutExpired("the child", timeout or 0)
             if not (piece := os.read(self._errors, _MAX_BYTES)):
                 break
-            pieces.append(piece)
+            # Kept here: whoever is told that it takes longer asks again.
+            self._said.append(piece)
         self.wait(None if end is None else max(0.0, end - time.monotonic()))
-        return None, b"".join(pieces) if self._errors is not None else None
+        return None, b"".join(self._said) if self._errors is not None else None
 
 
 class _Server:

@@ -2,9 +2,10 @@
 function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
-  if (card.device_high_bytes > card.capacity_bytes) return ["doubt", "fits, barely", `${left}, less than the doubt about it`];
   // Of a recording everything was seen.
-  return summary.not_seen && summary.origin === "estimate" ? ["doubt", "fits as far as seen", left] : ["good", "fits", left];
+  const seen = summary.not_seen && summary.origin === "estimate" ? " as far as seen" : "";
+  if (card.device_high_bytes > card.capacity_bytes) return ["doubt", `fits${seen} without the safety margin`, `${left}, and the peak may be ${bytes(card.device_high_bytes - card.device_bytes)} higher`];
+  return [seen ? "doubt" : "good", `fits${seen}`, left];
 }
 
 const ownCard = () => summary.cards.find((card) => card.device === summary.device) ??
