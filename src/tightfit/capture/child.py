@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture import targets
+from tightfit.capture.containment.closed_in import ClosedIn
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, TightfitError, apply_error, faults
@@ -45,6 +46,7 @@ class Request:
     timeout_seconds: float
     show_output: bool
     preparation: dict[str, Any] | None
+    containment: dict[str, Any] | None = None
     with_effects: bool = False
 
 
@@ -57,11 +59,14 @@ def main(path: str, parent: str) -> None:
     # program's own output.
     terminal = os.dup(2)
     sys.unraisablehook = _note_unraisable
+    closed_in = ClosedIn(request.containment)
     try:
         with quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, path, terminal)}
+            answer = {"ok": True, "report": _trace(request, path, terminal, closed_in)}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
+        answer["message"] += closed_in.hint(error)
+    answer["notes"] = closed_in.end()
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
@@ -88,7 +93,7 @@ def _note_unraisable(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def _trace(request: Request, path: str, terminal: int) -> Any:
+def _trace(request: Request, path: str, terminal: int, closed_in: ClosedIn) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
@@ -105,6 +110,7 @@ def _trace(request: Request, path: str, terminal: int) -> Any:
     session = Session(request.device, request.num_steps, by_yield=by_yield, with_effects=request.with_effects)
     session.gpu.progress = progress = Progress(request.label, terminal)
     report = prepare(request.preparation)
+    closed_in.begin()
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack"):
         session.run(target_of(request.target))
     progress.end()

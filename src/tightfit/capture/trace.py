@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture.containment.policy import CLOSED, Policy, contained
+from tightfit.capture.containment.written import dropped_notes
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.fork_server import forked_child
-from tightfit.capture.targets import Target
-from tightfit.errors.faults import answering
-from tightfit.tape import Tape
+from tightfit.capture.targets import Target, words_of
+from tightfit.errors.faults import answering, kept_file
+from tightfit.tape import Assumption, Tape
 from tightfit.tape.verify import verify_tape
 
 DEFAULT_NUM_STEPS = 3
@@ -66,10 +68,12 @@ def trace(
     meanwhile: Callable[[], None] | None = None,
     preparation: Preparation | None = None,
     with_effects: bool = False,
+    policy: Policy = CLOSED,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
-    `meanwhile` is called while the child runs. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `meanwhile` is called while the child runs. `policy` says what the program may do to this machine; by default what it writes is dropped, and it
+    reaches no network. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -80,6 +84,7 @@ def trace(
         raise errors.UsageError(f"timeout is {timeout_seconds:g}: give the seconds to wait for a step, such as 120")
     with shared_folder() as folder:
         request, tape = folder / "request.json", folder / "tape.npz"
+        containment = contained(policy, folder, words_of(target))
         fields = {
             "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
             "label": label,
@@ -89,11 +94,12 @@ def trace(
             "tape": str(tape),
             "show_output": show_output,
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
+            "containment": None if containment is None else dataclasses.asdict(containment),
             "with_effects": with_effects,
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **policy.environment()}
         # On a terminal the child writes its progress line to stderr itself.
         reads_errors = not sys.stderr.isatty() and not show_output
         with forked_child(
@@ -102,6 +108,7 @@ def trace(
             environment=environment,
             reads_errors=reads_errors,
             preloaded=_PRELOADED,
+            containment=containment,
         ) as process:
             if meanwhile is not None:
                 meanwhile()
@@ -117,8 +124,11 @@ def trace(
         if not result["ok"]:
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
-            raise error
-        traced = Traced(tape=Tape.load(tape), report=result["report"])
+            raise kept_file(error)
+        notes = [Assumption(where=where, what=what) for where, what in (*result["notes"], *dropped_notes(folder))]
+        found = Tape.load(tape)
+        found = dataclasses.replace(found, assumptions=(*found.assumptions, *notes))
+        traced = Traced(tape=found, report=result["report"])
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.rights import NO_RIGHTS, Rights
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -90,6 +91,7 @@ def estimate(
     save_tape: Path | None = None,
     save_recording: Path | None = None,
     model: ModelOptions = NO_OPTIONS,
+    rights: Rights = NO_RIGHTS,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
 
@@ -147,6 +149,7 @@ def estimate(
             steps=steps,
             timeout=timeout,
             show_output=show_output,
+            **dataclasses.asdict(rights),
         )
     if save_tape is not None:
         tape.save(save_tape)

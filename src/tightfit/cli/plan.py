@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
+from tightfit.cli.rights import NO_RIGHTS, Rights
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def plan(
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
     model: ModelOptions = NO_OPTIONS,
+    rights: Rights = NO_RIGHTS,
 ) -> int:
     """Find the fastest combination of techniques with which a workload fits a card. No card is needed; the workload is not changed.
 
@@ -118,6 +120,7 @@ def plan(
         "alloc_conf": alloc_conf,
         "calibration": calibration,
         "show_output": show_output,
+        **dataclasses.asdict(rights),
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:

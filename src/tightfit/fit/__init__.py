@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
@@ -33,6 +34,8 @@ def capture(
     steps: int = DEFAULT_NUM_STEPS,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tape:
     """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
@@ -57,6 +60,7 @@ def capture(
         num_steps=steps,
         timeout_seconds=timeout,
         show_output=show_output,
+        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         meanwhile=meanwhile and theirs(meanwhile),
     ).tape
 
@@ -74,6 +78,8 @@ def estimate(
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Estimate:
     """What `target` needs on `device`: a workload, traced here in a child process, or a tape of one.
@@ -81,7 +87,8 @@ def estimate(
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
     the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
-    is called once while the workload is traced.
+    is called once while the workload is traced. What the workload writes is dropped and it has no network, but for what `allow_writes` and
+    `allow_network` allow.
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
@@ -101,6 +108,8 @@ def estimate(
         steps=steps,
         timeout=timeout,
         show_output=show_output,
+        allow_writes=allow_writes,
+        allow_network=allow_network,
         meanwhile=meanwhile,
     )
     return cost(tape, card, settings, measured)

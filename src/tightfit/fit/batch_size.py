@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
@@ -50,6 +51,8 @@ def batch_sizes(
     alloc_conf: str | None = None,
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> BatchSizes:
     """The largest and the fastest size of the batch of `target` on `device`, plain and with a plan.
@@ -80,6 +83,7 @@ def batch_sizes(
             num_steps=steps,
             timeout_seconds=timeout,
             show_output=show_output,
+            policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
             say=lambda what: talk(f"{parameter} {size}: {what}"),
         )
 

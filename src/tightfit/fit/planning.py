@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -51,6 +52,8 @@ def plan(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     prove: bool = True,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", or bytes).
@@ -88,6 +91,7 @@ def plan(
         num_steps=steps,
         timeout_seconds=timeout,
         show_output=show_output,
+        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         say=theirs(say) if say is not None else lambda _: None,
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
@@ -103,7 +107,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices):
             return plan
-        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say)
+        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say, policy=runs.policy)
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:

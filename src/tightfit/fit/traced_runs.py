@@ -10,6 +10,7 @@ from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
+from tightfit.capture.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -77,6 +78,7 @@ class TracedRuns:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
         say: Callable[[str], None],
+        policy: Policy = CLOSED,
     ) -> None:
         self.card = card
         self.label = label
@@ -88,6 +90,7 @@ class TracedRuns:
         self._num_steps = num_steps
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
+        self.policy = policy
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -114,6 +117,7 @@ class TracedRuns:
                     function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
+                policy=self.policy,
             )
             # What the program does besides computing is looked at in the plain run, and holds for all.
             self._effects = self._effects if options else traced.tape.effects
