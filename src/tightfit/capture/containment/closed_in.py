@@ -4,7 +4,7 @@ import errno
 from typing import Any
 
 from tightfit.capture.containment import namespaces, redirection
-from tightfit.capture.containment.policy import containment_of
+from tightfit.capture.containment.policy import containment_of, note_drops
 from tightfit.capture.containment.watch import Watch, rename_folders_by_copying
 from tightfit.errors.faults import chain
 
@@ -19,6 +19,8 @@ class ClosedIn:
     def __init__(self, fields: dict[str, Any] | None) -> None:
         self._containment = None if fields is None else containment_of(fields)
         self._watch: Watch | None = None
+        if self._containment is not None and not self._containment.policy.allow_writes:
+            note_drops()
 
     def begin(self) -> None:
         """From now on the program runs."""

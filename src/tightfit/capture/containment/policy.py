@@ -51,6 +51,19 @@ def containment_of(fields: dict[str, Any]) -> Containment:
     return Containment(policy=Policy(**fields["policy"]), shared=fields["shared"], paths=tuple(fields["paths"]))
 
 
+_drops: list[bool] = []
+
+
+def note_drops() -> None:
+    """What this process writes from now on is dropped."""
+    _drops.append(True)
+
+
+def drops_writes() -> bool:
+    """Whether what this process writes is dropped."""
+    return bool(_drops)
+
+
 CLOSED = Policy()
 """Nothing is allowed."""
 
