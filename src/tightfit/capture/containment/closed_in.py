@@ -41,7 +41,7 @@ class ClosedIn:
             return []
         self._watch.end()
         redirection.end()
-        return self._watch.notes()
+        return [*self._watch.notes(), *redirection.notes()]
 
     def hint(self, error: BaseException) -> str:
         """The end of an error message: what to allow, if that is what was missing."""

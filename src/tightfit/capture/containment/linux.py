@@ -21,34 +21,34 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def unshare(flags: int) -> None:
     """Gives this process namespaces of its own; that of process ids is for its next children."""
-    _check(_libc.unshare(flags), "unshare")
+    check(_libc.unshare(flags), "unshare")
 
 
 def join(namespace: int, flag: int) -> None:
     """Enters the namespace of an open file of /proc/PID/ns; that of process ids is for its next children."""
-    _check(_libc.setns(namespace, flag), "setns")
+    check(_libc.setns(namespace, flag), "setns")
 
 
 def mount(source: str, target: str, kind: str = "none", flags: int = 0, options: str = "") -> None:
     """mount(2)."""
     arguments = (os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), os.fsencode(options))
-    _check(_libc.mount(*arguments), f"mount {target}")
+    check(_libc.mount(*arguments), f"mount {target}")
 
 
 def signal_at_parents_end(number: int) -> None:
     """This process gets signal `number` when its parent ends; 0 for none."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
+    check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
 def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process."""
-    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def keep_identity(user: int, group: int) -> None:
     """In a new namespace of users: this user and group have the numbers that they have outside."""
     # A process that has changed its user may not write these files before.
-    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
+    check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
@@ -57,7 +57,7 @@ def keep_identity(user: int, group: int) -> None:
 def give_up_capabilities() -> None:
     """Takes the rights away that a new namespace of users gives: with them a program could write files that it may not write."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
-    _check(_libc.capset(header, bytes(24)), "capset")
+    check(_libc.capset(header, bytes(24)), "capset")
 
 
 def start_loopback() -> None:
@@ -66,7 +66,8 @@ def start_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """Raises OSError for the error of a call that returned less than 0."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)

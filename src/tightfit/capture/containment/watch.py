@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.containment import namespaces
 from tightfit.capture.containment.policy import Policy
 from tightfit.errors.faults import for_torch
 
@@ -57,7 +58,8 @@ class Watch:
             hosts = ", ".join(self.refused)
             found.append(("network", f"{hosts}: refused while the program is traced; allow it with {_NETWORK_HINT}"))
         if self.started and not self._policy.allow_writes:
-            found.append(("subprocess", f"{', '.join(self.started)}: run within the trace; what it wrote was dropped"))
+            what = "what it wrote was dropped" if namespaces.is_inside() else "it could write no files"
+            found.append(("subprocess", f"{', '.join(self.started)}: run within the trace; {what}"))
         return found
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -74,10 +76,13 @@ class Watch:
         self._start(words[0] if words else "sh")
 
     def _connect(self, own: socket.socket, address: Any) -> None:
+        # None for what is sent to where the socket is connected.
+        if not address:
+            return
         if own.family == socket.AF_UNIX:
             if not self._is_own_socket(address):
                 self._refuse(os.fsdecode(address), ConnectionRefusedError)
-        elif own.family in (socket.AF_INET, socket.AF_INET6) and address and not _is_local(address[0]):
+        elif own.family in (socket.AF_INET, socket.AF_INET6) and not _is_local(address[0]):
             self._refuse(str(address[0]), ConnectionRefusedError)
 
     def _is_own_socket(self, address: Any) -> bool:

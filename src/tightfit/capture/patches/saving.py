@@ -128,7 +128,7 @@ class _Saves:
         """`torch.save`."""
         saved = _take_apart([obj])
         if saved is None:
-            self._torch_save(obj, f, *args, **kwargs)
+            self._save_real(obj, f, *args, **kwargs)
             return
         self._assume("torch.save")
         if not self._writes_files and (name := self._name(f)):
@@ -138,6 +138,14 @@ class _Saves:
                 self._saved[_write_token(file, next(self._numbers))] = saved
         else:
             self._saved[_write_token(f, next(self._numbers))] = saved
+
+    def _save_real(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._writes_files or not isinstance(f, str | os.PathLike):
+            self._torch_save(obj, f, *args, **kwargs)
+            return
+        # torch opens files in C++, which would not be seen where Python's functions redirect writes.
+        with open(f, "wb") as file:
+            self._torch_save(obj, file, *args, **kwargs)
 
     @hands_over
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
