@@ -2,10 +2,14 @@
 
 import json
 import os
+import sqlite3
 import stat
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tightfit
@@ -129,17 +133,24 @@ for step in range(3):
             try:
                 way()
                 print(way.__name__, "done", file=sys.stderr, flush=True)
-            except OSError as error:
+            except (OSError, subprocess.SubprocessError) as error:
                 print(way.__name__, "refused", error, file=sys.stderr, flush=True)
 """
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, with the folder for temporary files beside it."""
-    import numpy as np
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; its path is short, as those of sockets are."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
 
-    for folder in ("temporary", "home/folder/nested", "home/removed"):
+
+@pytest.fixture
+def home(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder."""
+    for folder in ("home/folder/nested", "home/removed"):
         (tmp_path / folder).mkdir(parents=True)
     home = tmp_path / "home"
     np.save(home / "array.npy", np.arange(5))
@@ -158,15 +169,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     for name, text in texts.items():
         (home / name).write_text(text)
-    import sqlite3
-
     with sqlite3.connect(home / "runs.db") as runs:
         runs.execute("create table runs (number)")
         runs.execute("insert into runs values (1)")
     runs.close()
     monkeypatch.chdir(home)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr("tempfile.tempdir", None)
     return home
 
 
@@ -194,7 +201,7 @@ def processes() -> set[str]:
 
 @pytest.mark.parametrize("mechanism", ["namespaces", "landlock", "python"])
 def test_nothing_is_left_of_a_dozen_ways_to_write(
-    mechanism: str, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    mechanism: str, home: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TIGHTFIT_CONTAINMENT", mechanism)
     # What libraries in C write is kept from the files by the kernel alone.
@@ -203,7 +210,7 @@ def test_nothing_is_left_of_a_dozen_ways_to_write(
     assert run(["estimate", "hostile.py", "--device", "RTX 4090", "--show-output", "--json"]) == 0
     said = capfd.readouterr()
     assert tree(home) == before
-    assert list((home.parent / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
     assert processes() == set()
     lines = dict(line.split(" ", 1) for line in said.err.splitlines() if " done" in line or " refused" in line)
     assert len(lines) == (12 if mechanism == "python" else 13), said.err

@@ -100,7 +100,7 @@ def plan(
         Show what the workload prints, on stderr.
     no_prove
         Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it takes
-        20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
+        20 s at most, for generator functions and Hugging Face configs; a script is not run.
     """
     from tightfit.fit.planning import plan as find_plan
 

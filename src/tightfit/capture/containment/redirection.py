@@ -40,7 +40,8 @@ _unseen: list[bool] = []
 def begin(containment: Containment) -> None:
     """From now on, for the rest of the process."""
     place = Path(containment.shared) / DROPPED / "files"
-    temporary = Path(containment.shared) / DROPPED / "temporary"
+    # A short name: those of sockets in it may have about 100 characters.
+    temporary = Path(containment.shared) / "t"
     (place / UPPER).mkdir(parents=True)
     temporary.mkdir()
     remember(place, "/")

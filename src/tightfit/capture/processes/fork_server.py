@@ -37,7 +37,7 @@ _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
 # each child.
 _READ_AT_START = re.compile(
-    "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "TIGHTFIT_CONTAINMENT|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20
