@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tightfit
+from tightfit.capture.containment import landlock, namespaces
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError
 
@@ -203,6 +204,10 @@ def processes() -> set[str]:
 def test_nothing_is_left_of_a_dozen_ways_to_write(
     mechanism: str, home: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if (mechanism == "namespaces" and not namespaces.are_possible()) or (
+        mechanism == "landlock" and not landlock.is_possible()
+    ):
+        pytest.skip("not with this kernel")
     monkeypatch.setenv("TIGHTFIT_CONTAINMENT", mechanism)
     # What libraries in C write is kept from the files by the kernel alone.
     monkeypatch.setenv("NOT", "in_c" if mechanism == "python" else "")
@@ -245,9 +250,45 @@ def test_a_program_that_ends_without_a_network_or_a_place_to_write_is_told_what_
 
 
 def test_what_is_allowed_is_real(home: Path) -> None:
-    (home / "train.py").write_text(TRAINS + "    open('log.jsonl', 'a').write('real')\n    torch.save(model.state_dict(), 'array.npy')\n")
+    (home / "train.py").write_text(
+        TRAINS + "    open('log.jsonl', 'a').write('real')\n    torch.save(model.state_dict(), 'array.npy')\n"
+    )
     array = (home / "array.npy").read_bytes()
     tightfit.estimate("train.py", "RTX 4090", allow_writes=True, steps=4)
     assert (home / "log.jsonl").read_text() == "{}" + 3 * "real"
     # There are no numbers to be written.
     assert (home / "array.npy").read_bytes() == array
+
+
+def test_a_model_with_tied_weights_is_saved_moved_and_loaded(home: Path) -> None:
+    pytest.importorskip("safetensors")
+    (home / "train.py").write_text(
+        TRAINS
+        + """\
+import os
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.free = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.last.weight = self.first.weight
+
+tied = Tied().cuda().bfloat16()
+addresses = {name: value.data_ptr() for name, value in tied.state_dict().items()}
+assert addresses["first.weight"] == addresses["last.weight"] != addresses["free.weight"] and addresses["free.weight"] % 512 == 0
+assert tied.free.weight[1:].data_ptr() == addresses["free.weight"] + 8
+save_model(tied, "tied.safetensors", metadata={"format": "pt"})
+os.rename("tied.safetensors", "best.safetensors")
+assert os.path.getsize("best.safetensors") > 64
+load_model(tied, "best.safetensors")
+with safe_open("best.safetensors", "pt") as file:
+    assert file.metadata()["format"] == "pt" and {file.get_tensor(k).dtype for k in file.keys()} == {torch.bfloat16}
+save_file({"real": torch.arange(3), "virtual": tied.free.weight}, "mixed.safetensors")
+assert load_file("mixed.safetensors")["real"].tolist() == [0, 1, 2] and load_file("mixed.safetensors", device="cuda")["virtual"].is_cuda
+raise SystemExit("all saved and loaded")
+"""
+    )
+    with pytest.raises(CaptureError, match="all saved and loaded"):
+        tightfit.estimate("train.py", "RTX 4090", steps=9)

@@ -41,7 +41,17 @@ OPTIONS = {
         "-p",
     ],
     "plan": [
-        *("--alloc-conf", "--allow", "--allow-network", "--allow-writes", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
+        *(
+            "--alloc-conf",
+            "--allow",
+            "--allow-network",
+            "--allow-writes",
+            "--attention",
+            "--autocast",
+            "--batch-size",
+            "--budget",
+            "--calibration",
+        ),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
         *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),

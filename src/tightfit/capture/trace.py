@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tightfit import errors
 from tightfit.capture.containment.policy import CLOSED, Policy, contained
 from tightfit.capture.containment.written import dropped_notes
 from tightfit.capture.processes.children import shared_folder
-from tightfit.capture.processes.fork_server import forked_child
+from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, forked_child
 from tightfit.capture.targets import Target, words_of
 from tightfit.errors.faults import answering, kept_file
 from tightfit.tape import Assumption, Tape
@@ -99,7 +99,12 @@ def trace(
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **policy.environment()}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TOKENIZERS_PARALLELISM": "false",
+            **policy.environment(),
+        }
         # On a terminal the child writes its progress line to stderr itself.
         reads_errors = not sys.stderr.isatty() and not show_output
         with forked_child(
@@ -125,14 +130,17 @@ def trace(
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
             raise kept_file(error)
-        notes = [Assumption(where=where, what=what) for where, what in (*result["notes"], *dropped_notes(folder))]
-        found = Tape.load(tape)
-        found = dataclasses.replace(found, assumptions=(*found.assumptions, *notes))
-        traced = Traced(tape=found, report=result["report"])
+        traced = Traced(tape=_noted(Tape.load(tape), result["notes"], folder), report=result["report"])
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
         return traced
+
+
+def _noted(tape: Tape, notes: Iterable[tuple[str, str]], folder: Path) -> Tape:
+    """The tape that also says what the program was kept from."""
+    own = [Assumption(where=where, what=what) for where, what in (*notes, *dropped_notes(folder))]
+    return dataclasses.replace(tape, assumptions=(*tape.assumptions, *own))
 
 
 def no_step(label: str, said: str, timeout_seconds: float) -> str:
@@ -143,6 +151,9 @@ def no_step(label: str, said: str, timeout_seconds: float) -> str:
 
 
 def _death(label: str, code: int, said: str) -> str:
+    if code == NOT_CLOSED_IN:
+        why = said.strip().rpartition("\n")[2] or "see above"
+        return f"{label} could not be closed in on this machine ({why}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""

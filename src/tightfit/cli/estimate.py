@@ -139,17 +139,15 @@ def estimate(
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
         tape = _saved_tape(target)
     else:
+        given = {"arguments": arguments, "parameters": parameter, "options": options, **dataclasses.asdict(rights)}
         tape = fit.capture(
             target,
             # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
             device=devices[0],
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
+            **given,
             steps=steps,
             timeout=timeout,
             show_output=show_output,
-            **dataclasses.asdict(rights),
         )
     if save_tape is not None:
         tape.save(save_tape)

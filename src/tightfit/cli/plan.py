@@ -109,9 +109,7 @@ def plan(
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
     card = device or own_card()
     settings: dict[str, Any] = {
-        "budget": bounds.budget,
-        "allow": bounds.allow,
-        "without": bounds.without,
+        **{"budget": bounds.budget, "allow": bounds.allow, "without": bounds.without},
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),

@@ -107,7 +107,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices):
             return plan
-        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say, policy=runs.policy)
+        prover = prover or Prover(
+            runs.target, found.base.tape, seconds=DEFAULT_SECONDS, say=runs.say, policy=runs.policy
+        )
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:

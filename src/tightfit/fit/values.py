@@ -75,9 +75,7 @@ def run_on_host(
         return HostRun(values=torch.load(values, weights_only=True))
 
 
-def _answer(
-    request: Path, timeout_seconds: float, policy: Policy, containment: Containment | None
-) -> dict[str, Any]:
+def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: Containment | None) -> dict[str, Any]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",

@@ -51,10 +51,14 @@ class ClosedIn:
         numbers = [link.errno for link in links if isinstance(link, OSError)]
         if not self._containment.policy.allow_writes and any(number in _REFUSED for number in numbers):
             return "; a traced program cannot write there (--allow-writes lets it write for real)"
-        if self._containment.policy.allow_network or any("--allow-network" in str(error).partition("\n")[0] for error in links[:1]):
+        if self._containment.policy.allow_network or any(
+            "--allow-network" in str(error).partition("\n")[0] for error in links[:1]
+        ):
             return ""
         said = " ".join(str(link).lower() for link in links)
-        is_of_network = self._watch.refused or any(isinstance(link, ConnectionError) for link in links) or "offline" in said
+        is_of_network = (
+            self._watch.refused or any(isinstance(link, ConnectionError) for link in links) or "offline" in said
+        )
         if is_of_network and any(word in said for word in _OF_THE_NETWORK):
             hosts = f" ({', '.join(self._watch.refused)})" if self._watch.refused else ""
             return f"; a traced program has no network{hosts}: allow it with --allow-network, or fill the cache first"

@@ -89,7 +89,9 @@ class Copies:
         if not self.is_removed(place) and os.path.isdir(place):
             found = dict.fromkeys(n for n in os.listdir(place) if os.path.join(place, n) not in self._removed)
         if os.path.isdir(copy) or not found:
-            found |= dict.fromkeys(os.listdir(self.seen(place)) if os.path.isdir(self.seen(place)) else os.listdir(copy))
+            found |= dict.fromkeys(
+                os.listdir(self.seen(place)) if os.path.isdir(self.seen(place)) else os.listdir(copy)
+            )
         return [name for name in found if self._is_there(os.path.join(place, name))]
 
     def _is_there(self, place: str) -> bool:

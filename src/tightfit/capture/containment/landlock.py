@@ -19,13 +19,20 @@ _DEVICES = ("/dev", "/proc")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def is_possible() -> bool:
+    """Whether the kernel has it."""
+    return sys.platform.startswith("linux") and _version() >= 1
+
+
+def _version() -> int:
+    return _libc.syscall(_CREATE, None, 0, _VERSION)
+
+
 def restrict(*folders: str) -> bool:
     """From now on the calling thread, and what it starts, writes below `folders` alone; False where the kernel has no Landlock."""
-    if not sys.platform.startswith("linux"):
+    if not is_possible():
         return False
-    version = _libc.syscall(_CREATE, None, 0, _VERSION)
-    if version < 1:
-        return False
+    version = _version()
     handled = _WRITE_FILE | _CHANGES | (_MOVES if version >= 2 else 0) | (_TRUNCATES if version >= 3 else 0)
     attributes = struct.pack("=Q", handled)
     rules = _libc.syscall(_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)

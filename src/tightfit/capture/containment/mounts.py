@@ -25,8 +25,29 @@ _FLAGS = {
 }
 # File systems of the kernel itself, in which nobody keeps files.
 _NOT_OF_FILES = frozenset(
-    "proc sysfs devtmpfs devpts cgroup cgroup2 mqueue debugfs tracefs securityfs pstore bpf configfs fusectl"
-    " hugetlbfs binfmt_misc autofs efivarfs nsfs rpc_pipefs selinuxfs".split()
+    [
+        "proc",
+        "sysfs",
+        "devtmpfs",
+        "devpts",
+        "cgroup",
+        "cgroup2",
+        "mqueue",
+        "debugfs",
+        "tracefs",
+        "securityfs",
+        "pstore",
+        "bpf",
+        "configfs",
+        "fusectl",
+        "hugetlbfs",
+        "binfmt_misc",
+        "autofs",
+        "efivarfs",
+        "nsfs",
+        "rpc_pipefs",
+        "selinuxfs",
+    ]
 )
 _SHARED_MEMORY = "/dev/shm"
 # Nobody trains in these, and each overlay takes time.
@@ -130,7 +151,9 @@ def cover(shared: Path, paths: Iterable[str], *, as_owner: bool) -> None:
     dropped = str(shared / DROPPED)
     below = [m.point for m in known if m.point != "/" and m.point not in folders]
     # By descriptors: once an overlay is there, paths lead into it.
-    opened = {path: os.open(path, os.O_PATH) for path in (*folders, *below, str(shared), dropped) if os.path.exists(path)}
+    opened = {
+        path: os.open(path, os.O_PATH) for path in (*folders, *below, str(shared), dropped) if os.path.exists(path)
+    }
     try:
         covered = _overlays(folders, paths, opened, opened[dropped], as_owner=as_owner)
         for point in below:
@@ -164,7 +187,9 @@ def _overlays(
     # Most are never written to, and one in memory is made in a tenth of the time. What is large goes to the disk.
     os.mkdir(f"{_by(dropped)}/memory")
     linux.mount("tmpfs", f"{_by(dropped)}/memory", "tmpfs", linux.NO_SETUID | linux.NO_DEVICES)
-    places = {f: f"{_by(dropped)}/{'' if any(_is_in(p, f) for p in paths) else 'memory/'}{n}" for n, f in enumerate(folders)}
+    places = {
+        f: f"{_by(dropped)}/{'' if any(_is_in(p, f) for p in paths) else 'memory/'}{n}" for n, f in enumerate(folders)
+    }
     for folder, place in places.items():
         _make(place, os.stat(folder).st_mode & 0o7777 | 0o700)
         remember(Path(place), folder)

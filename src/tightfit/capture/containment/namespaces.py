@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,21 @@ def needs_users() -> bool:
 
 
 def found_space() -> bool:
-    """Moves the next child of this process into a namespace of process ids of its own, where it is process 1. Tried out first.
+    """Moves the next child of this process into a namespace of process ids of its own, where it is process 1.
 
     Returns False, and changes nothing, where the kernel forbids it or anything that a traced program needs there.
     """
-    with tempfile.TemporaryDirectory(prefix="tightfit-try-") as folder:
-        (Path(folder) / DROPPED).mkdir()
-        if not _works_in_child(lambda: _try_out(Path(folder))):
-            return False
+    if not are_possible():
+        return False
     _unshare_space()
     return True
+
+
+def are_possible() -> bool:
+    """Whether the kernel allows all that `enter` needs: it is tried in a child."""
+    with tempfile.TemporaryDirectory(prefix="tightfit-try-") as folder:
+        (Path(folder) / DROPPED).mkdir()
+        return _works_in_child(lambda: _try_out(Path(folder)))
 
 
 def _unshare_space() -> None:
@@ -59,17 +64,18 @@ def _try_out(folder: Path) -> None:
         raise OSError("not in the child")
 
 
-def _works_in_child(do) -> bool:  # noqa: ANN001
+def _works_in_child(attempt: Callable[[], None]) -> bool:
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            do()
-        except OSError as error:
-            if os.environ.get("TIGHTFIT_CONTAINMENT"):
-                sys.stderr.write(f"{error}\n")
-            os._exit(1)
+            attempt()
+            code = 0
+        except OSError:
+            # The kernel's answer: no.
+            pass
         finally:
-            os._exit(0)
+            os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

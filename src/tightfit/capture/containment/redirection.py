@@ -21,6 +21,7 @@ from tightfit.capture.containment import landlock
 from tightfit.capture.containment.copies import WRITES, Copies
 from tightfit.capture.containment.policy import DROPPED, LANDLOCK, PYTHON, UPPER, Containment, forced_mechanism
 from tightfit.capture.containment.written import remember
+from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch
 
 _READ = ("stat", "lstat", "access", "readlink", "statvfs", "chdir")
@@ -69,20 +70,27 @@ def notes() -> list[tuple[str, str]]:
     """Where and what, as the assumptions of an estimate have it."""
     if not _unseen:
         return []
-    return [("files", "this system allows no way to keep libraries written in C from writing files; what Python wrote was dropped")]
+    return [
+        (
+            "files",
+            "this system allows no way to keep libraries written in C from writing files; what Python wrote was dropped",
+        )
+    ]
 
 
 def _refuse(copies: Copies, is_by_kernel: bool, event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, mode, flags = arguments
         # Files that are opened by C code of Python's own have no flags.
-        if isinstance(flags, int) and flags & WRITES or isinstance(mode, str) and set(mode) & set("wax+"):
+        if (isinstance(flags, int) and flags & WRITES) or (isinstance(mode, str) and set(mode) & set("wax+")):
             _refuse_writing(copies, path)
     elif event in _EVENTS:
         for position in _EVENTS[event]:
             _refuse_writing(copies, arguments[position])
     elif event in _PROGRAMS and not is_by_kernel and not _ended:
-        raise _error(os.fsdecode(arguments[0]), "cannot be run while the program is traced, as its writes could not be dropped")
+        raise _error(
+            os.fsdecode(arguments[0]), "cannot be run while the program is traced, as its writes could not be dropped"
+        )
 
 
 def _refuse_writing(copies: Copies, path: Any) -> None:
@@ -102,7 +110,9 @@ def _spawning(real: Callable[..., int]) -> Callable[..., int]:
     def spawn(path: Any, arguments: Any, descriptors: Any) -> int:
         # Python's own helper writes nothing.
         if not any(b"resource_tracker" in os.fsencode(each) for each in arguments):
-            raise _error("a process that multiprocessing spawns", "cannot be kept from writing while the program is traced")
+            raise _error(
+                "a process that multiprocessing spawns", "cannot be kept from writing while the program is traced"
+            )
         return real(path, arguments, descriptors)
 
     return spawn
@@ -110,11 +120,11 @@ def _spawning(real: Callable[..., int]) -> Callable[..., int]:
 
 def _replace_functions(copies: Copies) -> None:
     for name in _READ:
-        _lead(copies, os, name, lambda place: copies.seen(place))
+        _lead(copies, os, name, copies.seen)
     for name in _CHANGED:
-        _lead(copies, os, name, lambda place: copies.written(place))
-    _lead(copies, sqlite3, "connect", lambda place: copies.written(place))
-    _lead(copies, sqlite3.dbapi2, "connect", lambda place: copies.written(place))
+        _lead(copies, os, name, copies.written)
+    _lead(copies, sqlite3, "connect", copies.written)
+    _lead(copies, sqlite3.dbapi2, "connect", copies.written)
     for name in ("remove", "unlink", "rmdir"):
         _answer(copies, name, functools.partial(_remove, copies, getattr(os, name)))
     _answer(copies, "mkdir", lambda place, mode=0o777: copies.make_folder(place, mode))
@@ -125,7 +135,7 @@ def _replace_functions(copies: Copies) -> None:
     builtins.open = io.open = _opening(copies, builtins.open)
     os.open = _opening_descriptor(copies, os.open)
     # By descriptors of folders, it would pass us by.
-    shutil._use_fd_functions = False
+    replace(shutil, _use_fd_functions=False)
 
 
 def _lead(copies: Copies, owner: Any, name: str, to: Callable[[str], str]) -> None:
@@ -165,7 +175,11 @@ def _answer(copies: Copies, name: str, answer: Callable[..., Any]) -> None:
     def answered(path: Any = ".", *arguments: Any, dir_fd: int | None = None, **options: Any) -> Any:
         place = _found(copies, path, {"dir_fd": dir_fd}, lambda place: place)
         if place is None:
-            return real(path, *arguments, **options) if dir_fd is None else real(path, *arguments, dir_fd=dir_fd, **options)
+            return (
+                real(path, *arguments, **options)
+                if dir_fd is None
+                else real(path, *arguments, dir_fd=dir_fd, **options)
+            )
         with copies.asking():
             return answer(place, *arguments, **options)
 
@@ -242,7 +256,10 @@ def _of_two(copies: Copies, name: str, real: Callable[..., None]) -> Callable[..
                 copies.rename(source, target)
             else:
                 # Into or out of what is real: where it goes is dropped too.
-                real(copies.written(source) if source else src, copies.written(target, with_content=False) if target else dst)
+                real(
+                    copies.written(source) if source else src,
+                    copies.written(target, with_content=False) if target else dst,
+                )
 
     return functools.wraps(real)(of_two)
 
@@ -252,7 +269,11 @@ def _opening(copies: Copies, real: Callable[..., Any]) -> Callable[..., Any]:
     def opening(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         is_written = bool(set(mode) & set("wax+"))
         found = _found(copies, file, {}, lambda place: _opened(copies, place, is_written, "w" in mode, "x" in mode))
-        return real(file, mode, *arguments, **options) if found is None else _named(file, found, real, mode, *arguments, **options)
+        return (
+            real(file, mode, *arguments, **options)
+            if found is None
+            else _named(file, found, real, mode, *arguments, **options)
+        )
 
     return opening
 
@@ -262,7 +283,10 @@ def _opening_descriptor(copies: Copies, real: Callable[..., int]) -> Callable[..
     def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
         found = _found(
-            copies, path, {"dir_fd": dir_fd}, lambda p: _opened(copies, p, bool(flags & WRITES), bool(flags & os.O_TRUNC), is_new)
+            copies,
+            path,
+            {"dir_fd": dir_fd},
+            lambda p: _opened(copies, p, bool(flags & WRITES), bool(flags & os.O_TRUNC), is_new),
         )
         return real(path, flags, mode, dir_fd=dir_fd) if found is None else _named(path, found, real, flags, mode)
 

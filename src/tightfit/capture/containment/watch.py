@@ -116,7 +116,13 @@ def _text(host: Any) -> str:
 def _is_local(host: Any) -> bool:
     """Whether it is this machine, or an address of no use to reach another."""
     name = _text(host).partition("%")[0]
-    if name.lower() in ("localhost", "localhost.localdomain", "ip6-localhost", "<broadcast>", socket.gethostname().lower()):
+    if name.lower() in (
+        "localhost",
+        "localhost.localdomain",
+        "ip6-localhost",
+        "<broadcast>",
+        socket.gethostname().lower(),
+    ):
         return True
     try:
         address = ipaddress.ip_address(name)
@@ -137,7 +143,11 @@ def _renaming(real: Callable[..., None]) -> Callable[..., None]:
             real(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         except OSError as error:
             is_there = src_dir_fd is None and dst_dir_fd is None and os.path.isdir(src)
-            if error.errno != errno.EXDEV or not is_there or os.stat(src).st_dev != os.stat(Path(os.fsdecode(dst)).absolute().parent).st_dev:
+            if (
+                error.errno != errno.EXDEV
+                or not is_there
+                or os.stat(src).st_dev != os.stat(Path(os.fsdecode(dst)).absolute().parent).st_dev
+            ):
                 raise
             shutil.copytree(src, dst, symlinks=True)
             shutil.rmtree(src)

@@ -25,7 +25,9 @@ def written_files(shared: Path) -> list[str]:
         for parent, _, names in os.walk(place / UPPER):
             if os.path.basename(parent) != "__pycache__":
                 inside = os.path.relpath(parent, place / UPPER)
-                found += [os.path.normpath(f"{folder}/{inside}/{name}") for name in names if _is_file(f"{parent}/{name}")]
+                found += [
+                    os.path.normpath(f"{folder}/{inside}/{name}") for name in names if _is_file(f"{parent}/{name}")
+                ]
     return sorted(found)
 
 

@@ -47,7 +47,7 @@ def install_addresses() -> None:
 
     def tensor_address(tensor: torch.Tensor) -> int:
         start = storage_address(tensor.untyped_storage())
-        return start + tensor.storage_offset() * tensor.element_size() if start else 0
+        return start + int(tensor.storage_offset()) * tensor.element_size() if start else 0
 
     def flatten_parameters_(module: torch.nn.RNNBase) -> None:
         # It leaves weights alone that share an address, as all virtual ones did; kernels of recurrent layers count on that.

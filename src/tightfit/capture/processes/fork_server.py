@@ -41,6 +41,8 @@ _READ_AT_START = re.compile(
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20
+NOT_CLOSED_IN = 97
+"""The exit code of a child that the kernel did not close in."""
 
 
 class ForkedChild:
@@ -307,10 +309,12 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         assert isinstance(environment, dict)
         os.environ.clear()
         os.environ.update(environment)
-        if order["containment"] is not None and os.getppid() == 0:
+        containment = order["containment"]
+        if isinstance(containment, dict) and os.getppid() == 0:
             # The server is in another namespace of process ids, so this process is in its own.
-            server = 0
-            namespaces.enter_as(order["containment"], str(order["folder"]))
+            server, code = 0, NOT_CLOSED_IN
+            namespaces.enter_as(containment, str(order["folder"]))
+            code = 1
         os.chdir(str(order["folder"]))
         # Caches of the server: its temporary folder, and listings of folders that have got new files since.
         tempfile.tempdir = None
