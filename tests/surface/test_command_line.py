@@ -17,6 +17,8 @@ from tightfit.tape import Events, Operators, Spans, Storages, Tape
 OPTIONS = {
     "estimate": [
         "--alloc-conf",
+        "--allow-network",
+        "--allow-writes",
         "--attention",
         "--autocast",
         "--batch-size",
@@ -46,6 +48,8 @@ OPTIONS = {
         *(
             "--alloc-conf",
             "--allow",
+            "--allow-network",
+            "--allow-writes",
             "--as-code",
             "--attention",
             "--autocast",

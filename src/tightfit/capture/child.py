@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture import simulated, targets
+from tightfit.capture.containment.closed_in import ClosedIn
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
@@ -49,6 +50,7 @@ class Request:
     timeout_seconds: float
     show_output: bool
     preparation: dict[str, Any] | None
+    containment: dict[str, Any] | None = None
     with_effects: bool = False
     used_bytes: int = 0
     follows: dict[str, Any] | None = None
@@ -61,11 +63,14 @@ def main(path: str, parent: str) -> None:
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
     sys.unraisablehook = _note_unraisable
+    closed_in = ClosedIn(request.containment)
     try:
         with quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, path), "num_examples": _num_examples()}
+            answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
+        answer["message"] += closed_in.hint(error)
+    answer["notes"] = closed_in.end()
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
@@ -99,7 +104,7 @@ def _note_unraisable(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def _trace(request: Request, path: str) -> Any:
+def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
@@ -125,6 +130,7 @@ def _trace(request: Request, path: str) -> Any:
     )
     session.gpu.progress = status = StatusFile(path)
     report = prepare(request.preparation)
+    closed_in.begin()
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
     _raise_what_was_swallowed()

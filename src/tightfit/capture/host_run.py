@@ -22,6 +22,7 @@ import torch
 
 from tightfit.capture import targets
 from tightfit.capture.child import prepare, quiet, target_of
+from tightfit.capture.containment.closed_in import ClosedIn
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.errors import ApplyError, InternalError, faults
@@ -40,6 +41,7 @@ class HostRequest:
     values: str
     is_double: bool
     preparation: dict[str, Any] | None
+    containment: dict[str, Any] | None = None
 
 
 def main(path: str, parent: str) -> None:
@@ -48,7 +50,10 @@ def main(path: str, parent: str) -> None:
     request = HostRequest(**json.loads(Path(path).read_text()))
     try:
         with quiet(show_output=False):
-            torch.save(_run(request), request.values)
+            closed_in = ClosedIn(request.containment)
+            values = _run(request, closed_in)
+            closed_in.end()
+            torch.save(values, request.values)
         answer: dict[str, Any] = {"kind": "done"}
     except ApplyError as error:
         answer = {
@@ -67,7 +72,7 @@ def main(path: str, parent: str) -> None:
     os._exit(0)
 
 
-def _run(request: HostRequest) -> dict[str, Any]:
+def _run(request: HostRequest, closed_in: ClosedIn) -> dict[str, Any]:
     eager.keep_compiler_out()
     on_host.install()
     warnings.simplefilter("ignore")
@@ -79,6 +84,7 @@ def _run(request: HostRequest) -> dict[str, Any]:
         # that only sums in another order.
         torch.set_default_dtype(torch.float64)
     report = prepare(request.preparation)
+    closed_in.begin()
     target = target_of(request.target)
     assert not isinstance(target, targets.Script)
     generator = targets.generator_on(target, device="cpu")

@@ -89,6 +89,15 @@ def parse_target(
     return HuggingFaceConfig(source=text, options=dict(options or {}))
 
 
+def words_of(target: Target) -> tuple[str, ...]:
+    """The words of a target that may name files."""
+    if isinstance(target, Script):
+        return (target.path, *target.arguments)
+    if isinstance(target, GeneratorFunction):
+        return (target.location, *(value for value in target.parameters.values() if isinstance(value, str)))
+    return (target.source,)
+
+
 def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():

@@ -9,17 +9,19 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tightfit import errors
+from tightfit.capture.containment.policy import CLOSED, Policy, contained
+from tightfit.capture.containment.written import dropped_notes
 from tightfit.capture.processes.children import shared_folder
-from tightfit.capture.processes.fork_server import ForkedChild, forked_child
+from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.progress import StatusReader, TraceProgress, user_place
-from tightfit.capture.targets import Target
-from tightfit.errors.faults import answering
-from tightfit.tape import Coverage, Tape
+from tightfit.capture.targets import Target, words_of
+from tightfit.errors.faults import answering, kept_file
+from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
 DEFAULT_NUM_STEPS = 3
@@ -72,13 +74,15 @@ def trace(
     used_bytes: int = 0,
     follows: Coverage | None = None,
     until: tuple[str, int] | None = None,
+    policy: Policy = CLOSED,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
     A script is traced beyond its steps (`tightfit.capture.after_steps`), within a bound, or where the trace with the coverage `follows` ended; or
     until a line of a file, an absolute path, is reached.
-    `used_bytes` are held by other processes, and not free to a program that asks.
-    `meanwhile` is called once while the child runs, `on_progress` a few times a second. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
+    other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
+    `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -89,6 +93,7 @@ def trace(
         raise errors.UsageError(f"timeout is {timeout_seconds:g}: give the seconds to wait for a step, such as 120")
     with shared_folder() as folder:
         request, tape = folder / "request.json", folder / "tape.npz"
+        containment = contained(policy, folder, words_of(target))
         fields = {
             "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
             "label": label,
@@ -98,6 +103,7 @@ def trace(
             "tape": str(tape),
             "show_output": show_output,
             "preparation": None if preparation is None else dataclasses.asdict(preparation),
+            "containment": None if containment is None else dataclasses.asdict(containment),
             "with_effects": with_effects,
             "used_bytes": used_bytes,
             "follows": None if follows is None else follows.to_json(),
@@ -105,13 +111,19 @@ def trace(
         }
         request.write_text(json.dumps(fields))
         # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TOKENIZERS_PARALLELISM": "false",
+            **policy.environment(),
+        }
         with forked_child(
             "tightfit.capture.child",
             request,
             environment=environment,
             reads_errors=not show_output,
             preloaded=_PRELOADED,
+            containment=containment,
         ) as process:
             if meanwhile is not None:
                 meanwhile()
@@ -127,10 +139,11 @@ def trace(
         if not result["ok"]:
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
-            raise error
+            raise kept_file(error)
         # Keys of JSON are strings.
         num_examples = {int(size): number for size, number in result["num_examples"].items()}
-        traced = Traced(tape=Tape.load(tape), report=result["report"], num_examples=num_examples)
+        noted = _noted(Tape.load(tape), result["notes"], folder)
+        traced = Traced(tape=noted, report=result["report"], num_examples=num_examples)
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
@@ -154,6 +167,12 @@ def _output(
             return (said or b"").decode(errors="replace")
 
 
+def _noted(tape: Tape, notes: Iterable[tuple[str, str]], folder: Path) -> Tape:
+    """The tape that also says what the program was kept from."""
+    own = [Assumption(where=where, what=what) for where, what in (*notes, *dropped_notes(folder))]
+    return dataclasses.replace(tape, assumptions=(*tape.assumptions, *own))
+
+
 def no_step(label: str, said: str, timeout_seconds: float) -> str:
     """The error message for a program that has not come to its next step; `said` is faulthandler's output, the main thread last."""
     place = user_place(said)
@@ -162,6 +181,9 @@ def no_step(label: str, said: str, timeout_seconds: float) -> str:
 
 
 def _death(label: str, code: int, said: str) -> str:
+    if code == NOT_CLOSED_IN:
+        why = said.strip().rpartition("\n")[2] or "see above"
+        return f"{label} could not be closed in on this machine ({why}); set TIGHTFIT_CONTAINMENT=python, or give --allow-writes and --allow-network"
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     # SIGKILL is what the kernel's out-of-memory killer sends.
     hint = " (out of host memory?)" if code == -signal.SIGKILL else ""

@@ -6,6 +6,7 @@ Data goes to stdout, messages and progress to stderr. Exit codes: 0 it fits or i
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -103,4 +104,7 @@ def _say(error: TightfitError, *, is_debug: bool) -> int:
 
 def main() -> None:
     """The entry point of the program `tightfit`."""
+    # Shells have what they start in the background ignore interrupts: it would go on, and the traced program with it, when asked to stop.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run())

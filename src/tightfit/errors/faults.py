@@ -6,6 +6,7 @@ is marked with `for_torch`. Where nothing but our own code runs (a technique's `
 `answering`.
 """
 
+import contextlib
 import functools
 import opcode
 import os
@@ -162,6 +163,14 @@ def internal_error(error: BaseException, during: str, *, technique: str = "") ->
     )
     found.trace = trace
     return found
+
+
+def kept_file(error: TightfitError) -> TightfitError:
+    """Writes the file of an internal error that another process has written where it is seen by nobody else."""
+    if isinstance(error, InternalError) and error.file and error.trace and not os.path.exists(error.file):
+        with contextlib.suppress(OSError), open(error.file, "w", encoding="utf-8") as file:
+            file.write(error.trace)
+    return error
 
 
 def _write(trace: str, during: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
@@ -37,6 +38,8 @@ def capture(
     until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
@@ -66,6 +69,7 @@ def capture(
         until=extent.until,
         timeout_seconds=timeout,
         show_output=show_output,
+        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         meanwhile=meanwhile and theirs(meanwhile),
         used_bytes=used_bytes,
         on_progress=log.on_trace,
@@ -87,6 +91,8 @@ def estimate(
     margin: str | int = "likely",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
@@ -99,7 +105,8 @@ def estimate(
     lower one). After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
     neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.progress.Progress`. `used` is what other
-    processes hold on the card ("3GiB", "10%", or bytes).
+    processes hold on the card ("3GiB", "10%", or bytes). What the workload writes is dropped and it has no network, but for what `allow_writes`
+    and `allow_network` allow.
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
@@ -120,6 +127,8 @@ def estimate(
         until=until,
         timeout=timeout,
         show_output=show_output,
+        allow_writes=allow_writes,
+        allow_network=allow_network,
         meanwhile=meanwhile,
         used=used,
         on_progress=on_progress,

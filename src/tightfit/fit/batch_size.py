@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
@@ -60,6 +61,8 @@ def batch_sizes(
     margin: str | int = "safe",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     say: Callable[[str], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
@@ -99,6 +102,7 @@ def batch_sizes(
             margin=end,
             log=log,
             subject=f"{parameter} {size}: ",
+            policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         )
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.capture.containment.policy import Policy
 from tightfit.capture.targets import parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -56,6 +57,8 @@ def plan(
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     prove: bool = True,
+    allow_writes: bool = False,
+    allow_network: bool = False,
     say: Callable[[str], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
@@ -100,6 +103,7 @@ def plan(
         timeout_seconds=timeout,
         show_output=show_output,
         used_bytes=used_bytes,
+        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         margin=end,
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
@@ -116,7 +120,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         plan = _plan(found, runs, card, search.budget_bytes)
         if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
             return plan
-        prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log)
+        prover = prover or Prover(
+            runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log, policy=runs.policy
+        )
         try:
             proof = prover.prove(plan.choices)
         except ApplyError as error:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from tightfit.capture.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Script, Target
 from tightfit.errors import ApplyError
 from tightfit.fit.progress import ProgressLog
@@ -41,11 +42,14 @@ class Mismatch:
 class Prover:
     """Proves plans of one program; what the plain run leaves is kept. `tape` is that of the plain run."""
 
-    def __init__(self, target: Target, tape: Tape, *, seconds: float, log: ProgressLog) -> None:
+    def __init__(
+        self, target: Target, tape: Tape, *, seconds: float, log: ProgressLog, policy: Policy = CLOSED
+    ) -> None:
         self._target = target
         self._tape = tape
         self._seconds = seconds
         self._log = log
+        self._policy = policy
         self._plain: HostRun | None = None
         self._is_double = True
         self._deadline = 0.0
@@ -112,6 +116,7 @@ class Prover:
             num_steps=NUM_STEPS,
             is_double=self._is_double,
             timeout_seconds=max(1.0, self._deadline - time.monotonic()),
+            policy=self._policy,
         )
 
     def _first_difference(self, plain: HostRun, planned: HostRun, choices: Sequence[Choice]) -> str:

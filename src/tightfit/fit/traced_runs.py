@@ -12,6 +12,7 @@ import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
+from tightfit.capture.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -91,6 +92,7 @@ class TracedRuns:
         margin: str = "safe",
         log: ProgressLog,
         subject: str = "",
+        policy: Policy = CLOSED,
     ) -> None:
         self._used_bytes = used_bytes
         self.card = card
@@ -107,6 +109,7 @@ class TracedRuns:
         self._show_output = show_output
         self.num_examples: Mapping[int, int] = {}
         """How many examples the loaders of the plain run read, by the size of their batches."""
+        self.policy = policy
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -136,6 +139,7 @@ class TracedRuns:
                 with_effects=not options,
                 used_bytes=self._used_bytes,
                 follows=self._followed(options),
+                policy=self.policy,
             )
             self._check_end(options, traced.tape)
                 on_progress=self.log.on_trace,

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tightfit.capture.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.children import shared_folder
 from tightfit.capture.processes.fork_server import forked_child
-from tightfit.capture.targets import Target
+from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace import Preparation
 from tightfit.errors import ApplyError, InternalError
 from tightfit.planner.plan import Choice
@@ -31,9 +32,15 @@ class HostRun:
 
 
 def run_on_host(
-    target: Target, choices: Sequence[Choice], *, num_steps: int, is_double: bool, timeout_seconds: float
+    target: Target,
+    choices: Sequence[Choice],
+    *,
+    num_steps: int,
+    is_double: bool,
+    timeout_seconds: float,
+    policy: Policy = CLOSED,
 ) -> HostRun:
-    """The first steps of `target` on the host with `choices` on it.
+    """The first steps of `target` on the host with `choices` on it; `policy` as for `tightfit.capture.trace.trace`.
 
     Raises:
         ApplyError: a choice was refused, on the way too.
@@ -44,15 +51,17 @@ def run_on_host(
             function="tightfit.runtime.run_script:prepare",
             argument={"choices": [dataclasses.asdict(c) for c in choices]},
         )
+        containment = contained(policy, folder, words_of(target))
         fields = {
             "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
             "num_steps": num_steps,
             "values": str(values),
             "is_double": is_double,
             "preparation": dataclasses.asdict(preparation) if choices else None,
+            "containment": None if containment is None else dataclasses.asdict(containment),
         }
         request.write_text(json.dumps(fields))
-        answer = _answer(request, timeout_seconds)
+        answer = _answer(request, timeout_seconds, policy, containment)
         if answer["kind"] == "refused":
             raise ApplyError(answer["message"], technique=answer["technique"], places=answer["places"])
         if answer["kind"] == "internal":
@@ -66,13 +75,13 @@ def run_on_host(
         return HostRun(values=torch.load(values, weights_only=True))
 
 
-def _answer(request: Path, timeout_seconds: float) -> dict[str, Any]:
-
+def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: Containment | None) -> dict[str, Any]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONHASHSEED": "0",
+        **policy.environment(),
     }
     with forked_child(
         "tightfit.capture.host_run",
@@ -80,6 +89,7 @@ def _answer(request: Path, timeout_seconds: float) -> dict[str, Any]:
         environment=environment,
         reads_errors=True,
         preloaded=("tightfit.capture.host_run",),
+        containment=containment,
     ) as process:
         try:
             process.communicate(timeout=None if math.isinf(timeout_seconds) else timeout_seconds)

@@ -1,7 +1,8 @@
-"""Patches saving and loading. Virtual tensors hold no data, so nothing is written; loads of the same name are answered from memory.
+"""Patches saving and loading. Virtual tensors hold no data: what `torch.save` would write is kept here, and answers loads.
 
-An object is pickled with its tensors taken out. If one of them is virtual the pickle is kept here under the file's name (or, for a buffer, under
-a token that is written to it); if none is, torch saves as always.
+An object is pickled with its tensors taken out. If one of them is virtual the pickle is kept under a token, and that is what the file or buffer
+holds, so that it can be moved and copied; where the program's writes are real, no file is touched, and it is kept under the file's name. If no
+tensor is virtual, torch saves as always. Files of safetensors have holes in place of the numbers: any library reads them.
 """
 
 import dataclasses
@@ -17,7 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from tightfit.capture.containment.policy import drops_writes
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.patches.storage_files import install_addresses, write_with_holes
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import hands_over
 
@@ -46,8 +49,9 @@ class _Saved:
 def install(gpu: VirtualGpu) -> None:
     """Patches saving and loading; a process that has done this is not used for anything else."""
     setattr(FakeTensor, "__reduce_ex__", _reduce)  # noqa: B010 - the type checker is right that it is not ours
-    saves = _Saves(gpu)
+    saves = _Saves(gpu, writes_files=drops_writes())
     replace(torch, save=saves.save, load=saves.load)
+    install_addresses()
     if importlib.util.find_spec("safetensors") is not None:
         saves.install_safetensors()
 
@@ -112,8 +116,9 @@ class _Unpickler(pickle.Unpickler):
 class _Saves:
     """Everything that was saved so far, by the name of its file or the token in its buffer."""
 
-    def __init__(self, gpu: VirtualGpu) -> None:
+    def __init__(self, gpu: VirtualGpu, *, writes_files: bool) -> None:
         self._gpu = gpu
+        self._writes_files = writes_files
         self._saved: dict[str, _Saved] = {}
         self._numbers = itertools.count()
         self._torch_save, self._torch_load = torch.save, torch.load
@@ -123,15 +128,29 @@ class _Saves:
         """`torch.save`."""
         saved = _take_apart([obj])
         if saved is None:
-            self._torch_save(obj, f, *args, **kwargs)
+            self._save_real(obj, f, *args, **kwargs)
             return
         self._assume("torch.save")
-        self._saved[self._name(f) or _write_token(f, next(self._numbers))] = saved
+        if not self._writes_files and (name := self._name(f)):
+            self._saved[name] = saved
+        elif isinstance(f, str | os.PathLike):
+            with open(f, "wb") as file:
+                self._saved[_write_token(file, next(self._numbers))] = saved
+        else:
+            self._saved[_write_token(f, next(self._numbers))] = saved
+
+    def _save_real(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._writes_files or not isinstance(f, str | os.PathLike):
+            self._torch_save(obj, f, *args, **kwargs)
+            return
+        # torch opens files in C++, which would not be seen where Python's functions redirect writes.
+        with open(f, "wb") as file:
+            self._torch_save(obj, file, *args, **kwargs)
 
     @hands_over
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """`torch.load`."""
-        saved = self._saved.get(self._name(f) or _read_token(f))
+        saved = self._saved.get(self._key(f)) if self._saved else None
         is_to_card = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cuda"
         if saved is None:
             loaded = self._torch_load(f, "cpu" if is_to_card or map_location is None else map_location, *args, **kwargs)
@@ -151,7 +170,10 @@ class _Saves:
                 save_file(tensors, filename, metadata)
                 return
             self._assume("safetensors")
-            self._saved[str(self._name(filename))] = saved
+            if self._writes_files:
+                write_with_holes(tensors, filename, metadata)
+            else:
+                self._saved[str(self._name(filename))] = saved
 
         def load_file_(filename: Any, device: Any = "cpu", **kwargs: Any) -> dict[str, torch.Tensor]:
             saved = self._saved.get(str(self._name(filename)))
@@ -176,8 +198,16 @@ class _Saves:
 
     def _assume(self, what: str) -> None:
         self._gpu.recorder.assume(
-            self._gpu.attribution.where(), f"{what}: tensors of the virtual GPU hold no data; nothing was written"
+            self._gpu.attribution.where(), f"{what}: tensors of the virtual GPU hold no data; no numbers were written"
         )
+
+    def _key(self, f: Any) -> str:
+        if not self._writes_files and (name := self._name(f)):
+            return name
+        if not isinstance(f, str | os.PathLike):
+            return _read_token(f)
+        with open(f, "rb") as file:
+            return _read_token(file)
 
     @staticmethod
     def _name(f: Any) -> str | None:

@@ -9,6 +9,7 @@ the part of the environment that the interpreter and torch read is the same. It 
 
 import atexit
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -26,17 +27,22 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tightfit.capture.containment import namespaces
+from tightfit.capture.containment.policy import Containment
 from tightfit.capture.processes.children import child, die_with_parent
+from tightfit.capture.processes.keeper import Kept, keep
 
 _IDLE_SECONDS = 60
 _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
 # each child.
 _READ_AT_START = re.compile(
-    "PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
+    "TIGHTFIT_CONTAINMENT|PYTHON|LD_|LC_|LANG|TZ|GLIBC|MALLOC|VIRTUAL_ENV|TORCH|PYTORCH|ATEN|USE_|CUDA|NVIDIA|NCCL|TRITON"
     "|OMP|GOMP|KMP|MKL|DNNL|ONEDNN|OPENBLAS|BLIS|NUMEXPR|NPY|NUMPY"
 )
 _MAX_BYTES = 1 << 20
+NOT_CLOSED_IN = 97
+"""The exit code of a child that the kernel did not close in."""
 
 
 class ForkedChild:
@@ -70,6 +76,15 @@ class ForkedChild:
             self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
 
+    def kill(self) -> None:
+        """Ends it and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._server.is_kept:
+                # Its number is one of another namespace; the server ends what it has started.
+                self._server.connection.send(b"kill")
+            else:
+                os.killpg(self.pid, signal.SIGKILL)
+
     def communicate(self, timeout: float | None = None) -> tuple[None, bytes | None]:
         """Its output to stderr, if that is read, once it has ended.
 
@@ -92,18 +107,20 @@ class ForkedChild:
 class _Server:
     """The client side of one server process."""
 
-    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> None:
+    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str], *, is_kept: bool) -> None:
         # Packets, so that one `recv` is one message, and a closed end reads as empty.
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.environment = environment
         self.preloaded = preloaded
         self.asked_by = os.getpid()
         self.is_busy = False
+        self.is_kept = is_kept
         with theirs:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tightfit.capture.processes.fork_server"),
                     *(str(theirs.fileno()), str(self.asked_by), ",".join(preloaded)),
+                    *(["kept"] if is_kept else []),
                 ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -117,10 +134,11 @@ class _Server:
         """Ends the process; in a process that was forked from its owner, only closes the connection."""
         self.connection.close()
         if self.asked_by == os.getpid():
-            self.process.kill()
+            # A keeper is told to, and ends what the server has started.
+            (self.process.terminate if self.is_kept else self.process.kill)()
             self.process.wait()
 
-    def serves(self, environment: Mapping[str, str], preloaded: Sequence[str]) -> bool:
+    def serves(self, environment: Mapping[str, str], preloaded: Sequence[str], *, is_kept: bool) -> bool:
         """Whether a child forked from this server begins as a fresh process with that environment would."""
         names = environment.keys() | self.environment.keys()
         changed = [name for name in names if environment.get(name) != self.environment.get(name)]
@@ -128,15 +146,29 @@ class _Server:
             self.asked_by == os.getpid()
             and not self.is_busy
             and self.preloaded == preloaded
+            and self.is_kept == is_kept
             and self.process.poll() is None
             and not any(map(_READ_AT_START.match, changed))
         )
 
-    def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> int | None:
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: int,
+        containment: Containment | None = None,
+    ) -> int | None:
         """Forks a child that calls `module`'s `main(*arguments, pid of the server)`. Returns its process id; None if the server does not answer."""
         self.is_busy = True
         try:
-            order = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}
+            order = {
+                "module": module,
+                "arguments": arguments,
+                "environment": dict(environment),
+                "folder": os.getcwd(),
+                "containment": None if containment is None else dataclasses.asdict(containment),
+            }
             socket.send_fds(self.connection, [json.dumps(order).encode()], [1, stderr])
             said = self.connection.recv(_MAX_BYTES)
         except OSError:
@@ -163,15 +195,24 @@ def _end_all() -> None:
 
 @contextlib.contextmanager
 def forked_child(
-    module: str, request: Path, *, environment: Mapping[str, str], reads_errors: bool, preloaded: Sequence[str]
+    module: str,
+    request: Path,
+    *,
+    environment: Mapping[str, str],
+    reads_errors: bool,
+    preloaded: Sequence[str],
+    containment: Containment | None = None,
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
-    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules."""
-    server = _server(environment, preloaded) if _IS_SUPPORTED else None
+    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules.
+
+    With `containment` it is closed in, by the kernel where that is possible.
+    """
+    server = _server(environment, preloaded, is_kept=containment is not None) if _IS_SUPPORTED else None
     pipe, write = os.pipe() if reads_errors else (None, 2)
     pid = None
     try:
         if server is not None:
-            pid = server.fork(module, [str(request)], environment, write)
+            pid = server.fork(module, [str(request)], environment, write, containment)
         if server is not None and pid is not None:
             if write != 2:
                 os.close(write)
@@ -193,30 +234,30 @@ def _forked(forked: ForkedChild) -> Iterator[ForkedChild]:
         yield forked
     finally:
         if forked.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(forked.pid, signal.SIGKILL)
+            forked.kill()
             forked.wait()
 
 
-def _server(environment: Mapping[str, str], preloaded: Sequence[str]) -> _Server:
+def _server(environment: Mapping[str, str], preloaded: Sequence[str], *, is_kept: bool) -> _Server:
     # Linux sends the parent's death signal when the thread that started the child ends, not the process
     # (prctl(2), PR_SET_PDEATHSIG): a server belongs to the thread that made it.
     thread = threading.get_native_id()
     for owner, known in _servers[:]:
-        if owner == thread and known.serves(environment, preloaded):
+        if owner == thread and known.serves(environment, preloaded, is_kept=is_kept):
             return known
-        is_of_no_use = owner == thread and known.preloaded == preloaded and not known.is_busy
+        is_alike = known.preloaded == preloaded and known.is_kept == is_kept
+        is_of_no_use = owner == thread and is_alike and not known.is_busy
         if is_of_no_use or known.asked_by != os.getpid() or known.process.poll() is not None:
             # Another thread may have been faster.
             with contextlib.suppress(ValueError):
                 _servers.remove((owner, known))
             known.end()
-    server = _Server(environment, preloaded)
+    server = _Server(environment, preloaded, is_kept=is_kept)
     _servers.append((thread, server))
     return server
 
 
-def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
+def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None = None) -> None:
     """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
     for name in preloaded:
         # A missing or broken module is reported by the child.
@@ -228,20 +269,34 @@ def serve(connection: socket.socket, preloaded: Sequence[str]) -> None:
         if not said:
             return
         order = json.loads(said)
-        with warnings.catch_warnings():
-            # The threads of linear algebra libraries, which know what a fork is.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            server, pid = os.getpid(), os.fork()
-        if pid == 0:
-            connection.close()
-            _run(order, descriptors, server, folder)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        # Before the pid is sent, so that the client can kill the group.
-        os.setpgid(pid, pid)
-        connection.send(str(pid).encode())
-        _, status = os.waitpid(pid, 0)
+        with kept.child_in(order["containment"]["shared"]) if kept is not None else contextlib.nullcontext():
+            with warnings.catch_warnings():
+                # The threads of linear algebra libraries, which know what a fork is.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                server, pid = os.getpid(), os.fork()
+            if pid == 0:
+                connection.close()
+                if kept is not None:
+                    kept.leave()
+                _run(order, descriptors, server, folder)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            # Before the pid is sent, so that the client can kill the group.
+            os.setpgid(pid, pid)
+            connection.send(str(pid).encode())
+            status = _status_of(pid, connection if kept is not None else None)
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _status_of(pid: int, connection: socket.socket | None) -> int:
+    """Waits for the child, and ends it if that is asked for meanwhile."""
+    if connection is not None:
+        child = os.pidfd_open(pid)
+        if connection in select.select([connection, child], [], [])[0]:
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+            connection.recv(_MAX_BYTES)
+        os.close(child)
+    return os.waitpid(pid, 0)[1]
 
 
 def _run(order: dict[str, object], descriptors: Sequence[int], server: int, folder: str) -> None:
@@ -255,6 +310,12 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         assert isinstance(environment, dict)
         os.environ.clear()
         os.environ.update(environment)
+        containment = order["containment"]
+        if isinstance(containment, dict) and os.getppid() == 0:
+            # The server is in another namespace of process ids, so this process is in its own.
+            server, code = 0, NOT_CLOSED_IN
+            namespaces.enter_as(containment, str(order["folder"]))
+            code = 1
         os.chdir(str(order["folder"]))
         # Caches of the server: its temporary folder, and listings of folders that have got new files since.
         tempfile.tempdir = None
@@ -276,10 +337,11 @@ def _run(order: dict[str, object], descriptors: Sequence[int], server: int, fold
         os._exit(code)
 
 
-def main(descriptor: str, parent: str, preloaded: str) -> None:
-    """The server process."""
+def main(descriptor: str, parent: str, preloaded: str, *words: str) -> None:
+    """The server process, or its keeper."""
     die_with_parent(int(parent))
-    serve(socket.socket(fileno=int(descriptor)), preloaded.split(","))
+    connection = socket.socket(fileno=int(descriptor))
+    serve(connection, preloaded.split(","), keep() if "kept" in words else None)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Between the process that asks for traces and the server that forks them: it ends the server, all that this has started, and removes their folder
+when the one that asked ends, whatever ended it.
+
+Where the kernel allows it the server is process 1 of a namespace: with it go all its descendants. Elsewhere orphans come to the keeper, which
+ends them.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from tightfit.capture.containment import linux, namespaces
+from tightfit.capture.containment.policy import NAMESPACES, forced_mechanism
+
+_MAX_BYTES = 1 << 16
+_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Kept:
+    """In the server: what it is to do around each child, and how the keeper knows of it."""
+
+    def __init__(self, keeper: int) -> None:
+        self._keeper = keeper
+        # If the keeper has ended before it could be told of, this raises.
+        os.write(keeper, b"\n")
+        self.cell = namespaces.Cell() if os.getpid() == 1 else None
+
+    @contextlib.contextmanager
+    def child_in(self, folder: str) -> Iterator[None]:
+        """A child that is forked in the block is closed in; its processes are gone when the block is left. `folder` is removed if the asking process ends."""
+        os.write(self._keeper, f"{folder}\n".encode())
+        if self.cell is not None:
+            self.cell.open()
+        try:
+            yield
+        finally:
+            if self.cell is not None:
+                self.cell.close()
+            else:
+                end_descendants()
+            os.write(self._keeper, b"\n")
+
+    def leave(self) -> None:
+        """In a child: the keeper waits for the end of the server alone."""
+        os.close(self._keeper)
+
+
+def keep() -> Kept:
+    """Becomes the keeper; returns in the server alone, a child of it."""
+    reads, writes = os.pipe()
+    has_space = forced_mechanism() in (None, NAMESPACES) and namespaces.found_space()
+    linux.adopt_orphans()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reads)
+        # The signal reaches process 1 of a namespace too, as it comes from outside.
+        linux.signal_at_parents_end(signal.SIGKILL)
+        if not has_space:
+            linux.adopt_orphans()
+        return Kept(writes)
+    os.close(writes)
+    _wait_for(pid, reads)
+    os._exit(0)
+
+
+def _wait_for(server: int, reads: int) -> None:
+    """Until the server ends, or this process is told to; then nothing is left."""
+    folder = b""
+
+    class _Told(Exception):
+        pass
+
+    def told(_number: int, _frame: FrameType | None) -> None:
+        raise _Told
+
+    try:
+        for number in _TO_END:
+            signal.signal(number, told)
+        linux.signal_at_parents_end(signal.SIGTERM)
+        while said := os.read(reads, _MAX_BYTES):
+            # Lines are written whole.
+            folder = said.split(b"\n")[-2]
+    except _Told:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+    for number in _TO_END:
+        signal.signal(number, signal.SIG_IGN)
+    os.waitpid(server, 0)
+    end_descendants()
+    if folder:
+        _remove(os.fsdecode(folder))
+
+
+def _remove(folder: str) -> None:
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            # The kernel makes folders for overlays that nobody may look into.
+            with contextlib.suppress(OSError):
+                if not os.path.islink(path := os.path.join(parent, name)):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_descendants() -> None:
+    """Ends all children of this process, and theirs, which become its own as it adopts orphans."""
+    while children := _children():
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    own = str(os.getpid())
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # The name may have blanks and brackets in it.
+            if (entry / "stat").read_text().rpartition(")")[2].split()[1] == own:
+                found.append(int(entry.name))
+    return found
