@@ -72,11 +72,11 @@ class StatusFile:
 
 
 class StatusReader:
-    """The parent's side, for the process `pid` of the request at `path`."""
+    """The parent's side, for the request at `path`; `send_signal` sends a signal to its process."""
 
-    def __init__(self, path: str, pid: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str, send_signal: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._pid = pid
+        self._send_signal = send_signal
         self._clock = clock
         self._num_steps = -1
         self._last_step = clock()
@@ -117,7 +117,7 @@ class StatusReader:
         if _ASK_FOR_THE_PLACE:
             with suppress(OSError):
                 os.truncate(f"{self._path}.places", 0)
-                os.kill(self._pid, _ASK_FOR_THE_PLACE)
+                self._send_signal(_ASK_FOR_THE_PLACE)
 
     def _answered(self) -> str:
         """The line that was answered last; until the next answer is there, the one before."""

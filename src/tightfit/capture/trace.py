@@ -127,7 +127,7 @@ def trace(
         ) as process:
             if meanwhile is not None:
                 meanwhile()
-            said = _output(process, StatusReader(str(request), process.pid), on_progress)
+            said = _output(process, StatusReader(str(request), process.send_signal), on_progress)
         answer = Path(f"{request}.answer")
         if not answer.exists():
             stack = Path(f"{request}.stack")

@@ -80,10 +80,22 @@ class ForkedChild:
         """Ends it and all that it has started."""
         with contextlib.suppress(ProcessLookupError):
             if self._server.is_kept:
-                # Its number is one of another namespace; the server ends what it has started.
-                self._server.connection.send(b"kill")
+                # Then the server ends what it has started too.
+                self.send_signal(signal.SIGKILL)
             else:
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal.
+
+        Raises:
+            OSError: it has ended.
+        """
+        if self._server.is_kept:
+            # Its process id is one of another namespace: only the server can send it one.
+            self._server.connection.send(str(int(number)).encode())
+        else:
+            os.kill(self.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[None, bytes | None]:
         """Its output to stderr, if that is read, once it has ended.
@@ -268,6 +280,9 @@ def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None
         said, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 2)
         if not said:
             return
+        if not said.startswith(b"{"):
+            # A signal to a child that has ended meanwhile.
+            continue
         order = json.loads(said)
         with kept.child_in(order["containment"]["shared"]) if kept is not None else contextlib.nullcontext():
             with warnings.catch_warnings():
@@ -289,12 +304,14 @@ def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None
 
 
 def _status_of(pid: int, connection: socket.socket | None) -> int:
-    """Waits for the child, and ends it if that is asked for meanwhile."""
+    """Waits for the child, and sends it the signals that are asked for meanwhile; SIGKILL if nobody is there to ask any more."""
     if connection is not None:
         child = os.pidfd_open(pid)
-        if connection in select.select([connection, child], [], [])[0]:
-            signal.pidfd_send_signal(child, signal.SIGKILL)
-            connection.recv(_MAX_BYTES)
+        number = 0
+        while number != signal.SIGKILL and connection in select.select([connection, child], [], [])[0]:
+            number = int(connection.recv(_MAX_BYTES) or signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, number)
         os.close(child)
     return os.waitpid(pid, 0)[1]
 
