@@ -4,6 +4,7 @@ import ctypes
 import os
 import struct
 import sys
+from typing import Any
 
 from tightfit.capture.containment import linux
 
@@ -16,12 +17,12 @@ _CHANGES = sum(1 << bit for bit in range(4, 13))
 _MOVES, _TRUNCATES = 1 << 13, 1 << 14
 _DEVICES = ("/dev", "/proc")
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def is_possible() -> bool:
     """Whether the kernel has it."""
-    return sys.platform.startswith("linux") and _version() >= 1
+    return sys.platform == "linux" and _version() >= 1
 
 
 def _version() -> int:

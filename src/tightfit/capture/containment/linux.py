@@ -1,10 +1,11 @@
 """The system calls of Linux that Python has no functions for; each raises OSError where the kernel refuses."""
 
 import ctypes
-import fcntl
 import os
 import socket
 import struct
+import sys
+from typing import Any
 
 NEW_NAMESPACE_OF_MOUNTS, NEW_NAMESPACE_OF_USERS = 0x20000, 0x10000000  # linux/sched.h
 NEW_NAMESPACE_OF_PIDS, NEW_NAMESPACE_OF_NETWORK = 0x20000000, 0x40000000
@@ -16,7 +17,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux
 _CAPABILITY_VERSION = 0x20080522  # linux/capability.h
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40  # linux/sockios.h, linux/if.h
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def unshare(flags: int) -> None:
@@ -62,6 +63,9 @@ def give_up_capabilities() -> None:
 
 def start_loopback() -> None:
     """Brings up the interface `lo` of a new namespace of networks."""
+    # Not there on Windows.
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
 

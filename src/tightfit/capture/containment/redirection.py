@@ -24,8 +24,8 @@ from tightfit.capture.containment.written import remember
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch
 
-_READ = ("stat", "lstat", "access", "readlink", "statvfs", "chdir")
-_CHANGED = ("chmod", "utime", "truncate", "chown")
+_READ = frozenset(("stat", "lstat", "access", "readlink", "statvfs", "chdir"))
+_CHANGED = frozenset(("chmod", "utime", "truncate", "chown"))
 # Events of writing, with the positions of their paths.
 _EVENTS = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
@@ -119,9 +119,9 @@ def _spawning(real: Callable[..., int]) -> Callable[..., int]:
 
 
 def _replace_functions(copies: Copies) -> None:
-    for name in _READ:
+    for name in _READ & vars(os).keys():
         _lead(copies, os, name, copies.seen)
-    for name in _CHANGED:
+    for name in _CHANGED & vars(os).keys():
         _lead(copies, os, name, copies.written)
     _lead(copies, sqlite3, "connect", copies.written)
     _lead(copies, sqlite3.dbapi2, "connect", copies.written)

@@ -17,7 +17,7 @@ from tightfit.capture.containment import linux, namespaces
 from tightfit.capture.containment.policy import NAMESPACES, forced_mechanism
 
 _MAX_BYTES = 1 << 16
-_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TO_END = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class Kept:
