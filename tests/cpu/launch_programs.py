@@ -153,3 +153,15 @@ def extension(is_wrapped):
     while True:
         (twice if is_wrapped else built.twice)(torch.ones(4, device="cuda"))
         yield
+
+
+def packs_its_parameters():
+    """As optimizers of libraries do before they hand addresses to a kernel of their own."""
+    parameter = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    while True:
+        (parameter * 2).sum().backward()
+        parameter.data = parameter.data.contiguous()
+        parameter.grad = parameter.grad.contiguous()
+        parameter.data.add_(parameter.grad)
+        parameter.grad = None
+        yield

@@ -91,6 +91,10 @@ def test_an_extension_in_cuda_is_not_built_and_its_functions_say_what_they_need(
     assert "launch_programs.twice" in operators(traced("extension", is_wrapped=True))
 
 
+def test_a_parameter_that_is_given_other_data_keeps_its_gradient() -> None:
+    assert "aten.add_.Tensor" in operators(traced("packs_its_parameters"))
+
+
 KERNELS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -65,6 +65,10 @@ def _construct_above_modes(gpu: VirtualGpu) -> None:
 def become(target: torch.Tensor, value: torch.Tensor) -> None:
     """Gives the object `target` the contents of `value`, sharing its storage, as `target.data = value` does between ordinary tensors."""
     is_parameter, requires_grad = isinstance(target, torch.nn.Parameter), target.requires_grad
+    # Other data keeps the gradient it has.
+    gradient = target.grad if target.is_leaf else None
+    if gradient is not None:
+        target.grad = None  # it counts as a use of the tensor whose contents are exchanged
     names = {
         k: v
         for k, v in target.__dict__.items()
@@ -86,6 +90,9 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
     # As torch.utils.swap_tensors does, which refuses tensors that something refers to weakly: optimizers and
     # hooks do.
     torch._C._swap_tensor_impl(target, other)
+    # torch itself keeps one of another shape or dtype too, which no tensor can be given afterwards.
+    if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) == (target.shape, target.dtype, target.device):
+        target.grad = gradient
 
 
 def _keep_identity_on_moves() -> None:
