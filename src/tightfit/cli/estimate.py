@@ -7,7 +7,7 @@ import dataclasses
 import json as jsonlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +18,12 @@ from tightfit.cli.sizes import Size
 from tightfit.cli.used import used_now
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 
 if TYPE_CHECKING:
+    from tightfit.allocator.settings import AllocatorSettings
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -78,6 +80,47 @@ class ModelOptions:
 NO_OPTIONS = ModelOptions()
 
 
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AlsoOptions:
+    """What else an estimate takes into account, tries and writes.
+
+    Parameters
+    ----------
+    used
+        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
+    sweep
+        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
+        option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
+    save_tape
+        Also write the recorded run to this file (.npz).
+    save_recording
+        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
+    """
+
+    used: Size | None = None
+    sweep: Annotated[tuple[str, ...], _SEVERAL] = ()
+    save_tape: Path | None = None
+    save_recording: Path | None = None
+
+    def check(self, target: str, num_cards: int, inputs: Iterable[Path | str | None]) -> None:
+        """Tries the files, and refuses what does not go together.
+
+        Raises:
+            UsageError: a file cannot be written, or there is one for several runs.
+        """
+        check_outputs({"--save-tape": self.save_tape, "--save-recording": self.save_recording}, inputs=inputs)
+        if self.save_recording is not None and num_cards > 1:
+            raise UsageError("--save-recording writes the run on one card: give one --device")
+        if self.sweep and (target.endswith(".npz") or self.save_tape is not None or self.save_recording is not None):
+            raise UsageError(
+                "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
+            )
+
+
+NOTHING_ELSE = AlsoOptions()
+
+
 def estimate(
     target: str,
     /,
@@ -86,14 +129,11 @@ def estimate(
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
     steps: int = 3,
     timeout: float = 120.0,
-    used: Size | None = None,
-    sweep: Annotated[tuple[str, ...], _SEVERAL] = (),
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     json: bool = False,
     show_output: bool = False,
-    save_tape: Path | None = None,
-    save_recording: Path | None = None,
+    also: AlsoOptions = NOTHING_ELSE,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
     """Say what a workload would hold on a card. No card is needed; the workload is not changed.
@@ -111,11 +151,6 @@ def estimate(
         How many steps to trace, 3 if not given; the worst one counts.
     timeout
         Seconds to wait for the first step, and from each to the next, 120 if not given.
-    used
-        What other processes hold on the card, such as 3GiB. Default: for this machine's own card what its driver says, else nothing.
-    sweep
-        NAME=VALUE,VALUE: a row for each value, and for each combination where several are given. NAME is a parameter of the generator function, an
-        option of the script (batch_size stands for --batch-size) or of a Hugging Face config. The exit code is the worst row's.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
@@ -124,10 +159,6 @@ def estimate(
         Print JSON: an object a line, one for each card.
     show_output
         Show what the workload prints, on stderr.
-    save_tape
-        Also write the recorded run to this file (.npz).
-    save_recording
-        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
@@ -138,67 +169,56 @@ def estimate(
     measured = None if calibration is None else Calibration.load(calibration)
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
-    options, taken = model.given(), used_now(used, devices[0], is_own=not device)
-    outputs = {"--save-tape": save_tape, "--save-recording": save_recording}
-    check_outputs(outputs, inputs=(target, calibration, *device))
-    if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one card: give one --device")
-    if sweep:
-        from tightfit.cli.sweep import option_kinds, write_rows
-
-        if target.endswith(".npz") or save_tape is not None or save_recording is not None:
-            raise UsageError(
-                "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
-            )
-        return write_rows(
-            target,
-            sweep,
-            list(zip(devices, cards, strict=True)),
-            settings,
-            measured,
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            known_options=option_kinds(ModelOptions),
-            json=json,
-            steps=steps,
-            timeout=timeout,
-            show_output=show_output,
-            used=taken,
+    also.check(target, len(cards), (target, calibration, *device))
+    how: dict[str, Any] = {
+        "arguments": arguments,
+        "parameters": parameter,
+        "options": model.given(),
+        "steps": steps,
+        "timeout": timeout,
+        "show_output": show_output,
+        "used": used_now(also.used, devices[0], is_own=not device),
+    }
+    if also.sweep:
+        return _sweep(
+            target, also.sweep, list(zip(devices, cards, strict=True)), settings, measured, json=json, how=how
         )
-    if target.endswith(".npz"):
-        if arguments or parameter or options:
-            raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
-        tape = _saved_tape(target)
-    else:
-        tape = fit.capture(
-            target,
-            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
-            device=devices[0],
-            arguments=arguments,
-            parameters=parameter,
-            options=options,
-            steps=steps,
-            timeout=timeout,
-            show_output=show_output,
-            used=taken,
-        )
-    estimates = [fit.cost(tape, card, settings, measured, used=taken) for card in cards]
+    # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
+    tape = _saved_tape(target, how) if target.endswith(".npz") else fit.capture(target, device=devices[0], **how)
+    estimates = [fit.cost(tape, card, settings, measured, used=how["used"]) for card in cards]
     elapsed_seconds = time.monotonic() - started
     try:
-        if save_tape is not None:
-            tape.save(save_tape)
-        if save_recording is not None:
-            write_tape(save_recording, tape, cards[0], settings, measured)
+        if also.save_tape is not None:
+            tape.save(also.save_tape)
+        if also.save_recording is not None:
+            write_tape(also.save_recording, tape, cards[0], settings, measured)
     finally:
         # Also where a file could not be written: the answer has been worked out by now.
         _print(estimates, json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
 
 
-def _saved_tape(path: str) -> "Tape":
+def _sweep(
+    target: str,
+    specifications: Sequence[str],
+    cards: Sequence[tuple[str, Device]],
+    settings: "AllocatorSettings",
+    calibration: Calibration | None,
+    *,
+    json: bool,
+    how: Mapping[str, Any],
+) -> int:
+    from tightfit.cli.sweep import option_kinds, write_rows
+
+    known = option_kinds(ModelOptions)
+    return write_rows(target, specifications, cards, settings, calibration, known_options=known, json=json, **how)
+
+
+def _saved_tape(path: str, how: Mapping[str, Any]) -> "Tape":
     from tightfit.tape.load import read_tape
 
+    if how["arguments"] or how["parameters"] or how["options"]:
+        raise UsageError(f"{path} is a run that is over: it takes no arguments, -p or options of a model")
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
     return read_tape(path)

@@ -55,6 +55,29 @@ class Bounds:
 NO_BOUNDS = Bounds()
 
 
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What becomes of a plan.
+
+    Parameters
+    ----------
+    output
+        Write the plan to this file (JSON), for tightfit run --plan.
+    json
+        Print the plan as JSON.
+    as_code
+        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
+    """
+
+    output: Annotated[Path | None, Parameter(alias="-o")] = None
+    json: bool = False
+    as_code: bool = False
+
+
+PLAIN_ANSWER = AnswerOptions()
+
+
 def plan(
     target: str,
     /,
@@ -66,9 +89,7 @@ def plan(
     alloc_conf: str | None = None,
     calibration: Path | None = None,
     search: str | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    json: bool = False,
-    as_code: bool = False,
+    answer: AnswerOptions = PLAIN_ANSWER,
     show_output: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
@@ -97,12 +118,6 @@ def plan(
     search
         The name of what sets the batch's size (batch_size): a parameter of the generator function, or an option of the script. The answer is then
         the largest size that fits, as it is and with techniques, and the fastest.
-    output
-        Write the plan to this file (JSON), for tightfit run --plan.
-    json
-        Print the plan as JSON.
-    as_code
-        Print the plan as lines to paste into the program, which then needs no tightfit run; with -o they read that file, else they have the plan.
     show_output
         Show what the workload prints, on stderr.
     no_prove
@@ -112,13 +127,11 @@ def plan(
     from tightfit.fit.planning import plan as find_plan
 
     started = time.monotonic()
-    check_outputs({"--output": output}, inputs=(target, calibration, device))
-    if as_code and (json or search is not None):
-        raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
+    check_outputs({"--output": answer.output}, inputs=(target, calibration, device))
+    _check(bounds, answer, search)
     card = device or own_card()
     settings: dict[str, Any] = {
-        "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
-        "used": used_now(bounds.used, card, is_own=device is None),
+        **_sizes(bounds, card, is_own=device is None),
         "allow": bounds.allow,
         "without": bounds.without,
         "arguments": arguments,
@@ -132,20 +145,29 @@ def plan(
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
-        if bounds.host is not None or bounds.disk is not None:
-            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, output=output, json=json, **settings)
+        return _search(search, target, card, answer, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
     try:
-        if output is not None:
-            found.save(output)
+        if answer.output is not None:
+            found.save(answer.output)
     finally:
         # Also where the file could not be written: the plan has been found by now.
-        if as_code:
-            _write_code(found, target, output)
-        else:
-            _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+        _write(found, target, answer, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _check(bounds: Bounds, answer: AnswerOptions, search: str | None) -> None:
+    if answer.as_code and (answer.json or search is not None):
+        raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
+    if search is not None and (bounds.host is not None or bounds.disk is not None):
+        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
+    if search is not None and answer.output is not None:
+        raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
+
+
+def _sizes(bounds: Bounds, card: str, *, is_own: bool) -> dict[str, Any]:
+    budget = None if bounds.budget is None else with_unit("--budget", bounds.budget)
+    return {"budget": budget, "used": used_now(bounds.used, card, is_own=is_own)}
 
 
 def _write_code(found: "Plan", target: str, output: Path | None) -> None:
@@ -160,26 +182,26 @@ def _write_code(found: "Plan", target: str, output: Path | None) -> None:
         sys.stdout.write(plan_code(found, source=source, path=path, saved=None if output is None else str(output)))
 
 
-def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
+def _write(found: "Plan", target: str, answer: AnswerOptions, *, elapsed_seconds: float) -> None:
     # elapsed_seconds is printed but not saved: the same plan gives the same file.
     from tightfit.reports.plans import write_plan
 
-    if json:
+    if answer.as_code:
+        _write_code(found, target, answer.output)
+    elif answer.json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_plan(found, elapsed_seconds=elapsed_seconds)
 
 
-def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+def _search(parameter: str, target: str, device: str, answer: AnswerOptions, **settings: Any) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
-    if output is not None:
-        raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
     found = batch_sizes(target, device, parameter=parameter, **settings)
     elapsed_seconds = time.monotonic() - started
-    if json:
+    if answer.json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
     else:
         write_batch_sizes(found, elapsed_seconds=elapsed_seconds)
