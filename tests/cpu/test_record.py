@@ -150,6 +150,18 @@ def test_an_error_is_not_hidden_by_a_file_that_cannot_be_written(
     assert "could not be written" in capsys.readouterr().err
 
 
+def test_a_program_that_changes_its_folder_finds_the_recording_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with tightfit.record("x.pickle"):
+        train(1)
+        monkeypatch.chdir(tmp_path / "run")
+    assert (tmp_path / "x.pickle").is_file()
+    assert not (tmp_path / "run" / "x.pickle").exists()
+
+
 def test_the_user_may_say_where_steps_end(tmp_path: Path) -> None:
     with tightfit.record(tmp_path / "x.pickle") as recording:
         for _ in range(3):
