@@ -6,7 +6,6 @@ is full. What is no regular file (`/dev/stdout`, a pipe) is written as it is, as
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -103,7 +102,7 @@ def _target(path: PathLike) -> Path:
 
 def _beside(target: Path) -> Path:
     # Not made from the file's name, which may be as long as names can be.
-    return target.parent / f".tightfit-{secrets.token_hex(6)}.partial"
+    return target.parent / f".tightfit-{os.urandom(6).hex()}.partial"
 
 
 def _is_regular(path: Path, *, if_new: bool = False) -> bool:

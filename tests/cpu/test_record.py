@@ -18,7 +18,7 @@ import tightfit
 from tightfit.cli.main import run
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.fit import capture, estimate
+from tightfit.fit import capture
 from tightfit.recordings.marks import KEY, Marks
 from tightfit.recordings.write import snapshot_of_tape, write_tape
 from tightfit.runtime import record_card
@@ -148,6 +148,18 @@ def test_an_error_is_not_hidden_by_a_file_that_cannot_be_written(
         fail()
     assert recording.written is None
     assert "could not be written" in capsys.readouterr().err
+
+
+def test_a_program_that_changes_its_folder_finds_the_recording_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with tightfit.record("x.pickle"):
+        train(1)
+        monkeypatch.chdir(tmp_path / "run")
+    assert (tmp_path / "x.pickle").is_file()
+    assert not (tmp_path / "run" / "x.pickle").exists()
 
 
 def test_the_user_may_say_where_steps_end(tmp_path: Path) -> None:
@@ -402,25 +414,6 @@ def test_a_script_runs_as_it_would_and_is_recorded_to_its_end(workload: Path) ->
     assert "next: tightfit doctor train.recording.pickle" in answer.stderr
     assert answer.stderr.count("\n") == 1
     assert tightfit.replay(workload / "train.recording.pickle").agrees
-
-
-def test_without_a_card_the_first_steps_are_recorded_on_a_virtual_one_as_an_estimate_has_them(
-    workload: Path, tape: Tape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A script that needs a card runs, its recording has the estimate's peak to the byte, and what reads recordings reads it."""
-    monkeypatch.chdir(tmp_path)
-    target = f"{workload / 'work.py'}:workload"
-    assert run(["record", target]) == 0
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("tightfit: wrote work.recording.pickle: 3 steps on a virtual NVIDIA H200 (there is no")
-    assert said.err.count("\n") == 1
-    assert run(["record", target, "--device", "RTX 4090", "-o", "x.pickle"]) == 0
-    assert "x.pickle: 3 steps on a virtual NVIDIA GeForce RTX 4090, " in capfd.readouterr().err
-    assert tightfit.replay("x.pickle").peak_reserved_bytes == estimate(tape, "RTX 4090").peak.reserved_bytes
-    assert run(["doctor", "x.pickle", "--seconds", "0.1", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["origin"] == "estimate"
-    assert run(["report", "x.pickle"]) == 0
 
 
 def in_this_process(

@@ -116,11 +116,14 @@ def test_seconds_left_are_said_only_where_something_says_how_many() -> None:
     assert told[-1].seconds_left is None
 
 
-def test_a_program_says_how_far_it_is_and_where_when_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_says_how_far_it_is_and_where_when_it_is_asked(tmp_path: Path) -> None:
     path, clock = str(tmp_path / "request.json"), Clock()
-    reader = StatusReader(path, 0, clock=clock)
+
+    def answer(_number: int) -> None:
+        # What the handler in the asked process would write.
+        Path(f"{path}.places").write_text('Current thread:\n  File "data.py", line 40 in read\n')
+
+    reader = StatusReader(path, answer, clock=clock)
     assert reader.read() is None
     status = StatusFile(path)
     try:
@@ -132,13 +135,6 @@ def test_a_program_says_how_far_it_is_and_where_when_it_is_asked(
         reader.read()
         status("x" * 5000, 77)
         clock.now += 21
-        # Asked with a signal, which here only writes what the handler would.
-        monkeypatch.setattr(
-            "os.kill",
-            lambda pid, number: Path(f"{path}.places").write_text(
-                'Current thread:\n  File "data.py", line 40 in read\n'
-            ),
-        )
         found = reader.read()
         assert found is not None
         assert (found.num_steps, found.seconds_waiting) == (1, 21.0)

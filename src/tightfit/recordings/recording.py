@@ -48,6 +48,7 @@ class Recording:
     def __init__(self, path: str | os.PathLike[str], *, stacks: bool, max_events: int) -> None:
         self.path = os.fspath(path)
         self.written: Written | None = None
+        self._file = self.path
         self._stacks = stacks
         self._max_events = max_events
         self._recorder: CardRecorder | HostRecorder | None = None
@@ -73,6 +74,8 @@ class Recording:
         if Recording.is_under_way:
             raise UsageError("a recording is under way already: one process records one run at a time")
         check_outputs({"record": self.path})
+        # The program may change its working folder.
+        self._file = os.path.abspath(self.path)
         try:
             manifest.check()
             from tightfit.runtime.run_recorder import new_recorder
@@ -104,7 +107,7 @@ class Recording:
                 snapshot, marks = snapshot_of_card_run(run, was_cut_short=was_cut_short)
             else:
                 snapshot, marks = snapshot_of_host_run(run, max_events=self._max_events, was_cut_short=was_cut_short)
-            num_bytes = write_snapshot(self.path, snapshot)
+            num_bytes = write_snapshot(self._file, snapshot)
         except Exception as failure:
             is_known = isinstance(failure, OSError | TightfitError)
             own = failure if is_known else internal_error(failure, "the recording")
