@@ -4,7 +4,7 @@ The loop keeps each step's loss with its graph, as `total += loss` does, until t
 
     python examples/out_of_memory.py                  on a card or without one: writes out_of_memory.pickle
     tightfit doctor out_of_memory.pickle              who holds what at the end, what grows, what to change
-    tightfit report out_of_memory.pickle -o page.html the same as a page
+    tightfit report out_of_memory.pickle -o page.html  the same as a page
 """
 
 import argparse

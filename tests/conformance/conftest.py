@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
+from tests.conformance import large_models, models
+from tests.conformance.large_models import LARGE
 from tests.conformance.training import choice_of
 
 from tightfit.analysis.profile import Profile
@@ -30,15 +31,14 @@ class Tapes:
         self._offers: dict[tuple[str, str], list[Option]] = {}
 
     def of(self, model: str, options: Sequence[Option] = ()) -> Tape:
-        """The tape of two steps of `model` with `options` on it."""
+        """The tape of two or three steps of `model`, one of `models.py` or of `large_models.py`, with `options` on it."""
         key = (model, frozenset(option.key for option in options))
         if key not in self._tapes:
-            location = str(Path(__file__).with_name("models.py"))
             self._tapes[key] = trace(
-                GeneratorFunction(location=location, function="workload", parameters={"model": model}),
+                _target(model),
                 label=model,
                 device=CARD,
-                num_steps=2,
+                num_steps=LARGE.get(model, 2),
                 preparation=Preparation(
                     function="tightfit.runtime.attach:prepare",
                     argument={"choices": [dataclasses.asdict(choice_of(option)) for option in options]},
@@ -59,6 +59,12 @@ class Tapes:
     def all_exact(self, model: str) -> list[Option]:
         """What all exact techniques offer."""
         return [o for name, t in techniques().items() if t.exact for o in self.offered(name, model) if o.exact]
+
+
+def _target(model: str) -> GeneratorFunction:
+    if model in LARGE:
+        return GeneratorFunction(location=large_models.__file__, function=model, parameters={})
+    return GeneratorFunction(location=models.__file__, function="workload", parameters={"model": model})
 
 
 def max_saved(option: Option) -> int:

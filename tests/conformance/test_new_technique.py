@@ -28,5 +28,5 @@ def test_the_technique_of_the_tutorial_passes_the_conformance_suite(tmp_path: Pa
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    # It promises no bytes, so there is no saving to compare, and it is lossy, so it need not train the same; all else is tried.
-    assert re.search(r"2 passed, 1 skipped", done.stdout), done.stdout[-3000:]
+    # It is lossy, so it need not train the same; all else is tried, and that it changes no bytes, as it promises none.
+    assert re.search(r"3 passed", done.stdout), done.stdout[-3000:]

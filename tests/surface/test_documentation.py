@@ -1,24 +1,15 @@
-"""The documentation keeps up: its links lead somewhere, its commands exist with their options, its counts are right."""
+"""The documentation keeps up: its links lead somewhere, its counts are right; its blocks are tried in `test_documentation_blocks.py`."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tightfit.cli.main import app
 from tightfit.devices.catalogue import all_devices
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-COMMANDS = [
-    (str(page.relative_to(ROOT)), command)
-    for page in PAGES
-    for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for command in block.splitlines()
-    if command.startswith("tightfit ")
-]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -32,12 +23,6 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings], target
-
-
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_are_ones_that_the_program_takes(page: str, command: str) -> None:
-    arguments = shlex.split(command, comments=True)[1:]
-    app.parse_args(arguments, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])

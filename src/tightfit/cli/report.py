@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -27,7 +27,6 @@ _SEVERAL = Parameter(consume_multiple=False)
 # The PROTO opcode, with which every pickle of protocol 2 and up begins (pickletools); the file's name may be anything.
 _PICKLE = b"\x80"
 _SOURCES = (".py", ".npz", ".pickle", ".pkl", ".pt", ".json")
-_ENDINGS = {"html": ".html", "perfetto": ".perfetto.json"}
 # One GPU for each common size of memory, from 8 GB to 141 GB.
 _COMMON_CARDS = ("RTX 4060", "RTX 3060", "RTX 4080", "RTX 4090", "RTX 5090", "L40S", "A100 80GB", "H200")
 
@@ -36,7 +35,7 @@ def report(
     target: str,
     /,
     *arguments: Annotated[str, Parameter(show=False)],
-    form: Annotated[Literal["html", "perfetto", "json", "text"], Parameter(name="--format")] = "html",
+    form: Annotated[str, Parameter(name="--format")] = "html",
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     device: Annotated[tuple[str, ...], _SEVERAL] = (),
     parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
@@ -52,7 +51,8 @@ def report(
         A recording (torch.cuda.memory._dump_snapshot), a run that estimate --save-tape wrote, a plan that plan -o wrote, or
         anything that estimate takes.
     form
-        html, a page that needs no network; perfetto, counter tracks for ui.perfetto.dev; json, the figures; text, as estimate or replay.
+        html, a page that needs no network; perfetto, counter tracks for ui.perfetto.dev; json, the figures; text, as estimate or replay; or
+        one that an installed package brings.
     output
         Where to write it. Default: the target's name with another ending; json and text go to stdout.
     device
@@ -66,9 +66,12 @@ def report(
     merge
         With --format perfetto: a trace of torch.profiler of the same run, which is written with the recording's tracks in it.
     """
+    from tightfit.reports.forms import writer_of
+
+    write, ending = (None, "") if form in ("json", "text") else writer_of(form)
     if merge is not None and form != "perfetto":
         raise UsageError("--merge needs --format perfetto")
-    path = output or (_default_output(target, _ENDINGS[form]) if form in _ENDINGS else None)
+    path = output or (None if write is None else _default_output(target, ending))
     check_outputs({"--output": path}, inputs=(target, merge, *device))
     if _is_plan(target):
         if form != "html" or arguments or parameter or device or alloc_conf is not None:
@@ -88,16 +91,9 @@ def report(
     if form == "text":
         return _to_file_or_stdout(path, lambda: _text(target, tape, device, alloc_conf))
     history, summary = _recorded(target, device, alloc_conf) if tape is None else _estimated(tape, device, alloc_conf)
-    if form == "json":
+    if write is None:
         return _to_file_or_stdout(path, lambda: print(jsonlib.dumps(summary.to_json())))
-    return _to_file_or_stdout(path, lambda: sys.stdout.write(_content(history, summary, form)))
-
-
-def _content(history: "History", summary: "Summary", form: str) -> str:
-    from tightfit.reports.html.history_page import html_page
-    from tightfit.reports.perfetto import perfetto_text
-
-    return html_page(history, summary) if form == "html" else perfetto_text(history)
+    return _to_file_or_stdout(path, lambda: sys.stdout.write(write(history, summary)))
 
 
 def _merged(target: str, profile: Path) -> str:

@@ -21,6 +21,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.units import GIB
 
+_FOLDER = Path(__file__).with_name("catalogue")
 _MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "ati", "instinct", "radeon"}
 _MAKERS |= {"gpu", "gpus", "graphics", "card", "generation", "edition", "series", "memory", "corporation"}
 # "80 GB", "80G" and "80GiB" become one word; the look-arounds leave "h100g" and other model names alone.
@@ -32,9 +33,8 @@ _WORD = re.compile(r"\d+gb|\d+|[a-z]+")
 def all_devices() -> tuple[Device, ...]:
     """Every GPU of the catalogue, in its order. Parsed once per process, in about 20 ms."""
     devices = []
-    folder = Path(__file__).with_name("catalogue")
     # Sorted by file name, because the order of the catalogue decides which of several matches is taken.
-    for file in sorted(folder.glob("*.toml")):
+    for file in sorted(_FOLDER.glob("*.toml")):
         content = tomllib.loads(file.read_text(encoding="utf-8"))
         shared = content["architecture"]
         for card in content["card"]:

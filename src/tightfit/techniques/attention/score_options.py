@@ -48,11 +48,23 @@ def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
 
 
 def _output(module_calls: ModuleCalls, run: ScoreRun) -> Change | None:
-    """The output of an attention, which its kernel saves for backward."""
+    """The output of an attention, which its kernel saves for backward; None where the module saves a copy of it anyway."""
     if not run.back:
         return None
+    operators = module_calls.tape.operators
+    num_bytes, after = int(operators.bytes_written[run.end]), run.end + 1
+    # The product of a batched matmul is copied to bring the heads of a token together. The kernels write it in that order (batch, tokens, heads,
+    # width), so the copy is a view of what they save (aten/src/ATen/native/transformers/cuda/attention.cu).
+    is_copied = (
+        after < len(operators.name)
+        and module_calls.tape.strings[operators.name[after]] == "aten.clone"
+        and operators.module[after] == operators.module[run.end]
+        and int(operators.bytes_written[after]) == num_bytes
+    )
+    if is_copied:
+        return None
     begin, end = int(module_calls.event_of(run.end)), int(module_calls.event_of(run.back[0]))
-    return Change(begin=begin, end=end, num_bytes=int(module_calls.tape.operators.bytes_written[run.end]))
+    return Change(begin=begin, end=end, num_bytes=num_bytes)
 
 
 def _added_seconds(profile: Profile, run: ScoreRun) -> float:

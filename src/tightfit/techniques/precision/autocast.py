@@ -5,7 +5,7 @@ range of float32, so losses need no scaling. With float16 they do, and a `GradSc
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -18,7 +18,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
-from tightfit.tape import Category
+from tightfit.tape import Category, Column, Tape
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast_results, seconds_saved_in_bfloat16
 from tightfit.techniques.session import Session
@@ -26,6 +26,11 @@ from tightfit.techniques.technique import AbstractTechnique, Choice
 
 # What autocast leaves in, or raises to, float32 (torch's "CUDA Ops that can autocast to float32"): those results stay as large.
 _STAYS_LARGE = ("reduction", "other", "embedding")
+# Attention by hand: softmax saves its float32 result for its own gradient, and the product with the values a bfloat16 copy of it.
+_SOFTMAX = ("aten._softmax", "aten._safe_softmax")
+# What embeddings return is float32, and float32 plus bfloat16 is float32: the residual stream of a language model stays as it is.
+_EMBEDDINGS = ("aten.embedding",)
+_SUMS = ("aten.add.Tensor",)
 
 
 @final
@@ -108,11 +113,21 @@ def _parameter_bytes(run: OptimizerProfile) -> int:
 def _smaller_activations(run: OptimizerProfile) -> tuple[Change, ...]:
     tape = run.tape
     names, name_of = np.unique(tape.operators.name, return_inverse=True)
-    stays = np.array([operator_class(tape.strings[n]) in _STAYS_LARGE for n in names], dtype=bool)[name_of]
-    halved = born_in_float32(tape) & (tape.storages.category == Category.ACTIVATIONS)
-    halved[halved] = ~stays[tape.storages.operator[halved]]
-    at = np.flatnonzero(halved)
-    return changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -0.5)
+    stays = np.array([operator_class(tape.strings[n]) in _STAYS_LARGE for n in names], dtype=bool)
+    if _indices(tape, _EMBEDDINGS):
+        stays |= np.isin(names, _indices(tape, _SUMS))
+    saved = np.flatnonzero(born_in_float32(tape) & (tape.storages.category == Category.ACTIVATIONS))
+    by = tape.storages.operator[saved]
+    halved, copied = saved[~stays[name_of[by]]], saved[np.isin(tape.operators.name[by], _indices(tape, _SOFTMAX))]
+    return (*_times(run, halved, -0.5), *_times(run, copied, 0.5))
+
+
+def _indices(tape: Tape, names: Container[str]) -> list[int]:
+    return [i for i, name in enumerate(tape.strings) if name in names]
+
+
+def _times(run: OptimizerProfile, storages: Column, share: float) -> tuple[Change, ...]:
+    return changes(levels(run.born[storages], run.died[storages], run.block_bytes[storages]), share)
 
 
 def _copies_of_weights(run: OptimizerProfile, parameter_bytes: int) -> tuple[Change, ...]:

@@ -46,7 +46,7 @@ class Adapters(AbstractTechnique):
         if not parts.run.stretches or not linears:
             return []
         held = [
-            f"rank {rank}: {format_bytes(parts.peak_with(_changes(parts, linears, rank)))} "
+            f"rank {rank}: {format_bytes(peak_with_adapters(profile, rank))} "
             f"with {sum(linear.numbers(rank) for linear in linears):,} trained numbers"
             for rank in RANKS
         ]
@@ -61,6 +61,12 @@ class Adapters(AbstractTechnique):
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"
         )
+
+
+def peak_with_adapters(profile: Profile, rank: int) -> int:
+    """The allocated peak, in bytes, with adapters of `rank` on every linear layer but the head and all other weights frozen."""
+    parts = profile.trained_parts
+    return parts.peak_with(_changes(parts, _linears(parts), rank))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
