@@ -65,7 +65,7 @@ class TestItOpens:
         text = report.run("return document.body.innerText")
         assert "train.py" in text
         assert "step 2" in text
-        assert "a value read back from the device is taken as 1.0 (train.py:44)" in text
+        assert "a value read back from the GPU is assumed to be 1.0 (train.py:44)" in text
 
     def test_without_any_card_to_compare(self, chromium: Browser, tmp_path: Path) -> None:
         path = tmp_path / "alone.html"

@@ -151,7 +151,7 @@ def test_an_unknown_card_is_answered_with_the_nearest_names_and_before_anything_
 def test_without_a_card_one_must_be_named(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     line = refused("estimate", "model.py:workload", code=2)
-    assert line.startswith('which card? There is none on this machine: name one, such as --device "RTX 4090"')
+    assert line.startswith('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
 
 
 def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: Refused, tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_a_script_runs_with_its_plan_and_says_so_in_three_lines(capfd: pytest.Ca
     assert said.out == f"{train(*made(), range(3))} {WRAPPED}\n"
     assert said.err.splitlines() == [
         "tightfit: on Net: checkpointing of Net.layers.[0,2], optimizer_kernel of optimizer",
-        "tightfit: peak 1.00 GiB (at most 1.00 GiB) instead of 1.00 GiB on NVIDIA GeForce RTX 4090",
-        "tightfit: a step 100.0 ms instead of 100.0 ms (+0.0%), by a roofline",
+        "tightfit: peak 1.00 GiB (upper bound 1.00 GiB) instead of 1.00 GiB on NVIDIA GeForce RTX 4090",
+        "tightfit: estimated time per step 100.0 ms instead of 100.0 ms (+0.0%)",
     ]
 
 
@@ -134,9 +134,9 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (
             ["--plan", "plan.json", "--budget", "4GiB", "train.py"],
             2,
-            "--plan is a plan that was made: it takes no --bu",
+            "--plan names a finished plan: it takes no --bu",
         ),
-        (["train.py"], 2, "there is no card on this machine to plan for: name one with --device"),
+        (["train.py"], 2, "there is no GPU on this machine to plan for: name one with --device"),
         (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is nothing; give what the process may hold"),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
         (["--device", "no such card", "train.py"], 2, "no card is called 'no such card'"),

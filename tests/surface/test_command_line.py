@@ -29,6 +29,7 @@ OPTIONS = {
         "--lora-rank",
         "--optimizer",
         "--parameter",
+        "--redact",
         "--save-recording",
         "--save-tape",
         "--sequence-length",
@@ -41,7 +42,7 @@ OPTIONS = {
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
+        *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--redact", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
     "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
@@ -50,9 +51,9 @@ OPTIONS = {
     "techniques": ["--json"],
     "devices": ["--json"],
     "diff": ["--device", "--json"],
-    "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--seconds", "--steps", "-p"],
+    "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--redact", "--seconds", "--steps", "-p"],
     "report": [
-        *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--steps"),
+        *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--redact", "--steps"),
         *("-o", "-p"),
     ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],

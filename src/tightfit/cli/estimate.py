@@ -36,23 +36,23 @@ class ModelOptions:
     task
         causal-lm, masked-lm, sequence-classification, image-classification, seq2seq ...
     batch_size
-        Rows of a batch, 1 if not given.
+        Batch size, 1 if not given.
     sequence_length
-        Tokens of a row, by default 512 or as many as the model has positions for.
+        Tokens per sequence, by default 512 or the maximum of the model.
     image_size
-        Pixels a side, where the config leaves it open.
+        Pixels per side, where the config leaves it open.
     dtype
-        Of the weights: float32, bfloat16 or float16.
+        Data type of the weights: float32, bfloat16 or float16.
     optimizer
         adamw (if not given), adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor.
     autocast
         bfloat16 or float16.
     lora_rank
-        Train adapters of this rank, with peft.
+        Train LoRA adapters of this rank, with peft.
     attention
         eager, sdpa, flex_attention ...
     gradient_checkpointing
-        Recompute activations block by block.
+        Turn on gradient checkpointing.
     """
 
     task: str | None = None
@@ -87,40 +87,44 @@ def estimate(
     calibration: Path | None = None,
     json: bool = False,
     show_output: bool = False,
+    redact: bool = False,
     save_tape: Path | None = None,
     save_recording: Path | None = None,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
-    """Say what a workload would hold on a card. No card is needed; the workload is not changed.
+    """Estimate the peak GPU memory and the time per step of a workload. No GPU is needed; the workload is not changed.
 
     Parameters
     ----------
     target
         A script (its own arguments after --); FILE.py:FUNCTION or package.module:FUNCTION, a generator function that yields
-        once per step; a Hugging Face config.json, its folder or a model type; or a run that --save-tape wrote.
+        once per step; a Hugging Face config.json, its folder or a model type; or a trace that --save-tape wrote.
     device
-        A card by name ("4090", "a100-80gb") or its TOML file; once for each card to compare. Default: this machine's own.
+        A GPU by name ("4090", "a100-80gb") or its TOML file; repeat it to compare several. Default: the GPU of this machine.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given; the one with the highest peak counts.
     timeout
-        Seconds to wait for the first step, and from each to the next, 120 if not given.
+        Seconds to wait for the first step, and for each next one, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
-        What was measured on that machine: a TOML file with its context and speeds.
+        The TOML file that tightfit calibrate wrote on that machine.
     json
-        Print JSON: an object a line, one for each card.
+        Print JSON: one object per line, one for each GPU.
     show_output
-        Show what the workload prints, on stderr.
+        Show the output of the workload, on stderr.
+    redact
+        Write ~ in place of home folders in every path, for a report that is sent to somebody.
     save_tape
-        Also write the recorded run to this file (.npz).
+        Also write the trace to this file (.npz), to estimate it again for other GPUs.
     save_recording
-        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one card).
+        Also write the run as a recording of torch's allocator, for torch's viewer and tightfit replay (.pickle; one GPU).
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
+    from tightfit.reports.redacted import redacted
 
     started = time.monotonic()
     devices = device or (own_card(),)
@@ -131,10 +135,10 @@ def estimate(
     options = model.given()
     _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
     if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one card: give one --device")
+        raise UsageError("--save-recording writes the run on one GPU: give one --device")
     if target.endswith(".npz"):
         if arguments or parameter or options:
-            raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
+            raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
         tape = _saved_tape(target)
     else:
         tape = fit.capture(
@@ -148,6 +152,8 @@ def estimate(
             timeout=timeout,
             show_output=show_output,
         )
+    if redact:
+        tape = redacted(tape)
     if save_tape is not None:
         tape.save(save_tape)
     if save_recording is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SEVERAL = Parameter(consume_multiple=False)
 
 
-@Parameter(name="*", group=Group("What a plan may do", sort_key=1))
+@Parameter(name="*", group=Group("Limits of the plan", sort_key=1))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """What a plan may use and change.
@@ -27,16 +27,16 @@ class Bounds:
     Parameters
     ----------
     budget
-        What the process may hold on the card, such as 22GiB. Default: all of it.
+        GPU memory that the process may use, such as 22GiB. Default: all of it.
     host
-        Not used yet, and refused: what techniques may move to the host's memory.
+        Host memory that techniques may use; refused, as none does yet.
     disk
-        Not used yet, and refused: what techniques may move to disk.
+        Disk space that techniques may use; refused, as none does yet.
     allow
-        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+        A technique that changes results but may be used, or lossy for all of them; repeatable.
     without
-        A technique that is left out, or TECHNIQUE@PLACE[,PLACE...] for it at some modules alone, such as checkpointing@GPT.h.3 or
-        tiled_tokens@GPT.h.*; once for each.
+        A technique to leave out, or TECHNIQUE@MODULE[,MODULE...] to leave it out of some modules, such as checkpointing@GPT.h.3 or
+        tiled_tokens@GPT.h.*; repeatable.
     """
 
     budget: str | None = None
@@ -63,42 +63,45 @@ def plan(
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
     show_output: bool = False,
+    redact: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
     model: ModelOptions = NO_OPTIONS,
 ) -> int:
-    """Find the fastest combination of techniques with which a workload fits a card. No card is needed; the workload is not changed.
+    """Find the fastest combination of techniques with which a workload fits a GPU. No GPU is needed; the workload is not changed.
 
-    Exit code 1 if nothing that is allowed makes it fit.
+    Exit code 1 if no allowed technique makes it fit.
 
     Parameters
     ----------
     target
         As for tightfit estimate: a script (its own arguments after --), FILE.py:FUNCTION, package.module:FUNCTION, a Hugging Face config.
     device
-        A card by name ("4090", "a100-80gb") or its TOML file. Default: this machine's own.
+        A GPU by name ("4090", "a100-80gb") or its TOML file. Default: the GPU of this machine.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
-        How many steps to trace, 3 if not given; the worst one counts.
+        How many steps to trace, 3 if not given; the one with the highest peak counts.
     timeout
-        Seconds to wait for the first step, and from each to the next, 120 if not given.
+        Seconds to wait for the first step, and for each next one, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     calibration
-        What was measured on that machine: a TOML file with its context and speeds.
+        The TOML file that tightfit calibrate wrote on that machine.
     search
-        The name of what sets the batch's size (batch_size): a parameter of the generator function, or an option of the script. The answer is then
-        the largest size that fits, as it is and with techniques, and the fastest.
+        Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
+        The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     output
         Write the plan to this file (JSON), for tightfit run --plan.
     json
         Print the plan as JSON.
     show_output
-        Show what the workload prints, on stderr.
+        Show the output of the workload, on stderr.
+    redact
+        Write ~ in place of home folders in every path, for a report that is sent to somebody.
     no_prove
-        Do not run three steps on this machine's processor, plain and planned, to compare what they leave. Without this that is done where it takes
-        20 s at most, for generator functions and Hugging Face configs; a script may write files, and is not run.
+        Do not verify the plan by values. By default three steps are run on the CPU, plain and planned, and their results compared, where that
+        takes 20 s or less; for generator functions and Hugging Face configs, not for scripts, which may write files.
     """
     from tightfit.fit.planning import plan as find_plan
 
@@ -125,6 +128,10 @@ def plan(
             raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
         return _search(search, target, card, output=output, json=json, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
+    if redact:
+        from tightfit.reports.redacted import redacted
+
+        found = redacted(found)
     if output is not None:
         found.save(output)
     _write(found, json=json, elapsed_seconds=time.monotonic() - started)
@@ -147,7 +154,7 @@ def _search(parameter: str, target: str, device: str, *, output: Path | None, js
 
     started = time.monotonic()
     if output is not None:
-        raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
+        raise UsageError("--search finds batch sizes: plan again with the one you choose for --output")
     found = batch_sizes(target, device, parameter=parameter, **settings)
     elapsed_seconds = time.monotonic() - started
     if json:

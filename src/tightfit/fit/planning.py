@@ -75,7 +75,7 @@ def plan(
     card = card if measured is None else measured.applied_to(card)
     budget_bytes = card.capacity_bytes if budget is None else _bytes(budget)
     if not budget_bytes > 0:
-        raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
+        raise UsageError("the budget is 0; give the GPU memory that the process may use, such as 22GiB")
     if steps < 1:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
     runs = TracedRuns(
@@ -113,7 +113,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
             search.offers.refused[mismatch.technique] = (
-                f"its values on the host are not those of the plain run: {mismatch.what}"
+                f"its results on the host differ from those of the plain run: {mismatch.what}"
             )
 
 
@@ -221,12 +221,12 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         names = list(dict.fromkeys(option.technique for option in trial.options))
         excess = format_bytes(trial.estimate.peak.device_high_bytes - budget_bytes)
         yield Alternative(
-            name=" + ".join(names) if names else "nothing",
+            name=" + ".join(names) if names else "no changes",
             device_bytes=trial.estimate.peak.device_bytes,
             seconds_per_step=trial.seconds,
             fits=fits,
             exact=all(option.exact for option in trial.options),
-            why="fits, and is slower" if fits else f"{excess} too much",
+            why="fits, but is slower" if fits else f"{excess} over the budget",
         )
     full = _full_checkpointing(found)
     if full is not None:
@@ -238,7 +238,7 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
 
 
 def _full_checkpointing(found: Found) -> Alternative | None:
-    """The simple baseline: every block that repeats is run twice, as a framework's switch would have it; as promised, not traced."""
+    """The simple baseline: every block that repeats is run twice, as a framework's switch would have it; predicted, not verified."""
     variant = found.variant
     if variant is None:
         return None
@@ -255,7 +255,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
         seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
         fits=None,
         exact=True,
-        why="as promised, not traced",
+        why="predicted, not verified",
     )
 
 

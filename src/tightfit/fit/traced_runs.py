@@ -102,7 +102,9 @@ class TracedRuns:
         options = tuple(options)
         key = frozenset(option.key for option in options)
         if key not in self._made:
-            self.say(f"tracing with {len(options)} choices" if options else "tracing the plain run")
+            num_techniques = len({option.technique for option in options})
+            techniques = f"{num_techniques} technique{'' if num_techniques == 1 else 's'}"
+            self.say(f"tracing with {techniques}" if options else "tracing the plain run")
             traced = trace(
                 self.target,
                 label=self.label,

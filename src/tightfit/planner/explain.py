@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tightfit.planner.plan import Choice, Plan
-from tightfit.units import GIB, format_bytes, format_seconds
+from tightfit.planner.setting_words import setting_words
+from tightfit.units import GIB, MINUS, format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ def groups(choices: Sequence[Choice]) -> list[Group]:
     """The choices by technique, place and settings, those that save most first."""
     together: dict[tuple[str, str, str], list[Choice]] = {}
     for choice in choices:
-        settings = ", ".join(f"{name}={value}" for name, value in choice.settings.items())
+        settings = setting_words(choice.settings)
         together.setdefault((choice.technique, re.sub(r"\d+", "#", choice.where), settings), []).append(choice)
     found = [
         Group(
@@ -72,11 +73,18 @@ def verdict(plan: Plan) -> str:
     """The result in one line."""
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
     if plan.fits and not plan.choices:
-        return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
+        return f"fits without changes: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
     if plan.fits:
-        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
+        return f"fits with {number_of_techniques(plan)}: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
     missing = plan.run.peak.device_high_bytes - plan.budget_bytes
-    return f"does not fit: {format_bytes(missing)} too much for {budget}, with all that is allowed"
+    return f"does not fit: {format_bytes(missing)} more than {budget}, even with every allowed technique"
+
+
+def number_of_techniques(plan: Plan) -> str:
+    """`1 technique`, or `4 techniques (20 places)`."""
+    techniques, places = len({choice.technique for choice in plan.choices}), len(plan.choices)
+    words = f"{techniques} technique{'' if techniques == 1 else 's'}"
+    return words if places == techniques else f"{words} ({places} places)"
 
 
 def sentences(plan: Plan) -> Iterator[str]:
@@ -87,34 +95,40 @@ def sentences(plan: Plan) -> Iterator[str]:
         return
     slower = run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     yield (
-        f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned one {format_bytes(run.peak.device_bytes)}; "
-        f"a step takes {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%}), by a roofline."
+        f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned run {format_bytes(run.peak.device_bytes)}; "
+        f"time per step: {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({_percent(slower)})."
     )
-    off = run.peak.device_bytes - plan.promised_bytes
-    yield f"The choices promised {format_bytes(plan.promised_bytes)}; the traced run is {format_bytes(abs(off))} {'above' if off > 0 else 'below'} that."
+    yield f"Peak: predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}."
     if plan.headroom_bytes:
         yield (
-            f"{format_bytes(plan.headroom_bytes)} are kept free, the doubt about the peak: an allocator that runs full frees its cache and asks the "
-            "driver again, which costs more than any technique here."
+            f"{format_bytes(plan.headroom_bytes)} safety margin (uncertainty of the peak): an allocator that runs out of memory frees its cache and "
+            "allocates again, which costs more time than any technique."
         )
-    proven = (
-        "and that is proven under the cost model"
-        if plan.bound.is_proven
-        else f"and none can take less than {format_seconds(plan.bound.seconds_per_step)}"
-    )
     if plan.fits:
-        yield f"No other choice of what the techniques offered was found to be faster, {proven}."
+        yield _optimality(plan)
     if plan.exact:
         yield _proof(plan)
     yield from _next_gib(plan)
 
 
+def _optimality(plan: Plan) -> str:
+    """How far from the fastest plan this one can be, by the cost model."""
+    predicted, simulated = (format_seconds(s) for s in (plan.bound.seconds_per_step, plan.run.seconds_per_step))
+    if plan.bound.is_proven:
+        return f"Optimal under the cost model (predicted {predicted}, simulated {simulated})."
+    return f"The fastest plan found (simulated {simulated}); under the cost model no plan takes less than {predicted} per step."
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}".replace("-", MINUS)
+
+
 def _proof(plan: Plan) -> str:
     """The evidence that the plan is exact."""
     if plan.proof.kind == "values":
-        return f"Exact, proven by values: {plan.proof.what}."
+        return f"Exact, verified by values: {plan.proof.what}."
     why = f" ({plan.proof.what})" if plan.proof.what else ""
-    return f"Exact by structure{why}: every technique keeps the losses and the gradients, and its first steps in a real run are checked."
+    return f"Exact by structure{why}: each technique preserves losses and gradients, and the first steps of a real run are checked."
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:
@@ -128,7 +142,7 @@ def _next_gib(plan: Plan) -> Iterator[str]:
     if step > 0:
         # The slope between the two neighbouring points of the curve, which is convex only roughly.
         rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
-        yield f"Around here a GiB more would save about {format_seconds(max(0.0, rate))} a step."
+        yield f"One more GiB would save about {format_seconds(max(0.0, rate))} per step."
 
 
 def reached_limit(plan: Plan) -> str:
@@ -136,6 +150,6 @@ def reached_limit(plan: Plan) -> str:
     if plan.fits:
         return ""
     return (
-        f"least that was reached: {format_bytes(plan.run.peak.device_bytes)} "
-        f"(at most {format_bytes(plan.run.peak.device_high_bytes)}), {format_bytes(plan.run.peak.device_high_bytes - plan.budget_bytes)} over"
+        f"lowest peak found: {format_bytes(plan.run.peak.device_bytes)} (upper bound {format_bytes(plan.run.peak.device_high_bytes)}, "
+        f"{format_bytes(plan.run.peak.device_high_bytes - plan.budget_bytes)} over the budget)"
     )

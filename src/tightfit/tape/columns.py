@@ -203,7 +203,8 @@ class Tape:
     """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
-    `effects` are those that were seen, where the capture was asked to watch for them.
+    `effects` are those that were seen, where the capture was asked to watch for them. `module_classes` has the class of each module that ran, by
+    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none.
     """
 
     target: str
@@ -218,6 +219,7 @@ class Tape:
     host_peak_bytes: int
     loop: str = ""
     effects: tuple[Effect, ...] = ()
+    module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tape as an npz file, whole or not at all."""
@@ -231,6 +233,7 @@ class Tape:
             "host_peak_bytes": self.host_peak_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
+            "module_classes": dict(self.module_classes),
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()

@@ -87,15 +87,15 @@ class _Line:
 
 def _of_growth(line: _Line) -> str:
     return (
-        f"of what {line.line} makes {format_bytes(line.num_bytes)} more are left with each step ({line.made}), a leak: where a list or a sum keeps "
-        "it, keep loss.item() or .detach().cpu() instead"
+        f"{line.line} leaves {format_bytes(line.num_bytes)} more allocated after each step ({line.made}), a leak: if a list or a sum holds it, "
+        "store loss.item() or .detach().cpu() instead"
     )
 
 
 def _of_lingering(line: _Line) -> str:
     return (
-        f"what {line.line} made in the last step ({line.made}, {format_bytes(line.num_bytes)}) is alive through the next forward: unless that is "
-        "meant, del the name that holds it at the end of the step"
+        f"what {line.line} allocated in one step ({line.made}, {format_bytes(line.num_bytes)}) stays allocated through the next forward pass: "
+        "if unintended, `del` the variable at the end of the step"
     )
 
 
