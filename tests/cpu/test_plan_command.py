@@ -162,7 +162,7 @@ def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys
         (["--allow", "magic"], 2, "--allow magic: no such technique; allow lossy (all of them) or one of "),
         (["--steps", "0"], 2, "steps is 0: at least one step must be traced"),
         (["-o", "nowhere/plan.json"], 2, "--output nowhere/plan.json: there is no folder nowhere"),
-        (["--device", "no such card"], 2, "no card is called 'no such card'"),
+        (["--device", "no such card"], 2, "no GPU is called 'no such card'"),
         (["-p", "rows=3"], 2, "model.py:workload: got an unexpected keyword argument 'rows'; its parameters: num_rows"),
     ],
 )

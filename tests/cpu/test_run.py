@@ -139,7 +139,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (["train.py"], 2, "there is no GPU on this machine to plan for: name one with --device"),
         (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is nothing; give what the process may hold"),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
-        (["--device", "no such card", "train.py"], 2, "no card is called 'no such card'"),
+        (["--device", "no such card", "train.py"], 2, "no GPU is called 'no such card'"),
     ],
 )
 def test_errors_are_one_line_each(
@@ -288,7 +288,7 @@ def test_a_model_that_the_plan_does_not_know_runs_as_it_is_once_the_plans_own_is
     optimizer = torch.optim.SGD(other.parameters())
     other(batch_of(0)[0]).sum().backward()
     optimizer.step()
-    assert told == ["the plan knows of no Block, which runs as it is"]
+    assert told == ["the plan knows of no Block, which runs unchanged"]
     assert inspect.ismethod(other.forward)
 
 

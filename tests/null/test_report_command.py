@@ -121,7 +121,7 @@ class TestWhatItRefuses:
             (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a finished run"),
             (["none.npz"], 2, "there is no file none.npz"),
             (["run.npz", "-o", "no/such/x.html"], 2, "there is no folder no/such"),
-            (["run.npz", "--device", "no such card"], 2, "no card is called 'no such card'"),
+            (["run.npz", "--device", "no such card"], 2, "no GPU is called 'no such card'"),
         ],
     )
     def test_in_one_line(self, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str) -> None:

@@ -1,4 +1,4 @@
-"""What is held at the peak as a tree: by module where modules are known, else by the user's calls, for a treemap to descend."""
+"""Memory at the peak as a tree: by module where modules are known, else by the user's calls, for a treemap to descend."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

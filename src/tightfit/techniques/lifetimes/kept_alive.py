@@ -32,11 +32,11 @@ _DEEP = 0.8
 
 @final
 class KeptAlive(AbstractTechnique):
-    """Advice only: the lines whose values outlive their step."""
+    """Suggestion only: the lines whose results outlive their step."""
 
     name = "kept_alive"
     exact = True
-    exactness = "bit for bit: nothing is computed otherwise"
+    exactness = "bit for bit: nothing is changed"
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """No options: the loop is the user's."""
@@ -66,7 +66,7 @@ class KeptAlive(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
         """Nothing can be applied to a model."""
-        raise ApplyError("it is advice about the program's own lines, and nothing that a plan could put on a model")
+        raise ApplyError("it is a suggestion about the program's own lines, and cannot be applied to a model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class Freezing(AbstractTechnique):
 
     name = "freezing"
     exact = False
-    exactness = "lossy: the first blocks keep the weights that they have"
+    exactness = "lossy: the first blocks keep their weights"
     tolerance = 0.2
 
     def options(self, profile: Profile) -> Iterable[Option]:
