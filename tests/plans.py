@@ -56,7 +56,12 @@ def a_plan(**changes: object) -> Plan:
                 why="5 GiB over the budget",
             ),
             Alternative(
-                name="by hand", device_bytes=None, seconds_per_step=None, fits=None, exact=False, why="predicted, not verified"
+                name="by hand",
+                device_bytes=None,
+                seconds_per_step=None,
+                fits=None,
+                exact=False,
+                why="predicted, not verified",
             ),
         ),
         frontier=(

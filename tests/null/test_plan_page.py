@@ -12,8 +12,9 @@ from tests.html_reader import Reader
 from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
-from tightfit.planner.plan import ParetoPoint, Plan
-from tightfit.reports.html.plan_curve import curve_points, seconds_per_gib, ticks
+from tightfit.planner.plan import Bound, ParetoPoint, Plan
+from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_gib, ticks
+from tightfit.reports.html.plan_labels import Box
 from tightfit.reports.html.plan_page import plan_page
 
 ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
@@ -73,6 +74,22 @@ class TestTheCurve:
         assert {"peak GPU memory, GiB", "milliseconds per step"} <= set(labels)
         assert {"9", "10", "15", "100", "130"} <= set(labels)
         assert (len(page.of("path", "planned")), len(page.of("path", "plain"))) == (2, 2)
+
+    def test_a_mark_beside_the_curve_is_explained_and_one_on_it_is_not(self, page: Reader) -> None:
+        assert (
+            "beside the curve: predicted 9.40 GiB, simulated 9.50 GiB; predicted 119.0 ms, simulated 120.0 ms."
+            in page.text
+        )
+        on_it = a_plan(promised_bytes=int(9.5 * GIB), bound=Bound(seconds_per_step=0.12, is_proven=True))
+        assert "beside the curve" not in Reader(plan_page(on_it)).text
+        unknown = a_plan(promised_bytes=int(9.5 * GIB), bound=Bound(seconds_per_step=0.08, is_proven=False))
+        assert "beside the curve" not in Reader(plan_page(unknown)).text
+
+    def test_the_words_of_the_plan_do_not_cover_the_line_of_the_budget(self) -> None:
+        for gib in (12.6, 13, 13.4, 13.8):
+            curve = curve_of(a_plan(run=run(gib, 0.12), budget_bytes=14 * GIB))
+            line = Box(left=curve.budget.at, top=curve.top, right=curve.budget.at + 1, bottom=curve.bottom)
+            assert [mark.label.box.overlap(line) for mark in curve.marks if mark.kind == "planned"] == [0]
 
     def test_it_is_a_picture_with_a_name_and_a_description(self, page: Reader) -> None:
         (picture,) = page.of("svg")

@@ -51,7 +51,9 @@ def test_neither_settings_nor_alternatives_are_cut(width: int) -> None:
         exact=True,
     )
     name = " + ".join(("chunked_loss", "selective_checkpointing", "optimizer_kernel", "tiled_tokens"))
-    other = Alternative(name=name, device_bytes=GIB, seconds_per_step=1.0, fits=True, exact=True, why="fits, but is slower")
+    other = Alternative(
+        name=name, device_bytes=GIB, seconds_per_step=1.0, fits=True, exact=True, why="fits, but is slower"
+    )
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(PlanText(a_plan(choices=(choice,), alternatives=(other,))))
     assert isinstance(console.file, io.StringIO)

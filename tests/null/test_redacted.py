@@ -30,7 +30,16 @@ def test_a_home_folder_is_a_tilde(path: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["examples/train_gpt2.py:39", "src/home/page.py:3", "./home/jane.py", "/opt/models/root/x.py", "GPT.root.home.h.3", "/data/homes/x.py:1", "a home / Users / root", ""],
+    [
+        "examples/train_gpt2.py:39",
+        "src/home/page.py:3",
+        "./home/jane.py",
+        "/opt/models/root/x.py",
+        "GPT.root.home.h.3",
+        "/data/homes/x.py:1",
+        "a home / Users / root",
+        "",
+    ],
 )
 def test_nothing_else_is_touched(text: str) -> None:
     assert redacted_text(text) == text
@@ -38,7 +47,10 @@ def test_nothing_else_is_touched(text: str) -> None:
 
 def test_the_home_of_this_process_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/scratch/people/jane")
-    assert redacted_text("/scratch/people/jane/train.py, /scratch/people/janet/x.py") == "~/train.py, /scratch/people/janet/x.py"
+    assert (
+        redacted_text("/scratch/people/jane/train.py, /scratch/people/janet/x.py")
+        == "~/train.py, /scratch/people/janet/x.py"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +63,12 @@ class _Run:
 
 def test_every_text_of_nested_data() -> None:
     levels = np.arange(3)
-    run = _Run(label="/home/jane/a.py", stacks=(("/home/jane/a.py:3 f", "x"),), levels=levels, versions={"/root/v": ["/Users/j/x", None, 3]})
+    run = _Run(
+        label="/home/jane/a.py",
+        stacks=(("/home/jane/a.py:3 f", "x"),),
+        levels=levels,
+        versions={"/root/v": ["/Users/j/x", None, 3]},
+    )
     found = redacted(run)
     assert (found.label, found.stacks, found.versions) == ("~/a.py", (("~/a.py:3 f", "x"),), {"~/v": ["~/x", None, 3]})
     assert found.levels is levels

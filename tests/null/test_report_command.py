@@ -55,6 +55,18 @@ class TestWhatItWrites:
         said(capsys, "report", "run.npz", "--format", "json", "-o", "x.json")
         assert set(json.loads(Path("x.json").read_text())) == KEYS
 
+    @pytest.mark.parametrize("form", ["html", "json", "text", "perfetto"])
+    @pytest.mark.parametrize("target", ["run.npz", "run.pickle"])
+    def test_redacted_it_names_no_home_folder(self, target: str, form: str) -> None:
+        home = "/home/jane"
+        tape_of([1 << 30], [0], lines=[f"{home}/train.py:7"]).save("run.npz")
+        recorder = Recorder()
+        recorder.malloc(3 << 20, tuple(frame.replace("model.py", f"{home}/model.py") for frame in FORWARD))
+        recorder.save(Path("run.pickle"))
+        for options, named in (((), form != "text" or target == "run.npz"), (("--redact",), False)):
+            assert run(["report", target, "--format", form, *options, "-o", "out"]) == 0
+            assert (home in Path("out").read_text()) is named
+
     def test_tracks_for_perfetto(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert said(capsys, "report", "run.pickle", "--format", "perfetto")[1].startswith("wrote run.perfetto.json (")
         events = json.loads(Path("run.perfetto.json").read_text())["traceEvents"]

@@ -159,9 +159,7 @@ def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() ->
 
 def test_a_column_that_nothing_is_known_for_is_left_out() -> None:
     holders = tuple(dataclasses.replace(holder, line="") for holder in ESTIMATE.holders)
-    heading, *_ = section(
-        text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "top allocation sites"
-    )
+    heading, *_ = section(text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "top allocation sites")
     assert heading.split() == ["bytes", "blocks", "what", "module", "operator"]
 
 

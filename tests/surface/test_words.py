@@ -48,11 +48,16 @@ HISTORY = ("docs/log.md",)
 
 def _pages() -> Iterator[Path]:
     yield ROOT / "README.md"
-    for folder, endings in (("src/tightfit", (".py", ".js", ".html", ".svg", ".css")), ("docs", (".md", ".txt", ".svg"))):
+    for folder, endings in (
+        ("src/tightfit", (".py", ".js", ".html", ".svg", ".css")),
+        ("docs", (".md", ".txt", ".svg")),
+    ):
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in endings)
 
 
-TEXTS = {name: path.read_text(encoding="utf-8") for path in _pages() if (name := str(path.relative_to(ROOT))) not in HISTORY}
+TEXTS = {
+    name: path.read_text(encoding="utf-8") for path in _pages() if (name := str(path.relative_to(ROOT))) not in HISTORY
+}
 
 
 @pytest.mark.parametrize(("phrase", "better"), PHRASES.items(), ids=PHRASES.values())

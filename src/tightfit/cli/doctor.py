@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.subjects import subject_of
 from tightfit.errors import UsageError
+from tightfit.reports.redacted import redacted
 
 
 def doctor(
@@ -54,10 +55,7 @@ def doctor(
     from tightfit.diagnosis.diagnose import diagnose
 
     diagnosis = diagnose(subject, seconds=seconds)
-    if redact:
-        from tightfit.reports.redacted import redacted
-
-        diagnosis = redacted(diagnosis)
+    diagnosis = redacted(diagnosis) if redact else diagnosis
     if json:
         sys.stdout.write(jsonlib.dumps(diagnosis.to_json()) + "\n")
     else:

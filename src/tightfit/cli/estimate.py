@@ -17,6 +17,7 @@ from tightfit.cli.devices import own_card
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
+from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
     from tightfit.simulate.estimate import Estimate
@@ -124,7 +125,6 @@ def estimate(
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
-    from tightfit.reports.redacted import redacted
 
     started = time.monotonic()
     devices = device or (own_card(),)
@@ -133,13 +133,9 @@ def estimate(
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
     options = model.given()
-    _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
-    if save_recording is not None and len(cards) > 1:
-        raise UsageError("--save-recording writes the run on one GPU: give one --device")
+    _check_files({"--save-tape": save_tape, "--save-recording": save_recording}, num_cards=len(cards))
     if target.endswith(".npz"):
-        if arguments or parameter or options:
-            raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
-        tape = _saved_tape(target)
+        tape = _saved_tape(target, is_finished=not (arguments or parameter or options))
     else:
         tape = fit.capture(
             target,
@@ -152,8 +148,7 @@ def estimate(
             timeout=timeout,
             show_output=show_output,
         )
-    if redact:
-        tape = redacted(tape)
+    tape = redacted(tape) if redact else tape
     if save_tape is not None:
         tape.save(save_tape)
     if save_recording is not None:
@@ -163,16 +158,20 @@ def estimate(
     return 0 if all(e.fits for e in estimates) else 1
 
 
-def _check_folders(files: Mapping[str, Path | None]) -> None:
+def _check_files(files: Mapping[str, Path | None], *, num_cards: int) -> None:
     # Checked before the trace, which may take minutes, rather than when its result is to be written.
     for option, file in files.items():
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"{option} {file}: there is no folder {file.parent}")
+    if files["--save-recording"] is not None and num_cards > 1:
+        raise UsageError("--save-recording writes the run on one GPU: give one --device")
 
 
-def _saved_tape(path: str) -> "Tape":
+def _saved_tape(path: str, *, is_finished: bool) -> "Tape":
     from tightfit.tape.load import read_tape
 
+    if not is_finished:
+        raise UsageError(f"{path} is a finished run: it takes no arguments, -p or model options")
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")
     return read_tape(path)

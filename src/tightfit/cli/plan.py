@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from tightfit.cli.devices import own_card
 from tightfit.cli.estimate import NO_OPTIONS, ModelOptions
 from tightfit.errors import UsageError
+from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
     from tightfit.reports.plans import Plan
@@ -100,8 +101,7 @@ def plan(
     redact
         Write ~ in place of home folders in every path, for a report that is sent to somebody.
     no_prove
-        Do not verify the plan by values. By default three steps are run on the CPU, plain and planned, and their results compared, where that
-        takes 20 s or less; for generator functions and Hugging Face configs, not for scripts, which may write files.
+        Do not verify the plan by values: by default three steps run on the CPU, plain and planned, where that takes 20 s or less (not for scripts).
     """
     from tightfit.fit.planning import plan as find_plan
 
@@ -124,14 +124,9 @@ def plan(
         "say": _say if sys.stderr.isatty() else None,
     }
     if search is not None:
-        if bounds.host is not None or bounds.disk is not None:
-            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, output=output, json=json, **settings)
+        return _search(search, target, card, bounds, output=output, json=json, redact=redact, **settings)
     found = find_plan(target, card, host=bounds.host, disk=bounds.disk, prove=not no_prove, **settings)
-    if redact:
-        from tightfit.reports.redacted import redacted
-
-        found = redacted(found)
+    found = redacted(found) if redact else found
     if output is not None:
         found.save(output)
     _write(found, json=json, elapsed_seconds=time.monotonic() - started)
@@ -148,14 +143,27 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
         write_plan(found, elapsed_seconds=elapsed_seconds)
 
 
-def _search(parameter: str, target: str, device: str, *, output: Path | None, json: bool, **settings: Any) -> int:
+def _search(
+    parameter: str,
+    target: str,
+    device: str,
+    bounds: Bounds,
+    *,
+    output: Path | None,
+    json: bool,
+    redact: bool,
+    **settings: Any,
+) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
+    if bounds.host is not None or bounds.disk is not None:
+        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
     if output is not None:
         raise UsageError("--search finds batch sizes: plan again with the one you choose for --output")
     found = batch_sizes(target, device, parameter=parameter, **settings)
+    found = redacted(found) if redact else found
     elapsed_seconds = time.monotonic() - started
     if json:
         sys.stdout.write(jsonlib.dumps(found.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")

@@ -103,7 +103,8 @@ def _print(result: "Replay", each: "Sequence[Replay]", recording: "Recording", *
     table.add_row("allocation retries", f"{result.alloc_retries:,}")
     if is_as_recorded:
         table.add_row(
-            "recorded segments", "equal to the simulated ones, to the byte" if result.agrees else "differ from the simulated ones"
+            "recorded segments",
+            "equal to the simulated ones, to the byte" if result.agrees else "differ from the simulated ones",
         )
     if result.oom is not None:
         oom = result.oom

@@ -56,9 +56,7 @@ def entries() -> list[Entry]:
         # Any other missing module is a broken installation, which the message below would hide.
         if error.name != "torch":
             raise
-        raise MissingExtra(
-            "torch is not installed, and techniques need it: pip install 'tightfit[torch]'"
-        ) from error
+        raise MissingExtra("torch is not installed, and techniques need it: pip install 'tightfit[torch]'") from error
     return [_entry(technique) for technique in catalogue.techniques().values()]
 
 

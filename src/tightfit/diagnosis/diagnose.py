@@ -136,9 +136,7 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
         holders=holders_of(history, places, alive)[:NUM_HOLDERS],
         steps=every_step,
         growth=growth_of(history, places, steps),
-        growth_note=""
-        if len(steps) >= MIN_STEPS
-        else f"needs {MIN_STEPS} steps; this run has {len(steps)}",
+        growth_note="" if len(steps) >= MIN_STEPS else f"needs {MIN_STEPS} steps; this run has {len(steps)}",
         fragmented_at=_moment(history, places, fragmented_at),
         fragmentation=found,
         pinned_by=_pinned_by(history, places, fragmented_at, found),

@@ -58,7 +58,7 @@ _WORDS: dict[str, _Words] = {
     "border": lambda where: f"cache emptied {where}",
     "dtype": str,
     "rounding": lambda how: f"{how} rounding",
-    "modules": lambda modules: ", ".join(modules),
+    "modules": ", ".join,
     "num_blocks": lambda number: f"first {number} block{'' if number == 1 else 's'}",
     "before": lambda names: f"and {names.replace(',', ', ')}" if names else "",
 }

@@ -59,7 +59,11 @@ class PlanText:
         if plan.alternatives and plan.choices:
             yield ""
             yield _alternatives(plan, width)
-        for heading, lines in (("why", _why(plan)), ("other suggestions", plan.advice), ("assumptions", _assumptions(plan))):
+        for heading, lines in (
+            ("why", _why(plan)),
+            ("other suggestions", plan.advice),
+            ("assumptions", _assumptions(plan)),
+        ):
             if lines := list(lines):
                 yield ""
                 yield Text(heading, style="bold")

@@ -13,7 +13,9 @@ from tightfit.errors.private_names import Name, known, operators, require
 OPTIMIZER_INIT = known(
     "torch.optim.optimizer:Optimizer.__init__", "to apply a plan to the optimizers of a script", "torch_hooks"
 )
-MODULE_CALL = known("torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks")
+MODULE_CALL = known(
+    "torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks"
+)
 LIGHTNING_STEP = known(
     "lightning.pytorch.strategies.strategy:Strategy.training_step",
     "to apply a plan to a LightningModule's training step",

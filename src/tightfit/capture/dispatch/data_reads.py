@@ -54,6 +54,7 @@ class Reads:
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
         self._assume(
-            self._where(), "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)"
+            self._where(),
+            "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
         )
         return host

@@ -13,7 +13,6 @@ from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per
 from tightfit.reports.html.templates import render
 from tightfit.units import format_bytes, format_seconds
 
-
 # Of the capacity or the time: what can be seen in the picture.
 _VISIBLE_SHARE = 0.003
 
@@ -64,7 +63,9 @@ def _beside_the_curve(plan: Plan) -> str:
     run, predicted = plan.run, plan.bound.seconds_per_step
     figures = []
     if abs(run.peak.device_bytes - plan.promised_bytes) > _VISIBLE_SHARE * plan.capacity_bytes:
-        figures.append(f"predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}")
+        figures.append(
+            f"predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}"
+        )
     # A bound that is not proven is no prediction of this plan.
     if plan.bound.is_proven and abs(run.seconds_per_step - predicted) > _VISIBLE_SHARE * run.seconds_per_step:
         figures.append(f"predicted {format_seconds(predicted)}, simulated {format_seconds(run.seconds_per_step)}")

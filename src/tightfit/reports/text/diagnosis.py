@@ -83,7 +83,10 @@ def _figures(diagnosis: Diagnosis) -> Table:
     table.add_row("peak allocated", f"{format_bytes(allocated)} {_when(diagnosis.moment)}")
     # A cache from before the recording can be larger than anything that the recording needs.
     more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before the recording: {_start(diagnosis)})"
-    table.add_row("peak reserved", f"{format_bytes(reserved)}, {format_bytes(reserved - allocated)} above the peak allocated{more}")
+    table.add_row(
+        "peak reserved",
+        f"{format_bytes(reserved)}, {format_bytes(reserved - allocated)} above the peak allocated{more}",
+    )
     if diagnosis.context_bytes is not None:
         context = diagnosis.context_bytes
         said = f"{format_bytes(reserved + context)} with the CUDA context ({format_bytes(context)})"
@@ -195,7 +198,9 @@ def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if len(steps) < 2:
         return
     columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
-    columns += [Column(heading=h, is_number=True) for h in ("peak allocated", "peak reserved", "still allocated after the step")]
+    columns += [
+        Column(heading=h, is_number=True) for h in ("peak allocated", "peak reserved", "still allocated after the step")
+    ]
     rows = [
         (step.name, *map(format_bytes, (step.peak_allocated_bytes, step.peak_reserved_bytes, step.end_allocated_bytes)))
         for step in steps[:NUM_STEPS]

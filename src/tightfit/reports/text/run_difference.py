@@ -115,9 +115,7 @@ def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
     ]
     yield fitted(columns, rows, width, title=title)
     if difference.matched_by == "order":
-        yield Text(
-            "The runs share no lines: lines are matched by the sizes that they allocate, in order.", "dim"
-        )
+        yield Text("The runs share no lines: lines are matched by the sizes that they allocate, in order.", "dim")
 
 
 def _steps(difference: Difference, width: int) -> Iterator[RenderableType]:

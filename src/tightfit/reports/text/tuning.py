@@ -40,7 +40,9 @@ def lines(tuning: Tuning) -> list[str]:
         f"A placement planned with all lifetimes known would reach {format_bytes(static.height_bytes)}{share}; {proof}.",
     ]
     if not tuning.is_complete:
-        found.append(f"The time limit ended the search after {tuning.num_trials} replays; there may be better settings.")
+        found.append(
+            f"The time limit ended the search after {tuning.num_trials} replays; there may be better settings."
+        )
     found += [f"Refused: {one.settings} ({one.reason})." for one in tuning.refused]
     return [*found, recommendation(tuning)]
 
