@@ -144,7 +144,7 @@ def test_a_file_that_is_cut_short_is_no_plan(planned: dict[str, Any], tmp_path: 
 
 def test_a_run_that_fits_has_nothing_to_do_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "model.py:workload", "--device", "RTX 4090", "-p", "num_rows=64"]) == 0
-    assert capsys.readouterr().out.startswith("fits as it is: ")
+    assert capsys.readouterr().out.startswith("fits without changes: ")
 
 
 def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys: pytest.CaptureFixture[str]) -> None:

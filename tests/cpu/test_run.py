@@ -117,7 +117,7 @@ def test_what_found_no_place_is_told_when_the_script_has_ended(capfd: pytest.Cap
 def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: pytest.CaptureFixture[str]) -> None:
     plan_of([], roots=[]).save("plan.json")
     assert run(["run", "--plan", "plan.json", script("print('done')")]) == 0
-    assert "called no model with gradients: there was nothing to put a plan on" in capfd.readouterr().err
+    assert "called no model with gradients: the plan was applied to nothing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
             "--plan names a finished plan: it takes no --bu",
         ),
         (["train.py"], 2, "there is no GPU on this machine to plan for: name one with --device"),
-        (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is nothing; give what the process may hold"),
+        (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is 0; give the GPU memory that the process may use"),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
         (["--device", "no such card", "train.py"], 2, "no GPU is called 'no such card'"),
     ],

@@ -135,7 +135,7 @@ def estimate(
     options = model.given()
     _check_files({"--save-tape": save_tape, "--save-recording": save_recording}, num_cards=len(cards))
     if target.endswith(".npz"):
-        tape = _saved_tape(target, is_finished=not (arguments or parameter or options))
+        tape = _saved_tape(target, has_arguments=bool(arguments or parameter or options))
     else:
         tape = fit.capture(
             target,
@@ -167,10 +167,10 @@ def _check_files(files: Mapping[str, Path | None], *, num_cards: int) -> None:
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
 
 
-def _saved_tape(path: str, *, is_finished: bool) -> "Tape":
+def _saved_tape(path: str, *, has_arguments: bool) -> "Tape":
     from tightfit.tape.load import read_tape
 
-    if not is_finished:
+    if has_arguments:
         raise UsageError(f"{path} is a finished run: it takes no arguments, -p or model options")
     if not Path(path).is_file():
         raise UsageError(f"there is no file {path}")

@@ -90,8 +90,7 @@ def plan(
     calibration
         The TOML file that tightfit calibrate wrote on that machine.
     search
-        Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
-        The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
+        Find the largest batch size: the parameter of the function, or the option of the script, that sets it (batch_size).
     output
         Write the plan to this file (JSON), for tightfit run --plan.
     json
