@@ -21,7 +21,7 @@ from benchmarks.accuracy_table import Comparison, slope
 
 ROOT = Path(__file__).parents[1]
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
-CONTEXT_CAUSE = "context of the process"
+CONTEXT_CAUSE = "CUDA context"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

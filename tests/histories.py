@@ -67,7 +67,7 @@ def training(
             HistorySpan(name=f"step {i + 1}", kind="step", begin=i * 2 * num_layers, end=(i + 1) * 2 * num_layers)
             for i in range(num_steps)
         ),
-        assumptions=(Assumption(where="train.py:44", what="a value read back from the device is taken as 1.0"),),
+        assumptions=(Assumption(where="train.py:44", what="a value read back from the GPU is assumed to be 1.0"),),
     )
 
 

@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def run(gib: float, seconds: float) -> Run:
-    """A run that holds `gib` on the card, with a range of an eighth of a GiB on both sides."""
+    """A run that needs `gib` of GPU memory, with a range of an eighth of a GiB on both sides."""
     size, doubt = int(gib * GIB), GIB // 8
     peak = Peak(
         allocated_bytes=size - GIB,
@@ -38,7 +38,7 @@ def a_plan(**changes: object) -> Plan:
             Choice(
                 technique="checkpointing",
                 where=f"Net.h.{i}",
-                settings={"keep": [i // 4]},
+                settings={"keep": [i // 4], "outputs": ["mlp.up"]},
                 saves_bytes=GIB,
                 adds_seconds=0.005,
                 exact=True,
@@ -48,15 +48,20 @@ def a_plan(**changes: object) -> Plan:
         bound=Bound(seconds_per_step=0.119, is_proven=True),
         alternatives=(
             Alternative(
-                name="nothing",
+                name="no changes",
                 device_bytes=15 * GIB,
                 seconds_per_step=0.1,
                 fits=False,
                 exact=True,
-                why="5 GiB too much",
+                why="5 GiB over the budget",
             ),
             Alternative(
-                name="by hand", device_bytes=None, seconds_per_step=None, fits=None, exact=False, why="not traced"
+                name="by hand",
+                device_bytes=None,
+                seconds_per_step=None,
+                fits=None,
+                exact=False,
+                why="predicted, not verified",
             ),
         ),
         frontier=(
@@ -64,14 +69,14 @@ def a_plan(**changes: object) -> Plan:
             ParetoPoint(device_bytes=9 * GIB, seconds_per_step=0.13),
             ParetoPoint(device_bytes=11 * GIB, seconds_per_step=0.11),
         ),
-        advice=("half the batch would hold about 8 GiB",),
+        advice=("half the batch size would need about 8 GiB",),
         model={"roots": [{"class": "Net", "num_parameters": 3, "inputs": {"0": [2, 3]}}]},
         host_bytes=0,
         disk_bytes=0,
         versions={"torch": "2.13.0"},
         assumptions=(
-            Assumption(where="train.py:3", what="a value is taken as 1.0"),
-            Assumption(where="train.py:9", what="a value is taken as 1.0"),
+            Assumption(where="train.py:3", what="a value is assumed to be 1.0"),
+            Assumption(where="train.py:9", what="a value is assumed to be 1.0"),
         ),
     )
     return dataclasses.replace(plan, **changes)

@@ -16,7 +16,7 @@ from tightfit.errors import TightfitError
 from tightfit.simulate.peak import estimate_peak
 
 ROOT = Path(__file__).parents[2]
-CONTEXT_CAUSE = "context of the process"
+CONTEXT_CAUSE = "CUDA context"
 
 
 def find_own_packages() -> None:

@@ -5,6 +5,7 @@ a bare `G` or `M` is taken as binary, because that is what `free`, `nvidia-smi` 
 can be one (nobody plans for 22 bytes), and is refused elsewhere.
 """
 
+import codecs
 import re
 import warnings
 from typing import NewType
@@ -13,6 +14,11 @@ from tightfit.errors import UsageError
 
 Bytes = NewType("Bytes", int)
 Seconds = NewType("Seconds", float)
+
+MINUS = "−"
+SIGNS_IN_ASCII = "tightfit.signs"
+"""Error handler for streams that are not UTF-8: signs are written as ASCII has them, anything else becomes `?`. `?406 us` would hide a minus."""
+_ASCII = {MINUS: "-", "µ": "u", "…": "~", "×": "x", "→": "->"}
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -101,17 +107,36 @@ def _share(text: str, number: float, whole_bytes: int | None) -> Bytes:
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes in the largest binary unit that keeps a digit before the point: `1.50 GiB`, `-3.0 MiB`, `512 B`."""
+    """`count` bytes in the largest binary unit that keeps a digit before the point: `1.50 GiB`, `−3.0 MiB`, `512 B`."""
     # Two digits for GiB, as a tenth of a GiB is more than many plans save.
     for power, unit, digits in ((30, "GiB", 2), (20, "MiB", 1), (10, "KiB", 1)):
         if abs(count) >= 1 << power:
-            return f"{count / (1 << power):.{digits}f} {unit}"
-    return f"{count} B"
+            return f"{count / (1 << power):.{digits}f} {unit}".replace("-", MINUS)
+    return f"{count} B".replace("-", MINUS)
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` in the unit that keeps three digits readable: `1.25 s`, `31.0 ms`, `8.2 us`."""
+    """`seconds` in the unit that keeps three digits readable: `1.25 s`, `31.0 ms`, `8.2 µs`."""
     for factor, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.{digits}f} {unit}"
-    return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def format_bytes_change(count: int) -> str:
+    """`count` bytes more or less, with the sign in front: `+19.5 KiB`, `−4.53 GiB`; empty for no change."""
+    return f"{'+' if count > 0 else MINUS}{format_bytes(abs(count))}" if count else ""
+
+
+def format_seconds_change(seconds: float) -> str:
+    """`seconds` more or less, with the sign in front: `+1.2 ms`, `−406.0 µs`; empty for no change."""
+    return f"{'+' if seconds > 0 else MINUS}{format_seconds(abs(seconds))}" if seconds else ""
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(SIGNS_IN_ASCII, _in_ascii)

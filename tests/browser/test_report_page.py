@@ -65,7 +65,7 @@ class TestItOpens:
         text = report.run("return document.body.innerText")
         assert "train.py" in text
         assert "step 2" in text
-        assert "a value read back from the device is taken as 1.0 (train.py:44)" in text
+        assert "a value read back from the GPU is assumed to be 1.0 (train.py:44)" in text
 
     def test_without_any_card_to_compare(self, chromium: Browser, tmp_path: Path) -> None:
         path = tmp_path / "alone.html"
@@ -87,7 +87,7 @@ class TestItOpens:
     def test_a_run_of_nothing(self, chromium: Browser, tmp_path: Path) -> None:
         chromium.open(write_page(nothing(), tmp_path / "nothing.html"))
         assert chromium.logs("browser") == []
-        assert "At most 0 B allocated" in chromium.run("return document.body.innerText")
+        assert "Peak: 0 B allocated" in chromium.run("return document.body.innerText")
         hidden = "return [...document.querySelectorAll('[hidden]')].map(e => e.id)"
         assert {"held", "timeline", "steps", "tree", "places"} <= set(chromium.run(hidden))
 
@@ -164,7 +164,7 @@ class TestTheTimelineZooms:
         focus(report, "#chart")
         report.press("p")
         report.wait("return document.querySelectorAll('#chart-table tbody tr').length > 20")
-        assert "Highest in it" in report.run("return document.getElementById('chart-status').textContent")
+        assert "Peak in this range" in report.run("return document.getElementById('chart-status').textContent")
         events = report.run("return [...document.querySelectorAll('#chart-table tbody th')].map(c => c.textContent)")
         assert f"{training().peak_event:,}" in events
 

@@ -64,13 +64,13 @@ def size_in(text: str) -> int:
 
 def test_a_lighter_model_holds_about_what_is_said_of_it(file: Path) -> None:
     (said,) = advice._blocks(trial(file))
-    assert said.startswith("a lighter model, with 6 instead of 8 blocks in Decoder.blocks, ")
+    assert said.startswith("a smaller model, with 6 instead of 8 blocks in Decoder.blocks, ")
     assert size_in(said) == pytest.approx(trial(file, num_blocks=6).estimate.peak.allocated_bytes, rel=0.03)
 
 
 def test_a_shorter_sequence_holds_no_more_than_is_said_of_it(file: Path) -> None:
     (said,) = advice._sequence(trial(file))
-    assert said.startswith("half the sequence (128 of 256 tokens) ")
+    assert said.startswith("half the sequence length (128 of 256 tokens) ")
     found = trial(file, num_tokens=128).estimate.peak.device_bytes
     assert found <= size_in(said) * 1.01
     assert size_in(said) < 1.5 * found

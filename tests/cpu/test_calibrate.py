@@ -172,7 +172,7 @@ def test_a_machine_without_a_card_is_told_in_one_line() -> None:
     answer = tightfit("calibrate")
     assert answer.returncode == 2
     assert answer.stdout == ""
-    assert answer.stderr.startswith("tightfit: there is no NVIDIA card to measure: ")
+    assert answer.stderr.startswith("tightfit: there is no NVIDIA GPU to measure: ")
     assert answer.stderr.count("\n") == 1
 
 

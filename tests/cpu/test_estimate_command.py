@@ -148,22 +148,22 @@ def test_an_unknown_card_is_answered_with_the_nearest_names_and_before_anything_
     refused: Refused, also: tuple[str, ...]
 ) -> None:
     line = refused("estimate", "killed.py", *also, "--device", "4909", code=2)
-    assert line.startswith("no card is called '4909'; the nearest are NVIDIA GeForce RTX 4090")
+    assert line.startswith("no GPU is called '4909'; the nearest are NVIDIA GeForce RTX 4090")
 
 
 def test_without_a_card_one_must_be_named(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     line = refused("estimate", "model.py:workload", code=2)
-    assert line.startswith('which card? There is none on this machine: name one, such as --device "RTX 4090"')
+    assert line.startswith('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
 
 
 def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "torn.toml").write_text("not toml [")
     torn = refused("estimate", "model.py:workload", "--device", "torn.toml", code=2)
-    assert torn.startswith("the card file torn.toml cannot be read: ")
+    assert torn.startswith("the GPU file torn.toml cannot be read: ")
     assert "line 1" in torn
     none = refused("estimate", "model.py:workload", "--device", "none.toml", code=2)
-    assert none.startswith("the card file none.toml cannot be read: ")
+    assert none.startswith("the GPU file none.toml cannot be read: ")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_card_file_is_told_apart_from_no_file_and_from_another_file(refused: R
         ),
         (
             "on_the_host.py",
-            'the workload took its steps without a tensor on the card; does it move its model to "cuda"?',
+            'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?',
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_file_that_is_cut_short_is_no_plan(planned: dict[str, Any], tmp_path: 
 
 def test_a_run_that_fits_has_nothing_to_do_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "model.py:workload", "--device", "RTX 4090", "-p", "num_rows=64"]) == 0
-    assert capsys.readouterr().out.startswith("fits as it is: ")
+    assert capsys.readouterr().out.startswith("fits without changes: ")
 
 
 def test_an_interrupted_plan_is_the_best_so_far_and_says_so(
@@ -185,18 +185,18 @@ def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys
     assert run(["plan", "model.py:workload", "--device", "RTX 4090", "--budget", "1MiB", "-p", "num_rows=64"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("does not fit: ")
-    assert "least that was reached" in said
+    assert "lowest peak found" in said
 
 
 @pytest.mark.parametrize(
     ("changed", "code", "reason"),
     [
-        (["--budget", "0"], 2, "the budget is nothing; give what the process may hold on the card, such as 22GiB"),
+        (["--budget", "0"], 2, "the budget is 0; give the GPU memory that the process may use, such as 22GiB"),
         (["--budget", "some"], 2, "--budget: 'some' is not a size; write a number with a unit, such as 22GiB"),
         (["--allow", "magic"], 2, "--allow magic: no such technique; allow lossy (all of them) or one of "),
         (["--steps", "0"], 2, "steps is 0: at least one step must be traced"),
         (["-o", "nowhere/plan.json"], 2, "--output nowhere/plan.json: there is no folder nowhere"),
-        (["--device", "no such card"], 2, "no card is called 'no such card'"),
+        (["--device", "no such card"], 2, "no GPU is called 'no such card'"),
         (["-p", "rows=3"], 2, "model.py:workload: got an unexpected keyword argument 'rows'; its parameters: num_rows"),
     ],
 )
@@ -222,4 +222,4 @@ def test_a_script_that_never_trains_is_one_line(folder: Path, capsys: pytest.Cap
 def test_no_card_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tightfit.cli.devices.local_cards", list)
     assert run(["plan", "model.py:workload"]) == 2
-    assert capsys.readouterr().err.startswith("tightfit: which card? There is none on this machine: name one")
+    assert capsys.readouterr().err.startswith("tightfit: which GPU? There is none on this machine: name one")

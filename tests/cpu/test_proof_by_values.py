@@ -128,7 +128,7 @@ def test_what_is_not_affordable_or_has_side_effects_is_not_run(
     proof = Prover(target, tape, seconds=20.0, log=ProgressLog()).prove([chosen])
     assert isinstance(proof, Proof)
     assert proof.kind == "structure"
-    assert proof.what.startswith("not by values: ") and why in proof.what
+    assert proof.what.startswith("not verified by values: ") and why in proof.what
 
 
 def test_values_that_differ_by_rounding_are_the_same_up_to_the_order_of_sums_alone() -> None:

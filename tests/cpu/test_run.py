@@ -67,8 +67,8 @@ def test_a_script_runs_with_its_plan_and_says_so_in_three_lines(capfd: pytest.Ca
     assert said.out == f"{train(*made(), range(3))} {WRAPPED}\n"
     assert said.err.splitlines() == [
         "tightfit: on Net: checkpointing of Net.layers.[0,2], optimizer_kernel of optimizer",
-        "tightfit: peak 1.00 GiB (at most 1.00 GiB) instead of 1.00 GiB on NVIDIA GeForce RTX 4090",
-        "tightfit: a step 100.0 ms instead of 100.0 ms (+0.0%), by a roofline",
+        "tightfit: peak 1.00 GiB (upper bound 1.00 GiB) instead of 1.00 GiB on NVIDIA GeForce RTX 4090",
+        "tightfit: estimated time per step 100.0 ms instead of 100.0 ms (+0.0%)",
     ]
 
 
@@ -131,7 +131,7 @@ def test_what_found_no_place_is_told_when_the_script_has_ended(capfd: pytest.Cap
 def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: pytest.CaptureFixture[str]) -> None:
     plan_of([], roots=[]).save("plan.json")
     assert run(["run", "--plan", "plan.json", script("print('done')")]) == 0
-    assert "called no model with gradients: there was nothing to put a plan on" in capfd.readouterr().err
+    assert "called no model with gradients: the plan was applied to nothing" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,16 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
         (
             ["--plan", "plan.json", "--budget", "4GiB", "train.py"],
             2,
-            "--plan is a plan that was made: it takes no --bu",
+            "--plan names a finished plan: it takes no --bu",
         ),
-        (["train.py"], 2, "there is no card on this machine to plan for: name one with --device"),
-        (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is nothing; give what the process may hold"),
+        (["train.py"], 2, "there is no GPU on this machine to plan for: name one with --device"),
+        (
+            ["--device", "4090", "--budget", "0", "train.py"],
+            2,
+            "the budget is 0; give the GPU memory that the process may use",
+        ),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
-        (["--device", "no such card", "train.py"], 2, "no card is called 'no such card'"),
+        (["--device", "no such card", "train.py"], 2, "no GPU is called 'no such card'"),
     ],
 )
 def test_errors_are_one_line_each(
@@ -302,7 +306,7 @@ def test_a_model_that_the_plan_does_not_know_runs_as_it_is_once_the_plans_own_is
     optimizer = torch.optim.SGD(other.parameters())
     other(batch_of(0)[0]).sum().backward()
     optimizer.step()
-    assert told == ["the plan knows of no Block, which runs as it is"]
+    assert told == ["the plan knows of no Block, which runs unchanged"]
     assert inspect.ismethod(other.forward)
 
 

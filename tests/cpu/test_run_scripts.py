@@ -56,4 +56,4 @@ def test_the_table_is_as_it_is_written() -> None:
 
 def test_a_script_that_cannot_be_planned_is_an_error_in_its_row(tmp_path: Path) -> None:
     bench = Bench(script="gan", folder=tmp_path)
-    assert "the budget is nothing" in bench.plan(0)["error"]
+    assert "the budget is 0" in bench.plan(0)["error"]

@@ -35,12 +35,12 @@ EXPECTED = {
     "accumulation_ema": Expected(),
     "clip_two_tower": Expected(),
     "detection": Expected(),
-    "diffusion_unet": Expected(said=("gradients are taken as finite",)),
+    "diffusion_unet": Expected(said=("gradients are assumed to be finite",)),
     "gan": Expected(num_parameters=GAN_GENERATOR + GAN_DISCRIMINATOR, folders=frozenset({"dcgan"})),
     "lightning_mnist": Expected(asides=("without gradients at",)),
     "manual_sgd": Expected(
         num_parameters=64 * 2048 + 2 * 2048 * 2048 + 2048 + 3 * 2048 + 1,
-        said=("a step is taken to end with each backward pass",),
+        said=("each backward pass is assumed to end a step",),
         has_state=False,
     ),
     "nanogpt_train": Expected(

@@ -73,7 +73,7 @@ def test_the_rows_name_what_each_would_hold(plain: Tape) -> None:
     (adapters,) = Adapters().advice(Profile(plain, find(DEVICE)))
     assert "LoRA on 56 linear layers" in adapters.what
     numbers = 8 * 8 * (4 * (256 + 256) + 3 * (256 + 768))
-    assert f"with {numbers:,} trained numbers" in adapters.what
+    assert f"({numbers:,} trainable parameters)" in adapters.what
 
 
 def test_adapters_hold_what_was_promised(plain: Tape) -> None:

@@ -43,7 +43,7 @@ def test_a_list_that_grows() -> None:
     rows = advice("growing")
     assert any("a leak" in row.what for row in rows)
     leak = next(row for row in rows if "a leak" in row.what)
-    assert re.search(r"more are left with each step \(a tensor of Linear\)", leak.what)
+    assert re.search(r"more allocated after each step \(a tensor of Linear\)", leak.what)
     assert line_of("hidden = model[0]") in leak.what
     assert leak.saves_bytes >= 4096 * 512 * 4
 

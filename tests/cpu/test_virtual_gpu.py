@@ -58,11 +58,11 @@ def estimate(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     [
         (
             "import torch\n\nmodel = torch.nn.Linear(4, 4).to('cuda:1')\n",
-            "train.py:3 asks for cuda:1, but one card is simulated",
+            "train.py:3 uses cuda:1, but one GPU is simulated",
         ),
         (
             "import torch\n\ntorch.distributed.init_process_group('nccl', rank=0, world_size=2)\n",
-            "train.py:3 joins 2 processes, but one card is simulated",
+            "train.py:3 joins 2 processes, but one GPU is simulated",
         ),
         (
             "import torch\n\nloss = torch.ones(4096, 64, device='cuda').mean()\n"

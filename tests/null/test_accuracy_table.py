@@ -59,8 +59,8 @@ def answer(**peak: int) -> Answer:
 
 
 BAND = [
-    {"cause": "context of the process", "less_bytes": 30, "more_bytes": 60},
-    {"cause": "order of frees and requests", "less_bytes": 20, "more_bytes": 40},
+    {"cause": "CUDA context", "less_bytes": 30, "more_bytes": 60},
+    {"cause": "allocation order", "less_bytes": 20, "more_bytes": 40},
 ]
 PEAK = {
     "allocated_bytes": 900,

@@ -65,7 +65,7 @@ def test_a_run_is_no_different_from_itself(tmp_path):
     found = difference(run, run)
     assert (found.changes, found.partings) == ((), ())
     assert [pair.a_allocations == pair.same_allocations for pair in found.steps] == [True] * 3
-    assert "All requests of these steps are the same" in text_of(found)
+    assert "All allocations of these steps are equal" in text_of(found)
 
 
 def test_a_leak_that_one_run_has_is_found_with_its_line(tmp_path):
@@ -120,7 +120,7 @@ def test_a_prediction_and_a_recording_of_other_lines_are_matched_by_order(tmp_pa
     found = difference(*estimate_and_recording(tmp_path, SIZES))
     assert found.matched_by == "order"
     assert (found.changes, found.partings) == ((), ())
-    assert "All requests" in text_of(found)
+    assert "All allocations" in text_of(found)
 
 
 def test_the_first_place_where_prediction_and_reality_part(tmp_path):
@@ -131,7 +131,7 @@ def test_the_first_place_where_prediction_and_reality_part(tmp_path):
     assert (parting.b.number, parting.b.where, parting.b.num_bytes) == (2, "train.py:24", 700 * KIB)
     (change,) = found.changes
     assert (change.kind, change.b_where) == ("new", "train.py:24")
-    assert "request 2: 700.0 KiB for clone, train.py:24" in text_of(found)
+    assert "allocation 2: 700.0 KiB for clone, train.py:24" in text_of(found)
 
 
 def test_steps_of_one_name_are_compared_and_others_counted_from_the_last():

@@ -18,7 +18,7 @@ from tightfit.reports.text.run_difference import DifferenceText
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.txt"))
 RECORDINGS = ROOT.parent / "shared/data/snapshots"
-SEARCHED = "settings of the allocator"
+SEARCHED = "allocator settings"
 needs_recordings = pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recordings are not here")
 
 

@@ -157,6 +157,21 @@ class TestTheTree:
         for part in root.parts.values():
             assert part.num_bytes == sum(inner.num_bytes for inner in part.parts.values())
 
+    def test_modules_have_their_class_where_it_is_known_and_do_not_repeat_it(self) -> None:
+        classes = {
+            "net.layers": "ModuleList",
+            "net.layers.0": "Block",
+            "net.layers.0.linear": "linear",
+            "net.layers.1": "Block",
+        }
+        root = peak_tree(dataclasses.replace(training(), module_classes=classes), 0.0001)
+        layers, outside = root.parts.values()
+        assert (layers.label, outside.label) == ("net.layers: ModuleList", "outside of modules")
+        assert {part.label for part in layers.parts.values()} == {"0: Block", "1: Block"}
+        assert {inner.label for part in layers.parts.values() for inner in part.parts.values()} == {"linear", "act"}
+        data = data_of(dataclasses.replace(training(), module_classes=classes))
+        assert "net.layers: ModuleList" in data["texts"]
+
     def test_without_modules_is_by_the_users_calls(self) -> None:
         root = peak_tree(training(modules=("", "")), 0.0001)
         names = {part.name for part in root.parts.values()}

@@ -115,9 +115,9 @@ def test_places_that_differ_by_a_number_are_one_line() -> None:
 
 
 def test_the_answer_is_said_in_words() -> None:
-    assert verdict(a_plan()).startswith("fits with 4 choices: 9.50 GiB of 10.00 GiB")
-    assert "nothing to do" in verdict(a_plan(choices=()))
-    assert verdict(a_plan(fits=False, budget_bytes=8 * GIB)).startswith("does not fit: 1.62 GiB too much")
+    assert verdict(a_plan()).startswith("fits with 1 technique (4 places): 9.50 GiB of 10.00 GiB")
+    assert verdict(a_plan(choices=())).startswith("fits without changes: 9.50 GiB of 10.00 GiB")
+    assert verdict(a_plan(fits=False, budget_bytes=8 * GIB)).startswith("does not fit: 1.62 GiB more than 8.00 GiB")
     said = "\n".join(sentences(a_plan()))
     assert "+20.0%" in said
-    assert "a GiB more would save about 10.0 ms a step" in said
+    assert "One more GiB would save about 10.0 ms per step" in said

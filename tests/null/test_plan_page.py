@@ -12,8 +12,9 @@ from tests.html_reader import Reader
 from tests.plans import GIB, a_plan, run
 
 from tightfit.cli.main import run as tightfit
-from tightfit.planner.plan import ParetoPoint, Plan
-from tightfit.reports.html.plan_curve import curve_points, seconds_per_gib, ticks
+from tightfit.planner.plan import Bound, ParetoPoint, Plan
+from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_gib, ticks
+from tightfit.reports.html.plan_labels import Box
 from tightfit.reports.html.plan_page import plan_page
 
 ATTACK = "</style></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\ud800"
@@ -26,35 +27,35 @@ def page() -> Reader:
 
 class TestWhatItSays:
     def test_the_answer_and_both_runs(self, page: Reader) -> None:
-        assert "Fits with 4 choices : 9.50 GiB of 10.00 GiB on a card" in page.text
+        assert "Fits with 1 technique (4 places) : 9.50 GiB of 10.00 GiB on a card" in page.text
         assert "plain 15.00 GiB 14.88 GiB to 15.12 GiB 14.50 GiB 14.00 GiB 100.0 ms" in page.text
         assert "planned 9.50 GiB 9.38 GiB to 9.62 GiB 9.00 GiB 8.50 GiB 120.0 ms" in page.text
 
     def test_choices_that_differ_by_a_number_are_one_row(self, page: Reader) -> None:
-        assert "checkpointing Net.h.[0-3] 4 4.00 GiB 20.0 ms yes keep=[0]" in page.text
+        assert "checkpointing Net.h.[0-3] 4 −4.00 GiB +20.0 ms yes keeps the output of `mlp.up`" in page.text
 
-    def test_what_else_was_considered_traced_or_not(self, page: Reader) -> None:
-        assert "nothing 15.00 GiB 100.0 ms no yes 5 GiB too much" in page.text
-        assert "by hand not traced no not traced" in page.text
+    def test_the_alternatives_verified_or_not(self, page: Reader) -> None:
+        assert "no changes 15.00 GiB 100.0 ms no yes 5 GiB over the budget" in page.text
+        assert "by hand not verified no predicted, not verified" in page.text
 
     def test_why_advice_and_assumptions_each_once(self, page: Reader) -> None:
-        assert "a step takes 120.0 ms instead of 100.0 ms (+20.0%)" in page.text
-        assert "Around here a GiB more would save about 10.0 ms a step." in page.text
-        assert "half the batch would hold about 8 GiB" in page.text
-        assert page.text.count("a value is taken as 1.0") == 1
+        assert "time per step: 120.0 ms instead of 100.0 ms (+20.0%)" in page.text
+        assert "One more GiB would save about 10.0 ms per step." in page.text
+        assert "half the batch size would need about 8 GiB" in page.text
+        assert page.text.count("a value is assumed to be 1.0") == 1
         assert "(train.py:3, train.py:9)" in page.text
 
     def test_a_plan_that_does_not_fit_says_by_how_much(self) -> None:
         page = Reader(plan_page(a_plan(fits=False, budget_bytes=8 * GIB)))
-        assert "Does not fit : 1.62 GiB too much for 8.00 GiB on a card" in page.text
-        assert "Least that was reached: 9.50 GiB (at most 9.62 GiB), 1.62 GiB over." in page.text
+        assert "Does not fit : 1.62 GiB more than 8.00 GiB on a card, even with every allowed technique" in page.text
+        assert "Lowest peak found: 9.50 GiB (upper bound 9.62 GiB, 1.62 GiB over the budget)." in page.text
         assert page.of("span", "bad")
 
-    def test_a_run_that_fits_as_it_is_has_no_choices_and_no_planned_run(self) -> None:
+    def test_a_run_that_fits_without_changes_has_no_choices_and_no_planned_run(self) -> None:
         page = Reader(plan_page(a_plan(choices=(), frontier=(), run=run(9, 0.1), baseline=run(9, 0.1))))
-        assert "Fits as it is" in page.text
+        assert "Fits without changes" in page.text
         assert "planned 9" not in page.text
-        assert "there is no curve to show" in page.text
+        assert "there is no trade-off to show" in page.text
         assert not page.of("svg")
 
 
@@ -70,9 +71,25 @@ class TestTheCurve:
     def test_the_plan_the_plain_run_and_the_budget_are_marked_in_words(self, page: Reader) -> None:
         labels = [words for tag, words in page.words if tag == "text"]
         assert {"the plan: 9.50 GiB, 120.0 ms", "the plain run: 15.00 GiB, 100.0 ms", "budget 10.00 GiB"} <= set(labels)
-        assert {"memory on the card, GiB", "milliseconds per step"} <= set(labels)
+        assert {"peak GPU memory, GiB", "milliseconds per step"} <= set(labels)
         assert {"9", "10", "15", "100", "130"} <= set(labels)
         assert (len(page.of("path", "planned")), len(page.of("path", "plain"))) == (2, 2)
+
+    def test_a_mark_beside_the_curve_is_explained_and_one_on_it_is_not(self, page: Reader) -> None:
+        assert (
+            "beside the curve: predicted 9.40 GiB, simulated 9.50 GiB; predicted 119.0 ms, simulated 120.0 ms."
+            in page.text
+        )
+        on_it = a_plan(promised_bytes=int(9.5 * GIB), bound=Bound(seconds_per_step=0.12, is_proven=True))
+        assert "beside the curve" not in Reader(plan_page(on_it)).text
+        unknown = a_plan(promised_bytes=int(9.5 * GIB), bound=Bound(seconds_per_step=0.08, is_proven=False))
+        assert "beside the curve" not in Reader(plan_page(unknown)).text
+
+    def test_the_words_of_the_plan_do_not_cover_the_line_of_the_budget(self) -> None:
+        for gib in (12.6, 13, 13.4, 13.8):
+            curve = curve_of(a_plan(run=run(gib, 0.12), budget_bytes=14 * GIB))
+            line = Box(left=curve.budget.at, top=curve.top, right=curve.budget.at + 1, bottom=curve.bottom)
+            assert [mark.label.box.overlap(line) for mark in curve.marks if mark.kind == "planned"] == [0]
 
     def test_it_is_a_picture_with_a_name_and_a_description(self, page: Reader) -> None:
         (picture,) = page.of("svg")

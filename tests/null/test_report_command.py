@@ -55,6 +55,18 @@ class TestWhatItWrites:
         said(capsys, "report", "run.npz", "--format", "json", "-o", "x.json")
         assert set(json.loads(Path("x.json").read_text())) == KEYS
 
+    @pytest.mark.parametrize("form", ["html", "json", "text", "perfetto"])
+    @pytest.mark.parametrize("target", ["run.npz", "run.pickle"])
+    def test_redacted_it_names_no_home_folder(self, target: str, form: str) -> None:
+        home = "/home/jane"
+        tape_of([1 << 30], [0], lines=[f"{home}/train.py:7"]).save("run.npz")
+        recorder = Recorder()
+        recorder.malloc(3 << 20, tuple(frame.replace("model.py", f"{home}/model.py") for frame in FORWARD))
+        recorder.save(Path("run.pickle"))
+        for options, named in (((), form != "text" or target == "run.npz"), (("--redact",), False)):
+            assert run(["report", target, "--format", form, *options, "-o", "out"]) == 0
+            assert (home in Path("out").read_text()) is named
+
     def test_tracks_for_perfetto(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert said(capsys, "report", "run.pickle", "--format", "perfetto")[1].startswith("wrote run.perfetto.json (")
         events = json.loads(Path("run.perfetto.json").read_text())["traceEvents"]
@@ -117,11 +129,11 @@ class TestWhatItRefuses:
             (["run.pickle", "--merge", "p.json"], 2, "--merge needs --format perfetto"),
             (["run.npz", "--format", "perfetto", "--merge", "p.json"], 2, "a prediction has no clock to merge by"),
             (["run.pickle", "--format", "perfetto", "--merge", "none.json"], 3, "none.json is not a trace"),
-            (["run.pickle", "-p", "x=1"], 2, "run.pickle is a run that is over"),
-            (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a run that is over"),
+            (["run.pickle", "-p", "x=1"], 2, "run.pickle is a finished run"),
+            (["run.npz", "--", "--epochs", "1"], 2, "run.npz is a finished run"),
             (["none.npz"], 2, "there is no file none.npz"),
             (["run.npz", "-o", "no/such/x.html"], 2, "there is no folder no/such"),
-            (["run.npz", "--device", "no such card"], 2, "no card is called 'no such card'"),
+            (["run.npz", "--device", "no such card"], 2, "no GPU is called 'no such card'"),
         ],
     )
     def test_in_one_line(self, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str) -> None:

@@ -75,11 +75,11 @@ ESTIMATE = Estimate(
             end_allocated_bytes=3 * GIB,
         ),
     ),
-    band=(Band(cause="context of the process", less_bytes=50 * MIB, more_bytes=100 * MIB),),
+    band=(Band(cause="CUDA context", less_bytes=50 * MIB, more_bytes=100 * MIB),),
     host_peak_bytes=300 * MIB,
     seconds_per_step=0.25,
     versions={"python": "3.11.7", "torch": "2.13.0", "cuda": ""},
-    assumptions=(Assumption(where="train.py:44", what="a value read back from the device is taken as 1.0"),),
+    assumptions=(Assumption(where="train.py:44", what="a value read back from the GPU is assumed to be 1.0"),),
 )
 ROOMY = dataclasses.replace(ESTIMATE, device="NVIDIA GeForce RTX 4090", capacity_bytes=24 * GIB)
 TIGHT = dataclasses.replace(ESTIMATE, capacity_bytes=10 * GIB + 200 * MIB)
@@ -88,17 +88,17 @@ REPORT = """\
 does not fit: 2.15 GiB too much
 train.py on NVIDIA GeForce RTX 4060, 8.00 GiB
 
-peak on the card  10.15 GiB  10.10 GiB to 10.24 GiB (context of the process)
-reserved          10.00 GiB  what torch's caching allocator holds
-allocated          9.00 GiB  what live tensors hold
-on the host       300.0 MiB  in tensors
-a step             250.0 ms  by a roofline
-peak reached in   step 2, backward, mm, Net.head, project/train.py:41
+peak GPU memory   10.15 GiB  10.10 GiB to 10.24 GiB (CUDA context)
+reserved          10.00 GiB  by torch's caching allocator
+allocated          9.00 GiB  by live tensors
+host memory       300.0 MiB  in tensors
+time per step      250.0 ms  estimated time
+peak at           step 2, backward, mm, Net.head, project/train.py:41
 
-most of it: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB
-to try: a smaller batch, gradient checkpointing
+largest: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB
+to try:  a smaller batch, gradient checkpointing
 
-what holds it at the peak
+memory at the peak, by category
 parameters        1.00 GiB  10%  █████████▋
 optimizer state   2.00 GiB  20%  ███████████████████▎
 activations       5.00 GiB  49%  ████████████████████████████████████████████████
@@ -106,19 +106,20 @@ temporaries       1.00 GiB  10%  █████████▋
 unused cache      1.00 GiB  10%  █████████▋
 CUDA context     150.0 MiB   1%  █▍
 
-who asked for most of it
+top allocation sites
    bytes  blocks  what             your line           module                              operator
 5.00 GiB      24  activations      transformer.py:141  ….layers.*.feed_forward.activation  native_l…_backward
 2.00 GiB     200  optimizer state  …/train.py:41                                           zeros_like
 
 step by step
-        peak allocated  peak reserved  left at its end
-set-up        1.00 GiB       2.00 GiB         1.00 GiB
-step 1        9.00 GiB      10.00 GiB         3.00 GiB
+        peak allocated  peak reserved  still allocated after the step
+set-up        1.00 GiB       2.00 GiB                        1.00 GiB
+step 1        9.00 GiB      10.00 GiB                        3.00 GiB
 
-assumed
-- a value read back from the device is taken as 1.0 (train.py:44)
+assumptions
+- a value read back from the GPU is assumed to be 1.0 (train.py:44)
 
+times are roofline estimates, without data loading and logging
 with python 3.11.7, torch 2.13.0; estimated in 1.5 s
 """
 
@@ -149,7 +150,7 @@ def test_no_line_is_wider_than_the_terminal_and_none_is_cut_by_it(width: int) ->
 
 
 def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() -> None:
-    heading, first, _ = section(text_of(ESTIMATE, width=80), "who asked for most of it")
+    heading, first, _ = section(text_of(ESTIMATE, width=80), "top allocation sites")
     assert heading.split() == ["bytes", "blocks", "what", "your", "line", "module"]
     assert "transformer.py:141" in first
     assert "project" not in first
@@ -158,14 +159,12 @@ def test_a_narrow_terminal_shortens_folders_and_modules_and_drops_operators() ->
 
 def test_a_column_that_nothing_is_known_for_is_left_out() -> None:
     holders = tuple(dataclasses.replace(holder, line="") for holder in ESTIMATE.holders)
-    heading, *_ = section(
-        text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "who asked for most of it"
-    )
+    heading, *_ = section(text_of(dataclasses.replace(ESTIMATE, holders=holders), width=120), "top allocation sites")
     assert heading.split() == ["bytes", "blocks", "what", "module", "operator"]
 
 
 def test_a_wide_terminal_shortens_nothing() -> None:
-    _, first, _ = section(text_of(ESTIMATE, width=240), "who asked for most of it")
+    _, first, _ = section(text_of(ESTIMATE, width=240), "top allocation sites")
     assert "LanguageModel.transformer.layers.*.feed_forward.activation" in first
     assert "project/models/transformer.py:141" in first
 
@@ -188,7 +187,7 @@ def test_what_fits_needs_no_advice() -> None:
 
 def advice_for(**at_peak: int) -> str:
     held = dict.fromkeys(ESTIMATE.at_peak, 0) | {name: gib * GIB for name, gib in at_peak.items()}
-    return text_of(dataclasses.replace(ESTIMATE, at_peak=held), width=160).partition("to try: ")[2].partition("\n")[0]
+    return text_of(dataclasses.replace(ESTIMATE, at_peak=held), width=160).partition("to try:  ")[2].partition("\n")[0]
 
 
 def test_advice_follows_what_is_held() -> None:
@@ -199,11 +198,11 @@ def test_advice_follows_what_is_held() -> None:
 
 
 def test_equal_assumptions_are_said_once_with_their_places() -> None:
-    places = tuple(Assumption(where=f"train.py:{line}", what="taken as 1.0") for line in (3, 5, 7, 9))
+    places = tuple(Assumption(where=f"train.py:{line}", what="assumed to be 1.0") for line in (3, 5, 7, 9))
     many = tuple(Assumption(where="", what=f"assumption {i}") for i in range(9))
     text = text_of(dataclasses.replace(ESTIMATE, assumptions=places + many), width=100)
-    assert section(text, "assumed")[0] == "- taken as 1.0 (train.py:3, train.py:5 and 2 more places)"
-    assert section(text, "assumed")[-1] == "- and 2 more (--json lists all)"
+    assert section(text, "assumptions")[0] == "- assumed to be 1.0 (train.py:3, train.py:5 and 2 more places)"
+    assert section(text, "assumptions")[-1] == "- and 2 more (--json lists all)"
 
 
 def test_markup_in_the_users_names_is_text() -> None:
@@ -235,10 +234,10 @@ def test_an_empty_run_costs_its_context() -> None:
         seconds_per_step=0.0,
     )
     text = text_of(empty, width=100)
-    assert "who asked" not in text
+    assert "top allocation" not in text
     assert "step by step" not in text
-    assert "assumed" not in text
-    assert "a step" not in text
+    assert "assumptions" not in text
+    assert "time per step" not in text
 
 
 def test_several_cards_are_rows_in_the_order_given() -> None:
@@ -249,10 +248,10 @@ def test_several_cards_are_rows_in_the_order_given() -> None:
     assert rows[0] == "train.py"
     assert rows[3:6] == [
         "GeForce RTX 4090 fits 24.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB 13.85 GiB 250.0 ms",
-        "GeForce RTX 4060 does not fit 8.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB -2.15 GiB 250.0 ms",
+        "GeForce RTX 4060 does not fit 8.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB −2.15 GiB 250.0 ms",
         "GeForce RTX 4060 fits without the safety margin 10.20 GiB 10.15 GiB 10.10 GiB 10.24 GiB 50.0 MiB 250.0 ms",
     ]
-    assert rows.count("- a value read back from the device is taken as 1.0 (train.py:44)") == 1
+    assert rows.count("- a value read back from the GPU is assumed to be 1.0 (train.py:44)") == 1
 
 
 def test_several_cards_fit_a_narrow_terminal_without_their_ranges() -> None:
@@ -261,9 +260,9 @@ def test_several_cards_fit_a_narrow_terminal_without_their_ranges() -> None:
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80
-    assert lines[2].split() == ["card", "has", "peak", "on", "it", "left", "a", "step"]
+    assert lines[2].split() == ["GPU", "capacity", "peak", "left", "time", "per", "step"]
     assert lines[4].startswith("RTX 600")
-    assert lines[4].endswith("does not fit   8.00 GiB   10.15 GiB  -2.15 GiB  250.0 ms")
+    assert lines[4].endswith("does not fit   8.00 GiB  10.15 GiB  −2.15 GiB       250.0 ms")
 
 
 def test_the_command_writes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +288,7 @@ class TestAnEstimateShowsItself:
             "train.py does not fit on NVIDIA GeForce RTX 4060 (2.15 GiB too much).",
             "Its peak is 10.15 GiB of 8.00 GiB, between 10.10 GiB and 10.24 GiB, "
             "in step 2 (backward, Net.head, project/train.py:41).",
-            "Most of it: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB.",
+            "Largest: activations 5.00 GiB, optimizer state 2.00 GiB, parameters 1.00 GiB.",
             "To try: a smaller batch, gradient checkpointing.",
         ]
         assert "To try" not in ROOMY.explain()

@@ -420,7 +420,7 @@ class TestCommand:
         said = capsys.readouterr().out
         assert "Recommended: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said
         assert (
-            "Live at the peak: 60.0 MiB, which no setting can go below. The default holds 120.0 MiB (66.7%) more."
+            "Live at the peak: 60.0 MiB, the lower bound for every setting. The default reserves 120.0 MiB (66.7%) more."
             in said
         )
         assert "would reach 60.0 MiB; no placement is lower." in said
@@ -428,7 +428,7 @@ class TestCommand:
     def test_a_bad_pair_is_said_to_be_one(self, path, capsys):
         assert replay_command(path, tune=True, alloc_conf="max_split_size_mb:64,expandable_segments:True") == 0
         said = capsys.readouterr().out
-        assert "Not to be used: max_split_size_mb:64,expandable_segments:True. Why: " in said
+        assert "Refused: max_split_size_mb:64,expandable_segments:True (" in said
 
     def test_the_json_has_one_more_key(self, path, capsys):
         replay_command(path, json=True)
@@ -453,7 +453,7 @@ class TestCommand:
 
     def test_exit_1_where_nothing_fits(self, path, capsys):
         assert replay_command(path, tune=True, memory="50MiB") == 1
-        assert "Recommended: nothing. No setting that was tried makes it fit." in capsys.readouterr().out
+        assert "Recommended: none. No setting that was tried makes it fit." in capsys.readouterr().out
 
 
 def test_small_blocks_do_not_count_as_more_than_they_are():

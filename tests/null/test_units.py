@@ -74,7 +74,7 @@ def test_sizes_and_times_are_written_in_the_largest_unit():
         "0 B",
         "512 B",
         "2.0 KiB",
-        "-3.0 MiB",
+        "−3.0 MiB",
         "1.50 GiB",
     ]
-    assert [format_seconds(s) for s in (1.25, 0.031, 8.2e-6)] == ["1.25 s", "31.0 ms", "8.2 us"]
+    assert [format_seconds(s) for s in (1.25, 0.031, 8.2e-6)] == ["1.25 s", "31.0 ms", "8.2 µs"]

@@ -32,6 +32,7 @@ OPTIONS = {
         "--margin",
         "--optimizer",
         "--parameter",
+        "--redact",
         "--save-recording",
         "--save-tape",
         "--sequence-length",
@@ -58,7 +59,7 @@ OPTIONS = {
             "--calibration",
         ),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--margin", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
+        *("--lora-rank", "--margin", "--no-prove", "--optimizer", "--output", "--parameter", "--redact", "--search"),
         *(
             "--sequence-length",
             "--show-output",
@@ -81,9 +82,9 @@ OPTIONS = {
     "techniques": ["--json"],
     "devices": ["--json"],
     "diff": ["--device", "--json"],
-    "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--seconds", "--steps", "-p"],
+    "doctor": ["--alloc-conf", "--device", "--json", "--parameter", "--redact", "--seconds", "--steps", "-p"],
     "report": [
-        *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--steps"),
+        *("--alloc-conf", "--device", "--format", "--merge", "--output", "--parameter", "--redact", "--steps"),
         *("-o", "-p"),
     ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],

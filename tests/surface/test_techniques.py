@@ -70,6 +70,6 @@ def test_without_torch_it_says_in_a_line_what_to_install() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stdout) == (3, "")
-    assert answer.stderr.startswith("tightfit: techniques are code")
+    assert answer.stderr.startswith("tightfit: torch is not installed")
     assert answer.stderr.endswith("pip install 'tightfit[torch]'\n")
     assert answer.stderr.count("\n") == 1

@@ -37,7 +37,7 @@ class OutOfDeviceMemory(Exception):
 
     def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, free_bytes: int) -> None:
         super().__init__(
-            f"{requested_bytes} bytes asked for, {allocated_bytes} allocated, {reserved_bytes} reserved, {free_bytes} left"
+            f"{requested_bytes} bytes requested, {allocated_bytes} allocated, {reserved_bytes} reserved, {free_bytes} left"
         )
         self.requested_bytes = requested_bytes
         self.reserved_bytes = reserved_bytes

@@ -53,7 +53,7 @@ class CardInstruments:
         if not torch.cuda.is_available():
             reason = "torch finds none" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
             raise UsageError(
-                f"there is no NVIDIA card to measure: {reason}; --virtual runs the same measurements on a simulated card"
+                f"there is no NVIDIA GPU to measure: {reason}; --virtual runs the same measurements on a simulated GPU"
             )
         self.driver = "" if nvml is None else nvml.driver_version()
         self.card = find_card(torch.cuda.get_device_name(0))

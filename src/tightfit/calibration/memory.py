@@ -46,7 +46,7 @@ def context(instruments: Instruments) -> Findings:
         *(summary(f"context, {name}", "bytes", [size]) for name, size in zip(names, steps, strict=True)),
         summary("context, all libraries", "bytes", [sum(steps)], card.context_bytes),
         *workspaces.rows,
-        summary("workspace of cublas, at most", "bytes", [workspaces.most["cublas"]], predicted),
+        summary("workspace of cublas, upper bound", "bytes", [workspaces.most["cublas"]], predicted),
     ]
     sizes = {f"{name}_bytes": size for name, size in zip(names, steps, strict=True)}
     whole = {"num_bytes": sum(steps), "low_bytes": parts["init"], "high_bytes": sum(steps)}

@@ -103,7 +103,7 @@ class Session:
         self.watch.settle()
         if not self.recorder.storages["num_bytes"]:
             raise CaptureError(
-                'the workload took its steps without a tensor on the card; does it move its model to "cuda"?'
+                'the workload took its steps without a tensor on the GPU; does it move its model to "cuda"?'
             )
 
     def _run_script(self, script: targets.Script, after: FastForward) -> Mapping[str, Any] | None:

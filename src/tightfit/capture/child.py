@@ -24,8 +24,8 @@ from tightfit.capture import simulated, targets
 from tightfit.capture.containment.closed_in import ClosedIn
 from tightfit.capture.patches import manifest
 from tightfit.capture.processes.children import die_with_parent
-from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.capture.progress import StatusFile
+from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
 

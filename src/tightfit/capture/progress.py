@@ -74,7 +74,9 @@ class StatusFile:
 class StatusReader:
     """The parent's side, for the request at `path`; `send_signal` sends a signal to its process."""
 
-    def __init__(self, path: str, send_signal: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: str, send_signal: Callable[[int], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._path = path
         self._send_signal = send_signal
         self._clock = clock

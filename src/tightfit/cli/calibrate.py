@@ -26,18 +26,18 @@ def calibrate(
     virtual: bool = False,
     json: bool = False,
 ) -> int:
-    """Measure the card of this machine, in under two minutes, for estimates that fit it.
+    """Measure the GPU of this machine, in under two minutes, for more accurate estimates.
 
     Parameters
     ----------
     output
-        The calibration file (TOML). Default: the card's name, such as nvidia-h200.toml.
+        The calibration file (TOML). Default: the name of the GPU, such as nvidia-h200.toml.
     device
-        The card's name in the catalogue or its TOML file. Default: what the driver calls it.
+        The name of the GPU in the catalogue, or its TOML file. Default: the name that the driver reports.
     disk
         A folder on the disk to measure. Default: where the calibration file goes.
     virtual
-        Run the same measurements on a simulated card, to try them without one. No figure is a measurement then.
+        Run the same code on a simulated GPU, to try it without one. No figure is a measurement then.
     json
         Print JSON instead of a table.
     """

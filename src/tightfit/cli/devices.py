@@ -33,10 +33,10 @@ class LocalCard:
 
 
 def devices(name: str | None = None, /, *, json: bool = False) -> int:
-    """Lists the known cards and those of this machine; with NAME (as people write it, or a card file), shows one card and its sources.
+    """List the known GPUs and those of this machine; with NAME, show one GPU and the sources of its figures.
 
     Args:
-        name: a card, such as 4090, "A100 40GB" or mycard.toml.
+        name: a GPU, such as 4090, "A100 40GB" or mycard.toml.
         json: print JSON instead of a table.
     """
     if name is not None:
@@ -87,7 +87,7 @@ def own_card() -> str:
     cards = local_cards()
     if not cards:
         raise UsageError(
-            'which card? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
+            'which GPU? There is none on this machine: name one, such as --device "RTX 4090" (tightfit devices lists them)'
         )
     return cards[0].name
 
@@ -114,7 +114,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def _catalogue_table(cards: tuple[Device, ...]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("card", no_wrap=True)
+    table.add_column("GPU", no_wrap=True)
     for heading in ("memory", "usable", "GB/s", "bf16 TFLOP/s", "fp16 TFLOP/s", "context"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("link", no_wrap=True)
@@ -144,7 +144,7 @@ def _card_table(card: Device) -> Table:
         "architecture": f"{card.architecture}, {card.isa}, {card.kind}",
         "multiprocessors": f"{card.num_multiprocessors} of {card.max_threads_per_multiprocessor} threads, "
         f"up to {card.max_clock_hertz / 1e6:,.0f} MHz",
-        "memory": f"{format_bytes(card.nominal_bytes)} of {card.dram}, of which {format_bytes(card.capacity_bytes)} can be had",
+        "memory": f"{format_bytes(card.nominal_bytes)} of {card.dram}, usable {format_bytes(card.capacity_bytes)}",
         "context": f"{format_bytes(context.num_bytes)}, from {format_bytes(context.low_bytes)} to "
         f"{format_bytes(context.high_bytes)} ({origin})",
         "memory bandwidth": f"{card.dram_bytes_per_second / 1e9:,.0f} GB/s",

@@ -7,16 +7,16 @@ from tightfit.cli.subjects import subject_of
 
 
 def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) -> int:
-    """Compare two runs: what grew, by line and category, step by step, and the first place where they part.
+    """Compare two runs: what grew, by line and category, step by step, and the first allocation that differs.
 
     Parameters
     ----------
     a
-        A recording (torch.cuda.memory._dump_snapshot); a run that estimate --save-tape wrote; or anything that estimate takes.
+        A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or anything that estimate takes.
     b
-        Another one: what B has more than A is shown with a plus.
+        The other run; where B has more than A, the change has a plus.
     device
-        The card of a run that is not a recording. Default: the one that it was traced for, or this machine's own.
+        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine.
     json
         Print one JSON object.
     """

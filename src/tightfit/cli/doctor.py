@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from tightfit.cli.subjects import subject_of
 from tightfit.errors import UsageError
+from tightfit.reports.redacted import redacted
 
 
 def doctor(
@@ -19,25 +20,28 @@ def doctor(
     steps: int = 3,
     alloc_conf: str | None = None,
     seconds: float = 10.0,
+    redact: bool = False,
     json: bool = False,
 ) -> int:
-    """Explain the memory of one run: who holds it at the peak, what grows, what is wasted, what to do.
+    """Explain the memory of one run: categories and allocation sites at the peak, growth, fragmentation, suggestions.
 
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot); a run that estimate --save-tape wrote; or a script (its own arguments after --),
+        A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or a script (its own arguments after --),
         a generator function or a Hugging Face config, as estimate takes it, which is traced first.
     device
-        The card of a run that is not a recording. Default: the one that it was traced for, or this machine's own.
+        The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
-        How many steps to trace, 3 if not given; growth shows from three on.
+        How many steps to trace, 3 if not given; growth needs at least 3.
     alloc_conf
-        Allocator settings of a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+        Allocator settings for a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     seconds
-        How long to look for better settings of the allocator at most, 10 if not given.
+        Time limit of the search for better allocator settings, 10 if not given.
+    redact
+        Write ~ in place of home folders in every path, for a report that is sent to somebody.
     json
         Print one JSON object.
     """
@@ -51,6 +55,7 @@ def doctor(
     from tightfit.diagnosis.diagnose import diagnose
 
     diagnosis = diagnose(subject, seconds=seconds)
+    diagnosis = redacted(diagnosis) if redact else diagnosis
     if json:
         sys.stdout.write(jsonlib.dumps(diagnosis.to_json()) + "\n")
     else:

@@ -107,7 +107,14 @@ def estimate(
 
 
 def _sweep(
-    target: str, specifications: Sequence[str], cards: Any, settings: Any, measured: Any, asked: Any, json: bool, how: Any
+    target: str,
+    specifications: Sequence[str],
+    cards: Any,
+    settings: Any,
+    measured: Any,
+    asked: Any,
+    json: bool,
+    how: Any,
 ) -> int:
     from tightfit.cli.sweep import option_kinds, write_rows
 

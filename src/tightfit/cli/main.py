@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
 
 from tightfit import __version__
 from tightfit.errors import ProgramError, TightfitError, UsageError
@@ -27,9 +27,9 @@ _OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.E
 app = App(
     name="tightfit",
     version=__version__,
-    help="Makes a PyTorch workload fit the GPU it is given, as fast as it can run there.",
+    help="Estimate the GPU memory of a PyTorch script without the GPU, and make it fit.",
     help_format="plaintext",
-    help_epilogue="With --debug, any command shows the traceback of an error.",
+    help_epilogue="tightfit COMMAND --help lists the options. With --debug, any command shows the traceback of an error.",
     # The return value of a command is the exit code; by default cyclopts would end the process with it.
     result_action="return_value",
     # Otherwise cyclopts turns Ctrl-C into sys.exit(130) without a message.
@@ -37,23 +37,38 @@ app = App(
     # No --no-json beside --json, and no "[default: ...]": each help text says its default in words.
     default_parameter=Parameter(negative=(), show_default=False),
 )
-# The help texts are repeated here, so that `tightfit --help` imports no command.
-_COMMANDS = {
-    "estimate": "Say what a workload would hold on a card, without the card.",
-    "plan": "Find the fastest combination of techniques with which a workload fits a card.",
-    "run": "Run a script with a plan on it, unmodified.",
-    "replay": "Replay a recording of torch's allocator (torch.cuda.memory._dump_snapshot), with other settings or less memory.",
-    "record": "Run a script and record its memory, on the card or (where there is none) on a virtual one.",
-    "doctor": "Explain the memory of one run: who holds it, what grows, what is wasted, what to do next.",
-    "diff": "Compare two runs, recorded or estimated: what grew, and where they part first.",
-    "techniques": "List the techniques that a plan can be made of, and what each trades.",
-    "devices": "List the known cards, or show one of them.",
-    "report": "Show what held a card's memory over a run: an HTML page, tracks for Perfetto, JSON or text.",
-    "place": "Give buffers with known lifetimes addresses that fit a capacity, or say why they do not fit.",
-    "calibrate": "Measure the card of this machine, for estimates that fit it.",
+# The help texts are repeated here, so that `tightfit --help` imports no command. Grouped by the question that a user has.
+_GROUPS = {
+    "Will it fit?": {
+        "estimate": "Estimate the peak GPU memory of a script on one GPU or several; no GPU is needed.",
+    },
+    "Make it fit": {
+        "plan": "Find the fastest combination of techniques with which a script fits.",
+        "run": "Run an unmodified script with a plan applied.",
+        "techniques": "List the techniques, and what each trades for memory.",
+    },
+    "What happened?": {
+        "record": "Run a script and record its memory.",
+        "doctor": "Explain the memory of a run: categories, allocation sites, growth, fragmentation, suggestions.",
+        "report": "Show the memory of a run or a plan as an HTML page, Perfetto tracks, JSON or text.",
+        "diff": "Compare two runs: what grew, and the first allocation that differs.",
+        "replay": "Replay a recording of torch's caching allocator with other settings or less memory.",
+    },
+    "This machine": {
+        "devices": "List the known GPUs and those of this machine, or show one.",
+        "calibrate": "Measure the GPU of this machine, for more accurate estimates.",
+        "place": "Assign offsets to buffers with known lifetimes.",
+    },
 }
-for _name, _help in _COMMANDS.items():
-    app.command(f"tightfit.cli.{_name}:{_name}", name=_name, help=_help)
+_COMMANDS = {name: text for commands in _GROUPS.values() for name, text in commands.items()}
+# Sort keys keep groups and commands in this order; by default cyclopts takes that of the alphabet.
+for _at, (_heading, _commands) in enumerate(_GROUPS.items()):
+    _group = Group(_heading, sort_key=_at)
+    for _row, (_name, _help) in enumerate(_commands.items()):
+        app.command(f"tightfit.cli.{_name}:{_name}", name=_name, help=_help, group=_group, sort_key=_row)
+_options = Group("Options", sort_key=len(_GROUPS))
+for _flag in ("--help", "--version"):
+    app[_flag].group = _options
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -27,13 +27,13 @@ def place(
     output: Annotated[str | None, Parameter(name=["--output", "-o"])] = None,
     json: bool = False,
 ) -> int:
-    """Places the buffers of FILE (a CSV with the columns id,lower,upper,size) below the capacity; the exit code is 1 where they do not fit.
+    """Assign an offset to each buffer of FILE (a CSV with the columns id,lower,upper,size). Exit code 1: they do not fit.
 
     Args:
         file: the problem; a buffer lives from `lower` until just before `upper`.
-        capacity: what the arena may hold, such as 22GiB; a number without a unit is in bytes, as the file's sizes are.
+        capacity: size of the arena, such as 22GiB; a number without a unit is in bytes, as the sizes of the file are.
         alignment: every offset is a multiple of this.
-        seconds: how long to search at most.
+        seconds: time limit of the search.
         output: write the buffers with their offsets to this CSV file.
         json: print one JSON object instead of text.
     """

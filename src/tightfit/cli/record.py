@@ -37,7 +37,7 @@ def record(
     no_stacks: bool = False,
     max_events: int | None = None,
 ) -> int:
-    """Run a script as python would and record its memory on the card; where there is none, trace it on a virtual card.
+    """Run a script as python would and record its memory on the GPU; where there is none, trace it on a virtual GPU.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def record(
     output
         The file to write. Default: the name of the script, with .recording.pickle.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
         End the run after this many steps. Default for a script: when it ends; for a function and on a virtual card: 3.
     device
@@ -56,9 +56,9 @@ def record(
     timeout
         On a virtual card: seconds to wait for the first step, and from each to the next, 120 if not given.
     no_stacks
-        Do not record who asked for each block.
+        Do not record the stack of each allocation.
     max_events
-        Keep the last so many events, 200000 if not given.
+        Keep the last N events, 200000 if not given.
     """
     from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
     from tightfit.recordings.recording import DEFAULT_MAX_EVENTS

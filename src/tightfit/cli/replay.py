@@ -30,14 +30,14 @@ def replay(
     tune: bool = False,
     json: bool = False,
 ) -> int:
-    """Replays RECORDING (from torch.cuda.memory._dump_snapshot) through the simulated caching allocator. Exit 1: it would run out of memory.
+    """Replay a recording (torch.cuda.memory._dump_snapshot) through the simulated caching allocator. Exit code 1: it would run out of memory.
 
     Args:
         recording: the pickle file.
-        alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default those that were recorded. What the cache held at the start stays.
-        memory: what the allocator may hold on each device, such as 22GiB, or 80% where the recording has the GPU's capacity; by default there is no limit.
-        device: replay this one alone; by default all that have events, and the figures are their sums.
-        tune: search the settings that would hold least; those of --alloc-conf get a row among them. Exit 1: none of them fits.
+        alloc_conf: settings as in PYTORCH_CUDA_ALLOC_CONF; by default the recorded ones. The cache at the start of the recording is kept.
+        memory: limit of reserved memory on each device, such as 22GiB, or 80% where the recording has the capacity of the GPU; by default none.
+        device: replay this device only; by default all that have events, and the figures are their sums.
+        tune: search the settings that reserve least; those of --alloc-conf get a row. Exit code 1: none fits.
         json: print JSON instead of a table.
     """
     # Here and not above: numpy is not loaded for --help.
@@ -58,7 +58,7 @@ def replay(
         ]
     if len(each) > 1:
         print(
-            f"{len(each)} devices have events: each was replayed apart, and the figures are their sums (--device N: one alone)",
+            f"{len(each)} devices have events: each was replayed separately, and the figures are their sums (--device N: one of them)",
             file=sys.stderr,
         )
     total = together(each)
@@ -101,17 +101,18 @@ def _print(result: "Replay", each: "Sequence[Replay]", recording: "Recording", *
     table.add_row("peak reserved", f"{format_bytes(result.peak_reserved_bytes)} ({result.peak_reserved_bytes:,} bytes)")
     num_segments = sum(result.segments.values())
     mapped_bytes = sum(size * count for size, count in result.segments.items())
-    table.add_row("mapped meanwhile", f"{num_segments:,} segments, {format_bytes(mapped_bytes)}")
-    table.add_row("retries", f"{result.alloc_retries:,}")
+    table.add_row("segments allocated during the recording", f"{num_segments:,}, {format_bytes(mapped_bytes)}")
+    table.add_row("allocation retries", f"{result.alloc_retries:,}")
     if is_as_recorded:
         table.add_row(
-            "recorded segments", "all as simulated, to the byte" if result.agrees else "differ from the simulated ones"
+            "recorded segments",
+            "equal to the simulated ones, to the byte" if result.agrees else "differ from the simulated ones",
         )
     if result.oom is not None:
         oom = result.oom
         table.add_row(
             "out of memory",
-            f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} asked for with {format_bytes(oom.allocated_bytes)} allocated"
+            f"at event {oom.event:,}: {format_bytes(oom.requested_bytes)} requested with {format_bytes(oom.allocated_bytes)} allocated"
             f" and {format_bytes(oom.reserved_bytes)} reserved",
         )
     if len(each) > 1:

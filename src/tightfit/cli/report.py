@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
+from tightfit.reports.redacted import redacted, redacted_text
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,29 +43,32 @@ def report(
     steps: int = 3,
     alloc_conf: str | None = None,
     merge: Path | None = None,
+    redact: bool = False,
 ) -> int:
-    """Show what held a card's memory over a run: a page to look into, or another form of the same.
+    """Show the memory of a run as an interactive HTML page, or as Perfetto tracks, JSON or text; a plan as an HTML page.
 
     Parameters
     ----------
     target
-        A recording (torch.cuda.memory._dump_snapshot), a run that estimate --save-tape wrote, a plan that plan -o wrote, or
+        A recording (torch.cuda.memory._dump_snapshot), a trace that estimate --save-tape wrote, a plan that plan -o wrote, or
         anything that estimate takes.
     form
-        html, a page that needs no network; perfetto, counter tracks for ui.perfetto.dev; json, the figures; text, as estimate or replay; or
-        one that an installed package brings.
+        html: a page that needs no network; perfetto: counter tracks for ui.perfetto.dev; json: the figures; text: as printed by estimate or replay; or
+        a form that an installed package brings.
     output
-        Where to write it. Default: the target's name with another ending; json and text go to stdout.
+        The file to write. Default: the name of the target with another ending; json and text go to stdout.
     device
-        A card by name or TOML file, the run's own first; once for each card to compare. With fewer than two, common cards are added.
+        A GPU by name or TOML file, that of the run first; repeat it to compare several. With fewer than two, common GPUs are added.
     parameter
-        NAME=VALUE, a keyword argument of the generator function; once for each.
+        NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
         How many steps to trace, 3 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable, or those that were recorded.
+    redact
+        Write ~ in place of home folders in every path, for a page that is sent to somebody.
     merge
-        With --format perfetto: a trace of torch.profiler of the same run, which is written with the recording's tracks in it.
+        With --format perfetto: a torch.profiler trace of the same run; the output has its events and the memory tracks.
     """
     from tightfit.reports.forms import writer_of
 
@@ -78,19 +82,24 @@ def report(
             raise UsageError(
                 f"{target} is a plan: it becomes a page and takes no option but -o (tightfit plan --json has its figures)"
             )
-        return _to_file_or_stdout(path, lambda: sys.stdout.write(_plan_page(target)))
+        return _to_file_or_stdout(path, lambda: sys.stdout.write(_plan_page(target, redact=redact)))
     is_recording = _is_recording(target)
     if is_recording and (arguments or parameter):
-        raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+        raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
     # The two clocks can be compared only for a recording: a tape's times are estimates.
     if merge is not None:
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
-        return _to_file_or_stdout(path, lambda: sys.stdout.write(_merged(target, merge)))
+        return _to_file_or_stdout(path, lambda: sys.stdout.write(_merged(target, merge)), redact=redact)
     tape = None if is_recording else _tape(target, arguments, device, parameter, steps)
+    if redact:
+        # Before anything is laid out, so that columns keep their widths.
+        tape = redacted(tape)
     if form == "text":
-        return _to_file_or_stdout(path, lambda: _text(target, tape, device, alloc_conf))
+        return _to_file_or_stdout(path, lambda: _text(target, tape, device, alloc_conf), redact=redact)
     history, summary = _recorded(target, device, alloc_conf) if tape is None else _estimated(tape, device, alloc_conf)
+    if redact:
+        history, summary = redacted(history), redacted(summary)
     if write is None:
         return _to_file_or_stdout(path, lambda: print(jsonlib.dumps(summary.to_json())))
     return _to_file_or_stdout(path, lambda: sys.stdout.write(write(history, summary)))
@@ -106,7 +115,7 @@ def _merged(target: str, profile: Path) -> str:
     times = device_of(recording, None).time_us
     text, overlaps = merged(history_of_recording(recording), profile, began_us=int(times[0]) if len(times) else 0)
     if not overlaps:
-        sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they of one run?\n")
+        sys.stderr.write(f"tightfit: {profile} and {target} do not overlap in time; are they of the same run?\n")
     return text
 
 
@@ -121,11 +130,12 @@ def _is_plan(target: str) -> bool:
     return False
 
 
-def _plan_page(target: str) -> str:
+def _plan_page(target: str, *, redact: bool) -> str:
     from tightfit.planner.plan import Plan
     from tightfit.reports.html.plan_page import plan_page
 
-    return plan_page(Plan.load(target))
+    plan = Plan.load(target)
+    return plan_page(redacted(plan) if redact else plan)
 
 
 def _is_recording(target: str) -> bool:
@@ -143,13 +153,13 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
 
     if target.endswith(".npz"):
         if arguments or parameter:
-            raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+            raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
         return read_tape(target)
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
-        raise UsageError('which card? There is none on this machine: name one, such as --device "RTX 4090"')
+        raise UsageError('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
     with ProgressLine(f"report {target}") as line:
         return fit.capture(
             target,
@@ -234,15 +244,19 @@ def _text(target: str, tape: "Tape | None", names: Sequence[str], alloc_conf: st
         text.write_comparison(estimates, elapsed_seconds=elapsed_seconds)
 
 
-def _to_file_or_stdout(output: Path | None, show: Callable[[], object]) -> int:
-    if output is None:
+def _to_file_or_stdout(output: Path | None, show: Callable[[], object], *, redact: bool = False) -> int:
+    if output is None and not redact:
         show()
+        return 0
+    said = io.StringIO()
+    # `show` prints, as the commands estimate and replay do; a file gets the same text.
+    with contextlib.redirect_stdout(said):
+        show()
+    text = redacted_text(said.getvalue()) if redact else said.getvalue()
+    if output is None:
+        sys.stdout.write(text)
     else:
-        said = io.StringIO()
-        # `show` prints, as the commands estimate and replay do; a file gets the same text.
-        with contextlib.redirect_stdout(said):
-            show()
-        _write(output, said.getvalue())
+        _write(output, text)
     return 0
 
 

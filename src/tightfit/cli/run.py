@@ -29,28 +29,28 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
 ) -> int:
-    """Run a script with a plan on it. The script is not changed; its own arguments go after --.
+    """Run a script with a plan applied. The script is not changed; its own arguments go after --.
 
-    The exit code is the script's own; 1 if nothing makes it fit; 3 if the plan was refused on the way, also where the script went on.
+    The exit code is the script's own; 1 if nothing makes it fit; 3 if the plan was refused, also where the script continued.
 
     Parameters
     ----------
     script
-        A Python file, run as python would run it.
+        A Python file, run as by python.
     plan
-        What tightfit plan -o wrote. Without it a plan is made first.
+        The file that tightfit plan -o wrote. Without it, a plan is made first.
     budget
-        What the process may hold on the card, such as 22GiB or 80%, for the plan that is made. Default: all of it.
+        GPU memory that the process may use, such as 22GiB or 80%, if a plan is made. Default: all of it.
     used
-        What other processes hold on the card, such as 3GiB, for the plan that is made. Default: for this machine's own card what its driver says.
+        GPU memory in use by other processes, such as 3GiB, if a plan is made. Default: for the GPU of this machine what its driver says.
     device
-        The card to plan for. Default: this machine's own.
+        The GPU to plan for. Default: the GPU of this machine.
     allow
-        A technique that changes results and may be taken nevertheless, or lossy for all of them; once for each.
+        A technique that changes results but may be used, or lossy for all of them; repeatable.
     virtual
-        Without a card: run the script's first steps with the plan on a virtual one, and say what they hold.
+        Without a GPU: run the first steps with the plan on a virtual one, and print their peak memory.
     check_steps
-        In how many of the first steps, and after a change of shape, mode or module, results are compared with plain ones. 0: never.
+        Number of first steps, also after a change of shape, mode or module, in which results are compared with the plain ones. 0: none.
     """
     if not script.endswith(".py") or not Path(script).is_file():
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
@@ -58,12 +58,12 @@ def run(
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
-        raise UsageError("--plan is a plan that was made: it takes no --budget, --used, --device or --allow")
+        raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
     budget = None if budget is None else with_unit("--budget", budget)
     card = device or next((local.name for local in local_cards()), None)
     if plan is None and card is None:
         raise UsageError(
-            'there is no card on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
+            'there is no GPU on this machine to plan for: name one with --device "RTX 4090" (and --virtual to try it here), or give --plan FILE'
         )
     chosen = (
         Plan.load(plan)
@@ -73,7 +73,7 @@ def run(
     # Refused before the script starts, which would run out of memory later.
     if not chosen.fits:
         raise DoesNotFit(
-            f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: at least {format_bytes(chosen.run.peak.device_high_bytes)} are needed; tightfit plan says what would help"
+            f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(chosen.run.peak.device_high_bytes)}; tightfit plan lists what would help"
         )
     # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:

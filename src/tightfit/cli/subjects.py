@@ -37,7 +37,7 @@ def subject_of(
     is_tape = target.endswith(".npz")
     if is_recording or is_tape:
         if arguments or parameters:
-            raise UsageError(f"{target} is a run that is over: it takes no arguments or -p")
+            raise UsageError(f"{target} is a finished run: it takes no arguments or -p")
         if not Path(target).is_file():
             raise UsageError(f"there is no file {target}")
     return (

@@ -29,7 +29,7 @@ class Entry:
 
 
 def techniques(*, json: bool = False) -> int:
-    """List the techniques that a plan can be made of: what each trades, and whether results stay the same. Lossy ones must be allowed by name.
+    """List the techniques: what each trades for memory, and whether results stay the same. Lossy ones must be allowed by name.
 
     Parameters
     ----------
@@ -56,9 +56,7 @@ def entries() -> list[Entry]:
         # Any other missing module is a broken installation, which the message below would hide.
         if error.name != "torch":
             raise
-        raise MissingExtra(
-            "techniques are code that works on torch's objects, and torch is not installed here; install it: pip install 'tightfit[torch]'"
-        ) from error
+        raise MissingExtra("torch is not installed, and techniques need it: pip install 'tightfit[torch]'") from error
     return [_entry(technique) for technique in catalogue.techniques().values()]
 
 
@@ -96,7 +94,7 @@ def _write(found: list[Entry]) -> None:
         words = Text.assemble(entry.trades, "\n", (entry.exactness.removeprefix("lossy: "), "dim"))
         table.add_row(Text(entry.name, style="bold"), Text(*kind), words)
     output.print(table, width=min(output.width, MAX_WIDTH))
-    output.print(f"\nEach has a page, {_PAGES}/NAME.md: when it wins, and what it refuses.", soft_wrap=True)
+    output.print(f"\nEach has a page, {_PAGES}/NAME.md: when it helps, and what it refuses.", soft_wrap=True)
     for entry in found:
         if entry.page is None:
             output.print(Text(f"{entry.name} is of another package: {entry.defined_in}"), soft_wrap=True)

@@ -63,7 +63,7 @@ def find(text: str | os.PathLike[str]) -> Device:
             for device in all_devices():
                 if query <= _all_words(device):
                     return device
-    raise UnknownDevice(f"no card is called '{text}'; {_nearest(str(text))} (all of them: tightfit devices)")
+    raise UnknownDevice(f"no GPU is called '{text}'; {_nearest(str(text))} (all of them: tightfit devices)")
 
 
 def words(text: str) -> frozenset[str]:
@@ -80,7 +80,7 @@ def _read_file(path: Path) -> Device:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"the card file {path} cannot be read: {error}") from error
+        raise UsageError(f"the GPU file {path} cannot be read: {error}") from error
     return read_card(content, where=str(path))
 
 

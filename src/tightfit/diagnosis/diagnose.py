@@ -136,9 +136,7 @@ def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis
         holders=holders_of(history, places, alive)[:NUM_HOLDERS],
         steps=every_step,
         growth=growth_of(history, places, steps),
-        growth_note=""
-        if len(steps) >= MIN_STEPS
-        else f"it takes {MIN_STEPS} steps to tell, and there are {len(steps)}",
+        growth_note="" if len(steps) >= MIN_STEPS else f"needs {MIN_STEPS} steps; this run has {len(steps)}",
         fragmented_at=_moment(history, places, fragmented_at),
         fragmentation=found,
         pinned_by=_pinned_by(history, places, fragmented_at, found),
@@ -242,7 +240,7 @@ def _ranked(remedies: list[Remedy], settings: tuple[SettingTried, ...]) -> tuple
             # A setting of the allocator changes no operator.
             adds_seconds=0.0,
             is_exact=True,
-            note="a setting of the allocator",
+            note="an allocator setting, set before the first CUDA allocation",
         )
         for one in settings
         if one.is_advised

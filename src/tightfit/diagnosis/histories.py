@@ -93,6 +93,7 @@ def history_of_tape(
         modules=modules,
         spans=_spans(tape),
         assumptions=tape.assumptions,
+        module_classes=tape.module_classes,
     )
 
 

@@ -31,7 +31,10 @@ _PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One suggestion: how much the peak of `saves` falls, and the seconds that it adds to a step (None where not known)."""
+    """One suggestion: how much the peak of `saves` falls, and the seconds that it adds to each step (None where not known).
+
+    `is_one_line`: one line in the user's loop, which costs neither time nor exactness.
+    """
 
     what: str
     where: str
@@ -40,14 +43,16 @@ class Remedy:
     adds_seconds: float | None
     is_exact: bool
     note: str
+    is_one_line: bool = False
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """The sort key, best first: bytes per second lost, then bytes; those of unknown cost last."""
+    def rank(self) -> tuple[bool, float, int]:
+        """The sort key, best first: one line for nothing, then bytes per second lost, then bytes; those of unknown cost last."""
         if self.adds_seconds is None:
             # Above every known rate, which is negative.
-            return (1.0, -self.saves_bytes)
-        return (-self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf, -self.saves_bytes)
+            return (True, 1.0, -self.saves_bytes)
+        rate = -self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf
+        return (not self.is_one_line, rate, -self.saves_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +118,14 @@ class _Seen:
         sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
         for key in sorted(sizes, key=lambda key: -sizes[key])[:_NUM_KEPT]:
             yield Remedy(
-                what="let go of it at the end of the step (del, or detach what is kept)",
+                what="`del` the variable at the end of the step, or detach what is stored",
                 where=key,
                 saves="allocated",
                 saves_bytes=self.saved(chosen & (keys == key), ends),
                 adds_seconds=0.0,
                 is_exact=True,
-                note="what this line made is held until the next step makes it anew",
+                note="what this line allocates stays allocated until the next step replaces it",
+                is_one_line=True,
             )
 
     def gradients(self) -> Iterable[Remedy]:
@@ -142,7 +148,8 @@ class _Seen:
                 saves_bytes=saved_bytes(self.history, num_bytes, begin, end),
                 adds_seconds=0.0,
                 is_exact=True,
-                note="gradients are held through the next forward pass; leave it where they are accumulated over steps",
+                note="gradients stay allocated through the next forward pass; not where they are accumulated over steps",
+                is_one_line=True,
             )
 
     def _age(self, block: int) -> int:
@@ -162,7 +169,7 @@ class _Seen:
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=0.0,
                 is_exact=False,
-                note="the multi-tensor optimizer makes temporaries for all parameters at once; the order of operations differs",
+                note="the foreach optimizer allocates temporaries for all parameters at once; the order of operations differs",
             )
 
     def step_in_backward(self) -> Iterable[Remedy]:
@@ -197,7 +204,7 @@ class _Seen:
                 ),
                 adds_seconds=None,
                 is_exact=False,
-                note="where it is in float32; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
+                note="for float32 states; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
             )
 
     def loss(self) -> Iterable[Remedy]:
@@ -246,7 +253,7 @@ class _Seen:
                 saves_bytes=self.saved(inside & ~outputs, kept_bytes=largest_bytes),
                 adds_seconds=None if self.costs is None else self._forward_seconds(group),
                 is_exact=True,
-                note="runs their forward pass once more",
+                note="runs their forward pass twice",
             )
         # A recording without modules: the saving is an upper bound, and says so.
         if not groups and waits.any():
@@ -257,7 +264,7 @@ class _Seen:
                 saves_bytes=self.saved(waits, kept_bytes=int(blocks.block_bytes[waits].max())),
                 adds_seconds=None,
                 is_exact=True,
-                note=f"at most: all {CATEGORIES[Category.ACTIVATIONS]}; a recording does not say which layer they belong to",
+                note=f"an upper bound, all {CATEGORIES[Category.ACTIVATIONS]}: a recording does not name their layers",
             )
 
     def _outputs(self, inside: Column, member: Column) -> tuple[Column, int]:

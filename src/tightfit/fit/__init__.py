@@ -220,6 +220,6 @@ def _other_kernels(tape: Tape, card: Device) -> list[Assumption]:
     return [
         Assumption(
             where=card.name,
-            what=f"kernels were chosen for {tape.traced_for}, whose compute capability differs; estimate this card alone to be sure",
+            what=f"kernels were chosen for {tape.traced_for}, whose compute capability differs; estimate this GPU alone to be sure",
         )
     ]

@@ -34,7 +34,7 @@ FIRST_SIZE = 8
 
 MAX_TRACES = 8
 MAX_PLANS = 3
-# Neighbours that are closer than this are not told apart: the doubt about a peak is larger.
+# Neighbours that are closer than this are not told apart: the uncertainty of a peak is larger.
 _CLOSE_ENOUGH = 0.02
 _CLOSE_ENOUGH_PLANNED = 0.1
 # A size is given up after so many times the seconds that another one took, which grow with the data that is read; and never sooner than that.

@@ -9,7 +9,7 @@ class Bisection:
 
     By how much a trace holds more than was promised depends on the choices, so one correction may overshoot: the next limit always lies between
     the largest whose answer has fitted and the smallest whose answer has not. Where the excess does not shrink with the promise (whole segments, and
-    the doubt about them, do not follow it), the step down is doubled each time.
+    the uncertainty of their peak, do not follow it), the step down is doubled each time.
     """
 
     def __init__(self, *, budget_bytes: int, limit: int) -> None:

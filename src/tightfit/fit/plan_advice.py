@@ -11,11 +11,11 @@ from tightfit.devices.device import Device
 from tightfit.errors.faults import answering
 from tightfit.fit.search import Found
 from tightfit.fit.traced_runs import TracedRun
-from tightfit.planner.option import Change, Option
+from tightfit.planner.option import Advice, Change, Option
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Column
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_bytes_change
 
 _NUM_CARDS = 2
 _NUM_DIMENSIONS_OF_TOKENS = 2  # a batch of sequences
@@ -24,35 +24,45 @@ _PART_OF_BLOCKS = 4
 
 
 def advice(found: Found, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
-    """Sentences, the cheapest to follow first. `is_whole_card`: the budget is all that the card has."""
-    rows = [*_lossy(found.forbidden, found.base.estimate), *_from_techniques(found)]
+    """Sentences: first what costs neither time nor exactness, those that save most before others; then what changes the training or the model.
+
+    `is_whole_card`: the budget is all that the card has.
+    """
+    own = sorted(_from_techniques(found), key=lambda row: (not row.is_exact, -row.saves_bytes))
+    rows = [_sentence(row) for row in own if row.is_exact]
     if not found.fits or found.best.options:
         rows += _batch(found.base.estimate)
         rows += _sequence(found.base)
+    rows += _lossy(found.forbidden)
+    rows += [_sentence(row) for row in own if not row.is_exact]
+    if not found.fits or found.best.options:
         rows += _blocks(found.base)
     if not found.fits and is_whole_card:
         rows += _cards(found, card)
     return tuple(rows)
 
 
-def _lossy(forbidden: Sequence[Option], base: Estimate) -> Iterable[str]:
-    """Each lossy technique that was not allowed, by the most that it promises."""
-    by_name: dict[str, list[Option]] = {}
+def _lossy(forbidden: Sequence[Option]) -> Iterable[str]:
+    """Each lossy technique that was not allowed, with its largest predicted saving, the largest first."""
+    saved: dict[str, int] = {}
     for option in forbidden:
-        by_name.setdefault(option.technique, []).append(option)
-    for name, options in by_name.items():
-        saved = max(-min((c.num_bytes for c in option.changes), default=0) for option in options)
-        if saved > 0:
-            yield f"{name} would save up to {format_bytes(saved)} of {format_bytes(base.peak.device_bytes)}, but changes results: --allow {name}"
+        most = -min((c.num_bytes for c in option.changes), default=0)
+        saved[option.technique] = max(most, saved.get(option.technique, 0))
+    for name, num_bytes in sorted(saved.items(), key=lambda item: -item[1]):
+        if num_bytes > 0:
+            yield f"{name} would save up to {format_bytes(num_bytes)}, but changes results: --allow {name}"
 
 
-def _from_techniques(found: Found) -> Iterable[str]:
+def _from_techniques(found: Found) -> Iterable[Advice]:
     for technique in techniques().values():
         with answering(f"technique {technique.name}", technique=technique.name):
             rows = list(technique.advice(found.base.profile))
-        for row in rows:
-            saved = f" (saves {format_bytes(row.saves_bytes)})" if row.saves_bytes > 0 else ""
-            yield f"{row.what}{saved}"
+        yield from rows
+
+
+def _sentence(row: Advice) -> str:
+    saved = f" (up to {format_bytes_change(-row.saves_bytes)})" if row.saves_bytes > 0 else ""
+    return f"{row.what}{saved}"
 
 
 def _batch(base: Estimate) -> Iterable[str]:
@@ -60,7 +70,7 @@ def _batch(base: Estimate) -> Iterable[str]:
     held = base.at_peak
     grows = held["activations"] + held["temporaries"] + held["inputs"]
     if grows > base.peak.device_bytes // 20:
-        yield f"half the batch would hold about {format_bytes(base.peak.device_bytes - grows // 2)} without any technique"
+        yield f"half the batch size would need about {format_bytes(base.peak.device_bytes - grows // 2)} without any technique"
 
 
 def _sequence(base: TracedRun) -> Iterable[str]:
@@ -74,7 +84,7 @@ def _sequence(base: TracedRun) -> Iterable[str]:
     reads_tokens = "aten.embedding" in base.tape.strings
     if reads_tokens and length >= _SHORTEST and grows > base.estimate.peak.device_bytes // 20:
         left = format_bytes(base.estimate.peak.device_bytes - grows // 2)
-        yield f"half the sequence ({length // 2} of {length} tokens) would hold at most about {left} without any technique"
+        yield f"half the sequence length ({length // 2} of {length} tokens) would need about {left} or less without any technique"
 
 
 def _blocks(base: TracedRun) -> Iterable[str]:
@@ -99,8 +109,8 @@ def _blocks(base: TracedRun) -> Iterable[str]:
     ]
     left = parts.peak_with((weights, *parts.untrained(gone), *saved))
     yield (
-        f"a lighter model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path}, would leave about "
-        f"{format_bytes(left)} allocated instead of {format_bytes(parts.peak_with(()))} without any technique"
+        f"a smaller model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path}, would reduce allocated memory from "
+        f"{format_bytes(parts.peak_with(()))} to about {format_bytes(left)} without any technique"
     )
 
 
@@ -114,14 +124,14 @@ def _cards(found: Found, card: Device) -> Iterable[str]:
     plain = _smallest(found.base.needed_bytes, others)
     planned = _smallest(found.best.needed_bytes, others)
     if planned:
-        yield f"with these choices it fits {_names(planned)}"
+        yield f"with this plan it fits {_names(planned)}"
     if plain:
         yield f"without any technique it fits {_names(plain)}"
     held = found.base.estimate.at_peak
     shared = held["parameters"] + held["gradients"] + held["optimizer_state"]
     left = found.best.needed_bytes - shared // 2
     if left <= card.capacity_bytes:
-        yield f"on two of these cards, sharded as FSDP does, each would hold about {format_bytes(left)}"
+        yield f"on two of these GPUs, sharded as by FSDP, each would need about {format_bytes(left)}"
 
 
 def _smallest(needed_bytes: int, cards: Iterable[Device]) -> list[Device]:

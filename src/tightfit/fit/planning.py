@@ -90,7 +90,7 @@ def plan(
     budget_bytes, used_bytes, empty_card = _budget_bytes(budget, card), used_bytes_of(card, used), card
     card = without_used(card, used_bytes)
     if not budget_bytes > 0:
-        raise UsageError("the budget is nothing; give what the process may hold on the card, such as 22GiB")
+        raise UsageError("the budget is 0; give the GPU memory that the process may use, such as 22GiB")
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     runs = TracedRuns(
         target=parsed,
@@ -135,7 +135,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
             search.offers.refused[mismatch.technique] = (
-                f"its values on the host are not those of the plain run: {mismatch.what}"
+                f"its results on the host differ from those of the plain run: {mismatch.what}"
             )
 
 
@@ -258,12 +258,12 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         names = list(dict.fromkeys(option.technique for option in trial.options))
         excess = format_bytes(trial.needed_bytes - budget_bytes)
         yield Alternative(
-            name=" + ".join(names) if names else "nothing",
+            name=" + ".join(names) if names else "no changes",
             device_bytes=trial.estimate.peak.device_bytes,
             seconds_per_step=trial.seconds,
             fits=fits,
             exact=all(option.exact for option in trial.options),
-            why="fits, and is slower" if fits else f"{excess} too much",
+            why="fits, but is slower" if fits else f"{excess} over the budget",
         )
     full = _full_checkpointing(found)
     if full is not None:
@@ -275,7 +275,7 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
 
 
 def _full_checkpointing(found: Found) -> Alternative | None:
-    """The simple baseline: every block that repeats is run twice, as a framework's switch would have it; as promised, not traced."""
+    """The simple baseline: every block that repeats is run twice, as a framework's switch would have it; predicted, not verified."""
     variant = found.variant
     if variant is None:
         return None
@@ -292,7 +292,7 @@ def _full_checkpointing(found: Found) -> Alternative | None:
         seconds_per_step=variant.run.seconds + sum(options[i].seconds for i in outermost),
         fits=None,
         exact=True,
-        why="as promised, not traced",
+        why="predicted, not verified",
     )
 
 

@@ -68,34 +68,34 @@ class Prover:
         self._log.begin("proving the plan by values on the host")
         plain = self._plain_run()
         if plain.values is None:
-            return Proof(kind="structure", what=f"not by values: on the host {plain.why}")
+            return Proof(kind="structure", what=f"not verified by values: on the host {plain.why}")
         planned = self._run(choices)
         if planned.values is None:
-            return Proof(kind="structure", what=f"not by values: with the plan, on the host {planned.why}")
+            return Proof(kind="structure", what=f"not verified by values: with the plan, on the host {planned.why}")
         if not plain.values["weights"]:
-            return Proof(kind="structure", what="not by values: no model is among the variables of the generator")
+            return Proof(kind="structure", what="not verified by values: no variable of the generator is a model")
         bits = not any(True for _ in differences(plain.values, planned.values, is_bitwise=True))
         if not bits and self._first_difference(plain, planned, choices):
             return self._to_blame(plain, choices)
         how = "bit for bit" if bits else "up to the order of sums"
-        what = f"{NUM_STEPS} steps on the host, plain and planned, left the same losses, weights, buffers and random states {how}"
+        what = f"{NUM_STEPS} steps on the host, plain and planned, gave the same losses, weights, buffers and random states {how}"
         return Proof(kind="values", steps=NUM_STEPS, seconds=round(time.monotonic() - started, 2), what=what)
 
     def _obstacle(self, choices: Sequence[Choice]) -> str:
         """Why values prove nothing here, or cannot be had; empty where they can."""
         if isinstance(self._target, Script):
-            return "not by values: a script is not run for real while it is planned"
+            return "not verified by values: a script is not run for real while it is planned"
         if not all(choice.exact for choice in choices):
-            return "not by values: the plan is lossy"
+            return "not verified by values: the plan is lossy"
         operators, storages = self._tape.operators, self._tape.storages
         plain = float(operators.flops.sum()) / _FLOP_PER_SECOND
         plain += float((operators.bytes_read + operators.bytes_written).sum()) / _BYTES_PER_SECOND
         needed = (1 + _PLANNED) * plain + 2 * _SECONDS_TO_BEGIN
         if needed > self._seconds:
-            return f"not by values: {NUM_STEPS} steps would take about {needed:,.0f} s on the host"
+            return f"not verified by values: {NUM_STEPS} steps would take about {needed:,.0f} s on the host"
         held = int(storages.num_bytes[storages.category != Category.WORKSPACE].sum())
         if held > _SHARE_OF_MEMORY * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            return "not by values: the host has too little memory"
+            return "not verified by values: the host has too little memory"
         return ""
 
     def _plain_run(self) -> HostRun:
@@ -131,7 +131,7 @@ class Prover:
         self._deadline = math.inf
         again = self._run(())
         if again.values is None or any(differences(plain.values, again.values, is_bitwise=True)):
-            return Proof(kind="structure", what="not by values: two plain runs of the program differ by themselves")
+            return Proof(kind="structure", what="not verified by values: two plain runs of the program differ")
         names = list(dict.fromkeys(choice.technique for choice in choices if "alloc_conf" not in choice.settings))
         found = []
         for name in names:
@@ -143,7 +143,7 @@ class Prover:
                 continue
             if alone.values is not None and (what := self._first_difference(plain, alone, own)):
                 found.append(Mismatch(technique=name, what=what))
-        planned = "with all techniques together the program's values are others"
+        planned = "with all techniques together the program's results differ"
         return found or [Mismatch(technique=names[-1], what=planned)]
 
 

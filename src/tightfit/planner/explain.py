@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tightfit.planner.plan import Choice, Plan
+from tightfit.planner.setting_words import setting_words
 from tightfit.simulate.estimate import verdict_of
-from tightfit.units import GIB, format_bytes, format_seconds
+from tightfit.units import GIB, MINUS, format_bytes, format_seconds
 
 # Beyond that share "optimal" is said with what the prediction is off by.
 _MAX_OFF = 0.05
@@ -32,7 +33,7 @@ def groups(choices: Sequence[Choice]) -> list[Group]:
     """The choices by technique, place and settings, those that save most first."""
     together: dict[tuple[str, str, str], list[Choice]] = {}
     for choice in choices:
-        settings = ", ".join(f"{name}={value}" for name, value in choice.settings.items())
+        settings = setting_words(choice.settings)
         together.setdefault((choice.technique, re.sub(r"\d+", "#", choice.where), settings), []).append(choice)
     found = [
         Group(
@@ -81,13 +82,20 @@ def verdict(plan: Plan) -> str:
     so_far = "; the search was interrupted, this is the best so far" if plan.is_interrupted else ""
     of_it = f"{format_bytes(peak.device_bytes)} of {budget}"
     if plan.fits and not plan.choices:
-        return f"{word.replace('fits', 'fits as it is', 1)}: {of_it}; there is nothing to do{not_seen}"
+        return f"{word.replace('fits', 'fits without changes', 1)}: {of_it}{not_seen}"
     if plan.fits:
-        return f"{word.replace('fits', f'fits with {len(plan.choices)} choices', 1)}: {of_it}{not_seen}{so_far}"
+        return f"{word.replace('fits', f'fits with {number_of_techniques(plan)}', 1)}: {of_it}{not_seen}{so_far}"
     missing = format_bytes(plan.missing_bytes)
     if word != "does not fit":
         return f"{word}: {of_it}, {missing} less than its safety margin needs (--margin likely accepts that){so_far}"
-    return f"{word}: {missing} too much for {budget}{so_far or ', with all that is allowed'}"
+    return f"{word}: {missing} more than {budget}{so_far or ', even with every allowed technique'}"
+
+
+def number_of_techniques(plan: Plan) -> str:
+    """`1 technique`, or `4 techniques (20 places)`."""
+    techniques, places = len({choice.technique for choice in plan.choices}), len(plan.choices)
+    words = f"{techniques} technique{'' if techniques == 1 else 's'}"
+    return words if places == techniques else f"{words} ({places} places)"
 
 
 def sentences(plan: Plan) -> Iterator[str]:
@@ -98,11 +106,10 @@ def sentences(plan: Plan) -> Iterator[str]:
         return
     slower = run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     yield (
-        f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned one {format_bytes(run.peak.device_bytes)}; "
-        f"a step takes {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%}), by a roofline."
+        f"The plain run needs {format_bytes(plain.peak.device_bytes)}, the planned run {format_bytes(run.peak.device_bytes)}; "
+        f"time per step: {format_seconds(run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({_percent(slower)})."
     )
-    off = run.peak.device_bytes - plan.promised_bytes
-    yield f"The choices promised {format_bytes(plan.promised_bytes)}; the traced run is {format_bytes(abs(off))} {'above' if off > 0 else 'below'} that."
+    yield f"Peak: predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}."
     yield from _margin(plan)
     if plan.fits:
         yield _optimality(plan)
@@ -122,8 +129,12 @@ def _optimality(plan: Plan) -> str:
     if plan.bound.is_proven and abs(off) <= _MAX_OFF:
         return f"Optimal under the cost model ({seconds})."
     if plan.bound.is_proven:
-        return f"Optimal under the cost model, which is {off:+.0%} off here ({seconds}): another choice may be faster in a real run."
-    return f"The fastest that was found ({seconds}); under the cost model no choice takes less than {format_seconds(plan.bound.seconds_per_step)}."
+        return f"Optimal under the cost model, which is {off:+.0%} off here ({seconds}): another plan may be faster in a real run."
+    return f"The fastest plan found ({seconds}); under the cost model no plan takes less than {format_seconds(plan.bound.seconds_per_step)}."
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}".replace("-", MINUS)
 
 
 def _margin(plan: Plan) -> Iterator[str]:
@@ -134,8 +145,8 @@ def _margin(plan: Plan) -> Iterator[str]:
     more = plan.run.peak.device_high_bytes - plan.run.peak.device_bytes
     if plan.headroom_bytes:
         yield (
-            f"{format_bytes(plan.headroom_bytes)} safety margin ({causes}): an allocator that runs full frees its cache and asks the "
-            "driver again, which costs more than any technique here; --margin likely plans without it."
+            f"{format_bytes(plan.headroom_bytes)} safety margin ({causes}): an allocator that runs out of memory frees its cache and "
+            "allocates again, which costs more time than any technique; --margin likely plans without it."
         )
     elif plan.margin != "safe" and more:
         yield f"No safety margin (--margin {plan.margin}): the peak may be {format_bytes(more)} higher ({causes})."
@@ -144,9 +155,9 @@ def _margin(plan: Plan) -> Iterator[str]:
 def _proof(plan: Plan) -> str:
     """The evidence that the plan is exact."""
     if plan.proof.kind == "values":
-        return f"Exact, proven by values: {plan.proof.what}."
+        return f"Exact, verified by values: {plan.proof.what}."
     why = f" ({plan.proof.what})" if plan.proof.what else ""
-    return f"Exact by structure{why}: every technique keeps the losses and the gradients, and its first steps in a real run are checked."
+    return f"Exact by structure{why}: each technique preserves losses and gradients, and the first steps of a real run are checked."
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:
@@ -160,7 +171,7 @@ def _next_gib(plan: Plan) -> Iterator[str]:
     if step > 0:
         # The slope between the two neighbouring points of the curve, which is convex only roughly.
         rate = (now[-1].seconds_per_step - more[0].seconds_per_step) / step * GIB
-        yield f"Around here a GiB more would save about {format_seconds(max(0.0, rate))} a step."
+        yield f"One more GiB would save about {format_seconds(max(0.0, rate))} per step."
 
 
 def reached_limit(plan: Plan) -> str:
@@ -168,6 +179,6 @@ def reached_limit(plan: Plan) -> str:
     if plan.fits:
         return ""
     return (
-        f"least that was reached: {format_bytes(plan.run.peak.device_bytes)} "
-        f"(at most {format_bytes(plan.run.peak.device_high_bytes)}), {format_bytes(plan.missing_bytes)} over"
+        f"lowest peak found: {format_bytes(plan.run.peak.device_bytes)} (upper bound {format_bytes(plan.run.peak.device_high_bytes)}, "
+        f"{format_bytes(plan.missing_bytes)} over the budget)"
     )

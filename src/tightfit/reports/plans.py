@@ -11,9 +11,9 @@ from rich.text import Text
 
 from tightfit.planner import plan as plain
 from tightfit.planner.explain import groups, reached_limit, sentences, verdict
-from tightfit.reports.text.estimates import MAX_WIDTH, console, fitted
-from tightfit.reports.text.table_columns import GAP, Column, shorten_middle, shorten_module
-from tightfit.units import format_bytes, format_seconds
+from tightfit.reports.text.estimates import MAX_WIDTH, TIMES_ARE_ESTIMATED, console, fitted
+from tightfit.reports.text.table_columns import GAP, Column, shorten_module
+from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
 
 _NOTEBOOK_WIDTH = 120
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace">{code}</pre>'
@@ -59,7 +59,11 @@ class PlanText:
         if plan.alternatives and plan.choices:
             yield ""
             yield _alternatives(plan, width)
-        for heading, lines in (("why", _why(plan)), ("also", plan.advice), ("assumed", _assumptions(plan))):
+        for heading, lines in (
+            ("why", _why(plan)),
+            ("other suggestions", plan.advice),
+            ("assumptions", _assumptions(plan)),
+        ):
             if lines := list(lines):
                 yield ""
                 yield Text(heading, style="bold")
@@ -67,7 +71,7 @@ class PlanText:
                     yield Text(f"- {line}")
         if self._elapsed_seconds is not None:
             yield ""
-            yield Text(f"planned in {self._elapsed_seconds:.1f} s", style="dim")
+            yield Text(f"{TIMES_ARE_ESTIMATED}; planned in {self._elapsed_seconds:.1f} s", style="dim")
 
 
 def write_plan(plan: plain.Plan, *, elapsed_seconds: float) -> None:
@@ -84,7 +88,7 @@ def _why(plan: plain.Plan) -> Iterator[str]:
 
 def _runs(plan: plain.Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for heading in ("", "on the card", "at most", "allocated", "a step"):
+    for heading in ("", "peak GPU memory", "upper bound", "allocated", "time per step"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     runs = [("plain", plan.baseline), *([("planned", plan.run)] if plan.choices else [])]
     for name, run in runs:
@@ -97,31 +101,31 @@ def _choices(plan: plain.Plan, width: int) -> Table:
     columns = [
         Column(heading="technique"),
         Column(heading="where", shorten=shorten_module, least_width=16, yields=1),
-        Column(heading="saves", is_number=True),
-        Column(heading="adds a step", is_number=True),
+        Column(heading="memory", is_number=True),
+        Column(heading="time", is_number=True),
         Column(heading="exact"),
-        Column(heading="settings", shorten=shorten_middle, least_width=8, yields=2),
+        Column(heading="settings", least_width=24, yields=2, wraps=True),
     ]
     rows = [
         (
             group.technique,
             group.where,
-            format_bytes(group.saves_bytes) if group.saves_bytes else "",
-            format_seconds(group.adds_seconds) if group.adds_seconds else "",
+            format_bytes_change(-group.saves_bytes),
+            format_seconds_change(group.adds_seconds),
             "yes" if group.exact else "no",
             group.settings,
         )
         for group in groups(plan.choices)
     ]
-    return fitted(columns, rows, width, title="what is chosen")
+    return fitted(columns, rows, width, title="techniques applied")
 
 
 def _alternatives(plan: plain.Plan, width: int) -> Table:
     columns = [
-        Column(heading="", shorten=shorten_middle, least_width=24, yields=1),
-        Column(heading="on the card", is_number=True),
-        Column(heading="a step", is_number=True),
-        Column(heading="", shorten=shorten_middle, least_width=24, yields=2),
+        Column(heading="", least_width=24, yields=1, wraps=True),
+        Column(heading="peak GPU memory", is_number=True),
+        Column(heading="time per step", is_number=True),
+        Column(heading="", least_width=24, yields=2, wraps=True),
     ]
     rows = [
         (
@@ -132,7 +136,7 @@ def _alternatives(plan: plain.Plan, width: int) -> Table:
         )
         for a in plan.alternatives
     ]
-    return fitted(columns, rows, width, title="what else was considered")
+    return fitted(columns, rows, width, title="alternatives")
 
 
 def _assumptions(plan: plain.Plan) -> Iterator[Any]:

@@ -30,7 +30,7 @@ class Estimate(simulated.Estimate):
             f"Its peak is {format_bytes(peak.device_bytes)} of {format_bytes(self.capacity_bytes)}, "
             f"between {format_bytes(peak.device_low_bytes)} and {format_bytes(peak.device_high_bytes)}, "
             f"in {moment.span or 'the run'} ({where}).",
-            f"Most of it: {largest_holders(self)}.",
+            f"Largest: {largest_holders(self)}.",
         ]
         if not self.fits:
             sentences.append(f"To try: {to_try(self)}.")

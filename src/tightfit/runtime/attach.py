@@ -182,7 +182,7 @@ class Attachment:
         # A model that shares its optimizers with another leaves what concerns them to that one's session.
         is_first = is_first and (bool(own) or not self.roots)
         if self._planned and met and name not in {known["class"] for known in self._planned}:
-            self._tell(f"the plan knows of no {name}, which runs as it is")
+            self._tell(f"the plan knows of no {name}, which runs unchanged")
             planned, is_first = None, False
         else:
             planned = planned_for(self._planned, module)

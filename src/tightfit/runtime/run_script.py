@@ -65,7 +65,7 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
     finally:
         end()
     if not said:
-        say(f"{script.path} called no model with gradients: there was nothing to put a plan on")
+        say(f"{script.path} called no model with gradients: the plan was applied to nothing")
 
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -103,7 +103,7 @@ def put_on(plan: Plan, models: list[str]) -> list[str]:
     for model in models:
         inside = [c for c in plan.choices if c.where.partition(".")[0] == model or c.where.islower()]
         chosen = ", ".join(f"{group.technique} of {group.where}" for group in groups(inside))
-        lines.append(f"on {model}: {chosen or ('nothing' if plan.choices else 'nothing, it fits as it is')}")
+        lines.append(f"on {model}: {chosen or ('nothing' if plan.choices else 'nothing, it fits without changes')}")
     return lines
 
 
@@ -112,6 +112,6 @@ def figures(plan: Plan) -> list[str]:
     peak, plain = plan.run.peak, plan.baseline
     slower = plan.run.seconds_per_step / plain.seconds_per_step - 1 if plain.seconds_per_step else 0.0
     return [
-        f"peak {format_bytes(peak.device_bytes)} (at most {format_bytes(peak.device_high_bytes)}) instead of {format_bytes(plain.peak.device_bytes)} on {plan.device}",
-        f"a step {format_seconds(plan.run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%}), by a roofline",
+        f"peak {format_bytes(peak.device_bytes)} (upper bound {format_bytes(peak.device_high_bytes)}) instead of {format_bytes(plain.peak.device_bytes)} on {plan.device}",
+        f"estimated time per step {format_seconds(plan.run.seconds_per_step)} instead of {format_seconds(plain.seconds_per_step)} ({slower:+.1%})",
     ]

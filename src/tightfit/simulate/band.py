@@ -38,7 +38,7 @@ def reserved_band(tape: Tape, settings: AllocatorSettings, levels: Levels, *, ro
     if len(tape.events):
         num_orders = max(1, min(NUM_ORDERS, MAX_EVENTS_REPLAYED // len(tape.events)))
         orders = [_peak(tape, settings, limit, order=_order(tape, seed)) for seed in range(num_orders)]
-        yield _band("order of frees and requests", likely, [likely - doubtful_bytes(levels), *orders])
+        yield _band("allocation order", likely, [likely - doubtful_bytes(levels), *orders])
 
 
 def doubtful_bytes(levels: Levels) -> int:

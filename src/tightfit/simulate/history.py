@@ -7,6 +7,7 @@ allocation site. It is built from a tape (`tightfit.diagnosis.histories.history_
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from tightfit.allocator.settings import AllocatorSettings
@@ -60,6 +61,7 @@ class History:
     `allocated` and `reserved` are bytes after each event, of equal length. `time_us` is the time of each event, empty where it is not known.
     `stacks[i]` lists frames from the innermost out, each as `file.py:41 function`; `user_frame` picks the user's own one.
     `context_bytes` and `capacity_bytes` are None where the GPU is not known. Spans that are guessed have numbers instead of names.
+    `module_classes` has the classes of modules by their paths, as far as they are known.
     """
 
     label: str
@@ -76,6 +78,7 @@ class History:
     modules: tuple[str, ...]
     spans: tuple[HistorySpan, ...]
     assumptions: tuple[Assumption, ...]
+    module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     are_spans_guessed: bool = False
 
     @property

@@ -37,7 +37,7 @@ def estimate_peak(
     peak_reserved, peak_allocated = int(levels.reserved.max(initial=0)), int(levels.allocated.max(initial=0))
     band = (
         Band(
-            cause="context of the process",
+            cause="CUDA context",
             less_bytes=device.context_bytes - device.context_low_bytes,
             more_bytes=device.context_high_bytes - device.context_bytes,
         ),

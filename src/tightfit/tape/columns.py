@@ -208,7 +208,8 @@ class Tape:
     """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
-    `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has.
+    `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
+    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none.
     """
 
     target: str
@@ -224,6 +225,7 @@ class Tape:
     loop: str = ""
     effects: tuple[Effect, ...] = ()
     coverage: Coverage = Coverage()
+    module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -255,6 +257,7 @@ class Tape:
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),
+            "module_classes": dict(self.module_classes),
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()

@@ -23,7 +23,7 @@ class AllocatorSettings(AbstractTechnique):
 
     name = "allocator_settings"
     exact = True
-    exactness = "bit for bit: no operator is changed"
+    exactness = "bit for bit: every operator runs unchanged"
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option: expandable segments."""

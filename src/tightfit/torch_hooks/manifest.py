@@ -11,12 +11,14 @@ from tightfit.capture.patches.manifest import IN_BOTH, RUN_BACKWARD, STORAGE_USE
 from tightfit.errors.private_names import Name, known, operators, require
 
 OPTIMIZER_INIT = known(
-    "torch.optim.optimizer:Optimizer.__init__", "to put a plan on the optimizers of a script", "torch_hooks"
+    "torch.optim.optimizer:Optimizer.__init__", "to apply a plan to the optimizers of a script", "torch_hooks"
 )
-MODULE_CALL = known("torch.nn.modules.module:Module.__call__", "to put a plan on the models of a script", "torch_hooks")
+MODULE_CALL = known(
+    "torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks"
+)
 LIGHTNING_STEP = known(
     "lightning.pytorch.strategies.strategy:Strategy.training_step",
-    "to put a plan on a LightningModule's training step",
+    "to apply a plan to a LightningModule's training step",
     "runtime",
     first="2.6",
     last="2.6",
@@ -24,7 +26,7 @@ LIGHTNING_STEP = known(
 )
 PYTORCH_LIGHTNING_STEP = known(
     "pytorch_lightning.strategies.strategy:Strategy.training_step",
-    "to put a plan on a LightningModule's training step",
+    "to apply a plan to a LightningModule's training step",
     "runtime",
     first="2.6",
     last="2.6",
@@ -32,7 +34,7 @@ PYTORCH_LIGHTNING_STEP = known(
 )
 TRAINER_STEP = known(
     "transformers.trainer:Trainer.training_step",
-    "to put a plan on a Trainer's training step",
+    "to apply a plan to a Trainer's training step",
     "runtime",
     first="4.51",
     last="5.23",

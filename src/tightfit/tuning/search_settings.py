@@ -296,6 +296,6 @@ class _Choice:
         if default.oom_event is not None:
             return f"the default runs out of memory and this does not{keeps}"
         if trial.alloc_retries < default.alloc_retries:
-            return f"{trial.alloc_retries} instead of {default.alloc_retries} retries{keeps}"
+            return f"{trial.alloc_retries} instead of {default.alloc_retries} allocation retries{keeps}"
         share = 1 - trial.peak_reserved_bytes / default.peak_reserved_bytes
         return f"{share:.1%} less than the default{keeps}"

@@ -199,7 +199,7 @@ def a_second_card_does_not_exist():
         lambda: torch.cuda.set_device(1),
         lambda: torch.zeros(1, device="cuda").to("cuda:1"),
     ):
-        with pytest.raises(Exception, match="one card is simulated"):
+        with pytest.raises(Exception, match="one GPU is simulated"):
             ask()
 
 

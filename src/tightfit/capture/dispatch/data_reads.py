@@ -46,7 +46,7 @@ class Reads:
         else:
             # One and not zero, since programs divide by what they read and take its logarithm.
             answer = float(not changed) if dtype.is_floating_point else int(not changed)
-        self._assume(where, f"a value read back from the device is taken as {answer}")
+        self._assume(where, f"a value read back from the GPU is assumed to be {answer}")
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,7 @@ class Reads:
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
         self._assume(
-            self._where(), "device data copied to the host is taken as ones (truths as false, large tensors as zeros)"
+            self._where(),
+            "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
         )
         return host

@@ -61,7 +61,9 @@ def run(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[
     largest = _LARGEST.get(func.name())
     if largest is not None:
         size, dtype = largest(*args)
-        gpu.recorder.assume(where, f"{name}: the size of the result depends on data; taken as large as it can be")
+        gpu.recorder.assume(
+            where, f"{name}: the size of the result depends on data; assumed to be as large as possible"
+        )
         return gpu.empty(size, (1,) * len(size), dtype)
     asked = sum(sparse.num_bytes(a) for a in tree_leaves((args, kwargs)) if isinstance(a, FakeTensor))
     if asked > MAX_HOST_BYTES:

@@ -115,7 +115,7 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
     except Unknown:
         gpu.recorder.assume(
             gpu.attribution.where(),
-            f"{facts(func).name}: the size of the result depends on data; taken as large as it can be",
+            f"{facts(func).name}: the size of the result depends on data; assumed to be as large as possible",
         )
         values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
     results = values if isinstance(values, tuple) else (values,)
@@ -231,7 +231,7 @@ def _unscale(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     # `_maybe_opt_step` steps the optimizer. A skipped step would leave the optimizer state out of the tape.
     known = facts(func)
     gpu.note_operator(func, known, args, kwargs, (), None)
-    gpu.recorder.assume(gpu.attribution.where(), "gradients are taken as finite: GradScaler skips no step")
+    gpu.recorder.assume(gpu.attribution.where(), "gradients are assumed to be finite: GradScaler skips no step")
 
 
 _CTC_LIBRARIES = [

@@ -26,7 +26,7 @@ def check(device: Any) -> None:
         index = device if isinstance(device, int) else None
     if index is not None and index > 0:
         raise CaptureError(
-            f"{user_line()} asks for cuda:{index}, but one card is simulated, cuda:0; estimate what one of the cards does"
+            f"{user_line()} uses cuda:{index}, but one GPU is simulated, cuda:0; estimate the work of one GPU"
         )
 
 
@@ -44,7 +44,7 @@ def install() -> None:
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
             raise CaptureError(
-                f"{user_line()} joins {size} processes, but one card is simulated; run the script as one process (WORLD_SIZE=1)"
+                f"{user_line()} joins {size} processes, but one GPU is simulated; run the script as one process (WORLD_SIZE=1)"
             )
         if kwargs.get("store") is None and init_method is None:
             # The default, `env://`, reads MASTER_ADDR and opens a port; one process alone needs neither.

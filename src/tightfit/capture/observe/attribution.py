@@ -100,7 +100,9 @@ class Attribution:
             # `named_modules` leaves out a module that it has named before: a shared one has the first of its
             # paths.
             for name, child in root.named_modules():
-                self._paths.setdefault(child, self.recorder.intern(f"{prefix}.{name}" if name else prefix))
+                path = f"{prefix}.{name}" if name else prefix
+                self._paths.setdefault(child, self.recorder.intern(path))
+                self.recorder.module_class(path, type(child).__name__)
             # What a forward makes for itself (a loss function, often) is a part of the module that runs it.
             around = reversed(self.modules[: self.modules.index(module)])
             index = next((self._paths[m] for m in (module, *around) if m in self._paths), 0)

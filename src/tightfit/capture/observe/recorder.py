@@ -40,6 +40,7 @@ class Recorder:
         self.events: dict[str, list[int]] = {name: [] for name in ("kind", "storage", "operator", "value")}
         self.spans: list[tuple[str, SpanKind, int]] = []  # name, kind, first event
         self.assumptions: dict[tuple[str, str], None] = {}
+        self.module_classes: dict[str, str] = {}  # by path
         self.num_operators = 0
         self.phase = Phase.OTHER
         self.stream = 0
@@ -117,6 +118,11 @@ class Recorder:
         for index in storages:
             categories[index] = category
 
+    def module_class(self, path: str, name: str) -> None:
+        """Notes the class of the module at `path`; of two models of one class with other parts there, none."""
+        if self.module_classes.setdefault(path, name) != name:
+            self.module_classes[path] = ""
+
     def assume(self, where: str, what: str) -> None:
         """Notes an assumption, once per place."""
         self.assumptions.setdefault((where, what))
@@ -149,6 +155,7 @@ class Recorder:
             host_peak_bytes=self.host_peak_bytes,
             # A program with both a framework's loop and its own has no one loop whose step a plan could split.
             loop=next(iter(self.loops)) if len(self.loops) == 1 else "",
+            module_classes={path: name for path, name in self.module_classes.items() if name},
         )
 
 

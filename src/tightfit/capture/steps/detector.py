@@ -283,7 +283,7 @@ class StepWatch:
             return
         self.gpu.recorder.assume(
             self.gpu.attribution.where(),
-            "no optimizer of torch.optim steps here: a step is taken to end with each backward pass",
+            "no optimizer of torch.optim steps here: each backward pass is assumed to end a step",
         )
         self.end_step()
 

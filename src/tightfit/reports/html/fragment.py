@@ -70,20 +70,20 @@ def _figures(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     where = ", ".join(moment[key] for key in ("span", "phase", "module", "line") if moment[key])
     figures = [
         (
-            "peak on the card",
+            "peak GPU memory",
             f"{format_bytes(peak['device_bytes'])} of {format_bytes(answer['device']['capacity_bytes'])}",
         ),
         ("range of the peak", f"{format_bytes(peak['device_low_bytes'])} to {format_bytes(peak['device_high_bytes'])}"),
         ("reserved", format_bytes(peak["reserved_bytes"])),
         ("allocated", format_bytes(peak["allocated_bytes"])),
-        ("a step", format_seconds(answer["seconds_per_step"]) if answer["seconds_per_step"] else ""),
-        ("peak reached in", where),
+        ("time per step", format_seconds(answer["seconds_per_step"]) if answer["seconds_per_step"] else ""),
+        ("peak at", where),
     ]
     return [(name, value) for name, value in figures if value]
 
 
 def _pieces(answer: Mapping[str, Any]) -> list[Piece]:
-    """What holds the card at the peak, as a bar that is as long as the card, or as the peak where that is more."""
+    """Memory at the peak by category, as a bar as long as the GPU's capacity, or as the peak where that is more."""
     held = {name: answer["at_peak"].get(name, 0) for name in COLOURS if answer["at_peak"].get(name, 0)}
     whole = max(answer["device"]["capacity_bytes"], sum(held.values()), 1)
     return [

@@ -151,7 +151,7 @@ def _differences(column: Column) -> list[int]:
 
 def _tree(node: Node, texts: _Texts) -> list[Any]:
     """`[name, category that holds most, bytes, blocks]`, and a list of parts where there are any."""
-    plain: list[Any] = [texts(node.name), node.main_category, node.num_bytes, node.num_blocks]
+    plain: list[Any] = [texts(node.label), node.main_category, node.num_bytes, node.num_blocks]
     return [*plain, [_tree(part, texts) for part in node.parts.values()]] if node.parts else plain
 
 

@@ -1,4 +1,4 @@
-"""A plan's Pareto curve as what the template `page/curve.svg` draws: seconds of a step over bytes on the card, the plan, the plain run, the budget.
+"""A plan's Pareto curve as what the template `page/curve.svg` draws: time per step over peak GPU memory, the plan, the plain run, the budget.
 
 The curve is a stair: what is known to be reached with so many bytes; between two of its points nothing was looked for. Positions are in the units
 of the picture, whose y axis points down.
@@ -81,7 +81,7 @@ def curve_points(plan: Plan) -> list[ParetoPoint]:
 
 
 def seconds_per_gib(points: Sequence[ParetoPoint]) -> list[float | None]:
-    """What a GiB more saves a step, from each point on to the next one; None for the last."""
+    """Seconds per step saved per extra GiB, from each point on to the next one; None for the last."""
     rates: list[float | None] = [
         (here.seconds_per_step - there.seconds_per_step) / (there.device_bytes - here.device_bytes) * GIB
         if there.device_bytes > here.device_bytes
@@ -110,7 +110,8 @@ def curve_of(plan: Plan) -> Curve:
 
     budget = _budget(plan, x(plan.budget_bytes))
     stair = _stair(points, x, y)
-    marks = _marks(plan, x, y, taken=[_label_of(budget).box, *_strokes(stair)])
+    line = Box(left=budget.at - 2, top=_TOP, right=budget.at + 2, bottom=_BOTTOM)
+    marks = _marks(plan, x, y, taken=[_label_of(budget).box, line, *_strokes(stair)])
     return Curve(
         description=_description(plan, points),
         unit=unit_name,
@@ -141,17 +142,17 @@ def _padded(values: Sequence[float]) -> tuple[float, float]:
 
 def _description(plan: Plan, points: Sequence[ParetoPoint]) -> str:
     first, last = points[0], points[-1]
-    planned = f" The plan holds {_holds(plan.run)}." if plan.choices else ""
+    planned = f" The plan needs {_needs(plan.run)}." if plan.choices else ""
     return (
         f"The curve goes from {format_bytes(first.device_bytes)} and {format_seconds(first.seconds_per_step)} to "
         f"{format_bytes(last.device_bytes)} and {format_seconds(last.seconds_per_step)}, in {len(points)} points.{planned} "
-        f"The plain run holds {_holds(plan.baseline)}. "
+        f"The plain run needs {_needs(plan.baseline)}. "
         f"The budget is {format_bytes(plan.budget_bytes)}. The table has the points."
     )
 
 
-def _holds(run: Run) -> str:
-    return f"{format_bytes(run.peak.device_bytes)} and takes {format_seconds(run.seconds_per_step)}"
+def _needs(run: Run) -> str:
+    return f"{format_bytes(run.peak.device_bytes)} and {format_seconds(run.seconds_per_step)} per step"
 
 
 def _budget(plan: Plan, at: float) -> Tick:
@@ -181,7 +182,7 @@ def _strokes(stair: Sequence[tuple[float, float]]) -> list[Box]:
 
 
 def _point(point: ParetoPoint, x: Scale, y: Scale) -> Point:
-    words = f"{format_bytes(point.device_bytes)}, {format_seconds(point.seconds_per_step)} a step"
+    words = f"{format_bytes(point.device_bytes)}, {format_seconds(point.seconds_per_step)} per step"
     return Point(x=x(point.device_bytes), y=y(point.seconds_per_step), words=words)
 
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else and runs no script: the answer, what was chosen, what memory is worth, and why.
+"""A plan as one HTML page that needs nothing else and runs no script: the verdict, the techniques, the memory/time trade-off, and why.
 
 The page is the template `page/plan.html`; its policy lets it load nothing and run nothing. What the template shows is worked out here.
 """
@@ -11,7 +11,10 @@ from tightfit.planner.plan import Plan
 from tightfit.reports.html.assets import content_policy, styles
 from tightfit.reports.html.plan_curve import curve_of, curve_points, seconds_per_gib
 from tightfit.reports.html.templates import render
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_seconds
+
+# Of the capacity or the time: what can be seen in the picture.
+_VISIBLE_SHARE = 0.003
 
 
 def plan_page(plan: Plan) -> str:
@@ -34,12 +37,13 @@ def plan_page(plan: Plan) -> str:
         choices=groups(plan.choices),
         why=list(_why(plan)),
         assumptions=_places_by_assumption(plan),
+        beside=_beside_the_curve(plan),
         versions=[f"{name} {version}" for name, version in plan.versions.items() if version],
     )
 
 
 def _moved(plan: Plan) -> Iterator[str]:
-    """What the plan holds elsewhere than on the card."""
+    """What the plan needs besides GPU memory."""
     if plan.host_bytes:
         yield f"{format_bytes(plan.host_bytes)} in the host's memory"
     if plan.disk_bytes:
@@ -50,6 +54,22 @@ def _why(plan: Plan) -> Iterator[str]:
     if limit := reached_limit(plan):
         yield f"{limit[0].upper()}{limit[1:]}."
     yield from list(sentences(plan))[1:]
+
+
+def _beside_the_curve(plan: Plan) -> str:
+    """Why the mark of the plan is not on the curve, in a sentence; empty where nobody sees a difference."""
+    if not plan.choices:
+        return ""
+    run, predicted = plan.run, plan.bound.seconds_per_step
+    figures = []
+    if abs(run.peak.device_bytes - plan.promised_bytes) > _VISIBLE_SHARE * plan.capacity_bytes:
+        figures.append(
+            f"predicted {format_bytes(plan.promised_bytes)}, simulated {format_bytes(run.peak.device_bytes)}"
+        )
+    # A bound that is not proven is no prediction of this plan.
+    if plan.bound.is_proven and abs(run.seconds_per_step - predicted) > _VISIBLE_SHARE * run.seconds_per_step:
+        figures.append(f"predicted {format_seconds(predicted)}, simulated {format_seconds(run.seconds_per_step)}")
+    return f"The plan's mark is beside the curve: {'; '.join(figures)}. " if figures else ""
 
 
 def _places_by_assumption(plan: Plan) -> dict[str, list[str]]:

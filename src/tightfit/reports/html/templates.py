@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.reports.html.inert_text import inert
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).with_name("page")
 
 
 def render(template: str, **values: object) -> str:
-    """The template of that name filled with `values`; `|bytes` and `|seconds` format numbers.
+    """The template of that name filled with `values`; `|bytes` and `|seconds` format numbers, `|bytes_change` and `|seconds_change` with a sign.
 
     Only what a template marks as `safe` is written as it is: the project's own styles and scripts, and JSON that cannot end its block.
 
@@ -42,6 +42,7 @@ def _environment() -> "Environment":
         auto_reload=False,
     )
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
+    environment.filters |= {"bytes_change": format_bytes_change, "seconds_change": format_seconds_change}
     return environment
 
 

@@ -1,7 +1,7 @@
-"""What is held at the peak as a tree: by module where modules are known, else by the user's calls, for a treemap to descend."""
+"""Memory at the peak as a tree: by module where modules are known, else by the user's calls, for a treemap to descend."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,14 +14,23 @@ _MAX_CALLS = 24
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Node:
-    """A part of what is held. `category` is -1 for what has parts; `held` has the bytes of each category in it."""
+    """A part of the allocated memory: a module with its class (where that is known), a call, or blocks of one category.
+
+    `category` is -1 for what has parts; `held` has the bytes of each category in it.
+    """
 
     name: str
+    module_class: str = ""
     category: int = -1
     num_bytes: int = 0
     num_blocks: int = 0
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     parts: dict[tuple[str, int], "Node"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """`mlp: GPT2MLP`, as torch prints modules, or the name alone."""
+        return f"{self.name}: {self.module_class}" if self.module_class not in ("", self.name) else self.name
 
     @property
     def main_category(self) -> int:
@@ -35,6 +44,14 @@ class Node:
         for name, category in path:
             node = node.parts.setdefault((name, category), Node(name=name, category=category))
             node.count(held, num_blocks)
+
+    def with_classes(self, classes: Mapping[str, str], path: str = "") -> None:
+        """Gives each module in it its class, by its path."""
+        for part in self.parts.values():
+            inner = f"{path}.{part.name}" if path else part.name
+            if part.category < 0:
+                part.module_class = classes.get(inner, "")
+                part.with_classes(classes, inner)
 
     def count(self, held: dict[int, int], num_blocks: int) -> None:
         """Counts `num_blocks` blocks that hold so many bytes of each category."""
@@ -81,6 +98,7 @@ def peak_tree(history: History, min_share: float) -> Node:
         else:
             path = _call_path(stack_of(history, stack), category, [OUTSIDE] if has_modules else [])
         root.add(path, {category: size}, number)
+    root.with_classes(history.module_classes)
     return root.pruned(max(1, round(root.num_bytes * min_share)))
 
 

@@ -24,9 +24,9 @@ def answer(found: BatchSizes) -> list[str]:
     """The largest sizes and the fastest, a line each."""
     name, budget = found.parameter, f"{format_bytes(found.budget_bytes)} on {found.device}"
     lines = [
-        f"{name} {found.plain.size} is the largest found to fit {budget} as it is{_end(found.plain_too_large)}"
+        f"{name} {found.plain.size} is the largest that was found to fit {budget} without changes{_end(found.plain_too_large)}"
         if found.plain
-        else f"no {name} that was tried fits {budget} as it is{_end(found.plain_too_large)}"
+        else f"no {name} that was tried fits {budget} without changes{_end(found.plain_too_large)}"
     ]
     if found.num_examples is not None and found.num_examples in (row.size for row in found.tried):
         lines.append(f"the data set has {found.num_examples:,} examples: no larger {name} was tried")
@@ -45,7 +45,7 @@ def answer(found: BatchSizes) -> list[str]:
     if found.fastest is not None:
         with_what = f" with {' + '.join(found.fastest.techniques)}" if found.fastest.techniques else ""
         lines.append(
-            f"{name} {found.fastest.size}{with_what} is the fastest: {format_seconds(found.fastest.seconds_per_sample)} a sample, by a roofline"
+            f"{name} {found.fastest.size}{with_what} is the fastest: {format_seconds(found.fastest.seconds_per_sample)} per sample (roofline estimate)"
         )
     return lines
 
@@ -56,7 +56,7 @@ def _end(too_large: int | None) -> str:
 
 def _table(found: BatchSizes) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for heading in (found.parameter, "on the card", "at most", "fits", "a step", "a sample", "with"):
+    for heading in (found.parameter, "peak GPU memory", "upper bound", "fits", "time per step", "per sample", "with"):
         table.add_column(heading, justify="left" if heading in ("with", "fits") else "right", no_wrap=heading != "with")
     for row in found.tried:
         table.add_row(*_cells(row))

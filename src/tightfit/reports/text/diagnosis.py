@@ -11,7 +11,7 @@ from tightfit.reports.advice import LABELS
 from tightfit.reports.text.estimates import MAX_BAR_CELLS, MAX_WIDTH, STYLES, bar, console, fitted, share_words
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.reports.text.table_columns import GAP, Column, shorten_middle, shorten_module, shorten_place
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
 
 NUM_CALLERS = 2
 NUM_SETTINGS = 4
@@ -19,12 +19,12 @@ NUM_STEPS = 8
 _LABEL_CELLS = 16
 _MIN_BAR_CELLS = 10
 _FREE = (
-    ("whole_segments_bytes", "segments that are free as a whole"),
-    ("whole_pages_bytes", "pages that are free as a whole"),
-    ("pinned_bytes", "pieces of segments that are partly in use"),
+    ("whole_segments_bytes", "entirely free segments"),
+    ("whole_pages_bytes", "entirely free pages"),
+    ("pinned_bytes", "free parts of segments that are in use"),
     ("small_pool_bytes", "in the pool of small blocks (up to 1 MiB)"),
     ("other_streams_bytes", "in the pools of other streams"),
-    ("waiting_bytes", "freed, but another stream still uses it"),
+    ("waiting_bytes", "freed, but in use by another stream (record_stream)"),
 )
 
 
@@ -74,22 +74,25 @@ def _figures(diagnosis: Diagnosis) -> Table:
     if diagnosis.oom is not None:
         oom = diagnosis.oom
         said = (
-            f"{format_bytes(oom.requested_bytes)} asked for{f' at {oom.where}' if oom.where else ''}, with "
+            f"{format_bytes(oom.requested_bytes)} requested{f' at {oom.where}' if oom.where else ''}, with "
             f"{format_bytes(oom.allocated_bytes)} allocated and {format_bytes(oom.reserved_bytes)} reserved; "
-            f"the largest free piece had {format_bytes(oom.largest_free_bytes)}"
+            f"largest free block {format_bytes(oom.largest_free_bytes)}"
         )
         table.add_row(Text("out of memory", style="bold red"), said)
     allocated, reserved = diagnosis.peak_allocated_bytes, diagnosis.peak_reserved_bytes
-    table.add_row("allocated", f"{format_bytes(allocated)} at most, {_when(diagnosis.moment)}")
+    table.add_row("peak allocated", f"{format_bytes(allocated)} {_when(diagnosis.moment)}")
     # A cache from before the recording can be larger than anything that the recording needs.
-    more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before it began: {_start(diagnosis)})"
-    table.add_row("reserved", f"{format_bytes(reserved)} at most, {format_bytes(reserved - allocated)} more{more}")
+    more = "" if diagnosis.start_reserved_bytes <= reserved else f" (before the recording: {_start(diagnosis)})"
+    table.add_row(
+        "peak reserved",
+        f"{format_bytes(reserved)}, {format_bytes(reserved - allocated)} above the peak allocated{more}",
+    )
     if diagnosis.context_bytes is not None:
         context = diagnosis.context_bytes
-        said = f"{format_bytes(reserved + context)} with {format_bytes(context)} of CUDA context"
+        said = f"{format_bytes(reserved + context)} with the CUDA context ({format_bytes(context)})"
         too_much = reserved + context - (diagnosis.capacity_bytes or reserved + context)
-        verdict = (f", {format_bytes(too_much)} more than it has", "bold red") if too_much > 0 else ""
-        table.add_row("on the card", Text.assemble(said, verdict))
+        verdict = (f", {format_bytes(too_much)} more than its capacity", "bold red") if too_much > 0 else ""
+        table.add_row("peak GPU memory", Text.assemble(said, verdict))
     return table
 
 
@@ -102,15 +105,15 @@ def _when(moment: Moment) -> str:
     where = " ".join(part for part in (_file_and_line(moment.where), moment.operator.removeprefix("aten.")) if part)
     parts = [
         f"in {moment.step}" if moment.step else "",
-        f"after {format_seconds(moment.seconds)}" if moment.seconds else "",
-        f"as {where} asks for {format_bytes(moment.asked_bytes)}" if where else "",
+        f"{format_seconds(moment.seconds)} after the start" if moment.seconds else "",
+        f"when {where} allocates {format_bytes(moment.asked_bytes)}" if where else "",
     ]
     return ", ".join(part for part in parts if part) or "at the start"
 
 
 def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
-    table.title, table.title_justify, table.title_style = "what holds it at the peak", "left", "bold"
+    table.title, table.title_justify, table.title_style = "memory at the peak, by category", "left", "bold"
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -119,6 +122,8 @@ def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
     # 42 cells are about what the other three columns take.
     cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
     for name, num_bytes in diagnosis.at_peak.items():
+        if not num_bytes:
+            continue
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
         table.add_row(
             LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes), share_words(num_bytes, total), drawn
@@ -185,15 +190,17 @@ def _holders(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         for holder in diagnosis.holders
     ]
     if rows:
-        yield _shown(columns, rows, width, "who asked for most of it")
+        yield _shown(columns, rows, width, "top allocation sites")
 
 
 def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
-    steps = diagnosis.steps
+    steps = [step for step in diagnosis.steps if step.peak_reserved_bytes]
     if len(steps) < 2:
         return
     columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
-    columns += [Column(heading=h, is_number=True) for h in ("peak allocated", "peak reserved", "left at its end")]
+    columns += [
+        Column(heading=h, is_number=True) for h in ("peak allocated", "peak reserved", "still allocated after the step")
+    ]
     rows = [
         (step.name, *map(format_bytes, (step.peak_allocated_bytes, step.peak_reserved_bytes, step.end_allocated_bytes)))
         for step in steps[:NUM_STEPS]
@@ -205,12 +212,12 @@ def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     shown = _stripped(diagnosis)
-    title = "what grows from step to step"
+    title = "growth from step to step"
     if not diagnosis.growth:
-        yield Text.assemble((title, "bold"), f": {diagnosis.growth_note or 'nothing'}")
+        yield Text.assemble((title, "bold"), f": {diagnosis.growth_note or 'none'}")
         return
     columns = (
-        Column(heading="a step", is_number=True),
+        Column(heading="per step", is_number=True),
         Column(heading="at the end", is_number=True),
         Column(heading="blocks", is_number=True),
         Column(heading="what"),
@@ -236,9 +243,9 @@ def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     shown = _stripped(diagnosis)
     found = diagnosis.fragmentation
-    what = "at the error" if diagnosis.oom is not None else "when most is reserved"
+    what = "at the error" if diagnosis.oom is not None else "at the reserved peak"
     head = Text.assemble(
-        ("what the allocator holds and nobody uses", "bold"),
+        ("reserved but unused", "bold"),
         f": {format_bytes(found.free_bytes)} {what}, {_when(diagnosis.fragmented_at)}",
     )
     table = Table.grid(padding=(0, GAP, 0, 0))
@@ -248,16 +255,17 @@ def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]
         num_bytes = getattr(found, name)
         if num_bytes:
             table.add_row(format_bytes(num_bytes), words)
-    returned, rounding = format_bytes(found.returnable_bytes), format_bytes(found.rounding_bytes)
-    said = f"torch.cuda.empty_cache() would return {returned}. Blocks in use are {rounding} larger than what was asked for."
+    returned = format_bytes(found.returnable_bytes) if found.returnable_bytes else "nothing"
+    rounding = format_bytes(found.rounding_bytes)
+    said = f"torch.cuda.empty_cache() would free {returned}. Rounding makes the blocks in use {rounding} larger than requested."
     yield Group(head, table, said)
     if diagnosis.pinned_by:
         columns = (
             Column(heading="pinned", is_number=True),
-            Column(heading="by", is_number=True),
+            Column(heading="in use", is_number=True),
             Column(heading="blocks", is_number=True),
             Column(heading="what"),
-            _place_column("of your line"),
+            _place_column(),
         )
         rows = [
             (
@@ -269,29 +277,29 @@ def _fragmentation(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]
             )
             for pin in diagnosis.pinned_by
         ]
-        yield _shown(columns, rows, width, "who keeps pieces from being returned")
+        yield _shown(columns, rows, width, "allocations that pin segments")
 
 
 def _settings(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
-    title = "settings of the allocator"
+    title = "allocator settings"
     tried = diagnosis.settings_tried
     advised = [one for one in tried if one.is_advised]
     shown = [*advised, *(one for one in tried if not one.is_advised)][:NUM_SETTINGS]
     if not shown:
-        yield Text.assemble((title, "bold"), ": none that was tried holds less")
+        yield Text.assemble((title, "bold"), ": none of those tried reserves less")
         return
     columns = (
-        Column(heading="saves", is_number=True),
-        Column(heading="reserved", is_number=True),
-        Column(heading="settings", shorten=shorten_middle, least_width=30, yields=2),
-        Column(heading="", shorten=shorten_middle, least_width=12, yields=1),
+        Column(heading="memory", is_number=True),
+        Column(heading="peak reserved", is_number=True),
+        Column(heading="settings", least_width=30, yields=2, wraps=True),
+        Column(heading="", least_width=16, yields=1, wraps=True),
     )
     rows = [
         (
-            format_bytes(one.saves_bytes),
+            format_bytes_change(-one.saves_bytes),
             format_bytes(one.peak_reserved_bytes),
             one.settings,
-            "; ".join(part for part in ("use this" if one.is_advised else "", one.note) if part),
+            "; ".join(part for part in ("recommended" if one.is_advised else "", one.note) if part),
         )
         for one in shown
     ]
@@ -303,26 +311,27 @@ def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if not remedies:
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    table.title, table.title_justify, table.title_style = "what to do next, cheapest first", "left", "bold"
+    table.title, table.title_justify, table.title_style = "suggestions, cheapest first", "left", "bold"
     table.header_style = "dim"
-    table.add_column("saves", justify="right", no_wrap=True)
-    table.add_column("costs a step", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("time per step", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for remedy in remedies:
-        cost = "?" if remedy.adds_seconds is None else f"+{format_seconds(remedy.adds_seconds)}"
+        # A free one has a cost too, 0: an empty cell would leave it open.
+        cost = "unknown" if remedy.adds_seconds is None else format_seconds_change(remedy.adds_seconds) or "±0"
         where = f" [{shown(remedy.where)}]" if remedy.where else ""
-        lossy = "" if remedy.is_exact else "; not exact"
+        lossy = "" if remedy.is_exact else "; changes results"
         table.add_row(
-            format_bytes(remedy.saves_bytes),
-            # format_seconds would write 0 as 0.0 us, which looks measured.
-            cost if remedy.adds_seconds != 0 else "+0 s",
+            format_bytes_change(-remedy.saves_bytes),
+            cost,
             Text.assemble(f"{remedy.what}{where}", (f" ({remedy.note}{lossy})" if remedy.note else lossy, "dim")),
         )
     yield table
-    yield Text("Each saving is that of the whole run's peak, alone; savings do not add up.", style="dim")
+    times = " Times are roofline estimates." if any(remedy.adds_seconds for remedy in remedies) else ""
+    yield Text(f"Each row alone lowers the peak of the whole run by that much; rows do not add up.{times}", style="dim")
 
 
 def _small_print(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     said = dict.fromkeys(assumption.what for assumption in diagnosis.assumptions)
     if said:
-        yield Group(Text("assumed", style="bold"), *(Text(f"- {what}") for what in said))
+        yield Group(Text("assumptions", style="bold"), *(Text(f"- {what}") for what in said))

@@ -26,11 +26,12 @@ from tightfit.reports.text.table_columns import (
 )
 from tightfit.simulate.estimate import Estimate, verdict_of
 from tightfit.tape import Assumption
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import SIGNS_IN_ASCII, format_bytes, format_seconds
 
 # Wider than rich's 80, so that module paths stay readable in a log.
 PIPED_WIDTH = 120
 MAX_WIDTH = 160
+TIMES_ARE_ESTIMATED = "times are roofline estimates, without data loading and logging"
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
 # Below these widths the least important column is left out rather than all of them shortened beyond recognition.
@@ -73,7 +74,7 @@ class EstimateText:
         yield _figures(estimate)
         if not estimate.fits:
             yield ""
-            yield Text(f"most of it: {largest_holders(estimate)}\nto try: {to_try(estimate)}")
+            yield Text(f"largest: {largest_holders(estimate)}\nto try:  {to_try(estimate)}")
         yield ""
         yield _categories(estimate, width, is_ascii=options.ascii_only)
         if estimate.holders:
@@ -128,8 +129,8 @@ def verdict_words(estimate: Estimate) -> tuple[str, str]:
 def console() -> Console:
     """The console for stdout: as wide as the terminal, or `PIPED_WIDTH` where there is none."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        # Bars and arrows are no reason to fail under LANG=C or an old Windows code page.
-        sys.stdout.reconfigure(errors="replace")
+        # Bars and signs are no reason to fail under LANG=C or an old Windows code page.
+        sys.stdout.reconfigure(errors=SIGNS_IN_ASCII)
     # rich takes 80 columns without a terminal, and would cut the tables in a file or a pipe.
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
@@ -158,17 +159,18 @@ def _figures(estimate: Estimate) -> Group:
     table.add_column(no_wrap=True, min_width=_LABEL_CELLS)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", style="dim")
-    table.add_row("peak on the card", Text(format_bytes(peak.device_bytes), style="bold"), _range(estimate))
-    table.add_row("reserved", format_bytes(peak.reserved_bytes), "what torch's caching allocator holds")
-    table.add_row("allocated", format_bytes(peak.allocated_bytes), "what live tensors hold")
-    table.add_row("on the host", format_bytes(estimate.host_peak_bytes), "in tensors")
+    table.add_row("peak GPU memory", Text(format_bytes(peak.device_bytes), style="bold"), _range(estimate))
+    table.add_row("reserved", format_bytes(peak.reserved_bytes), "by torch's caching allocator")
+    table.add_row("allocated", format_bytes(peak.allocated_bytes), "by live tensors")
+    if estimate.host_peak_bytes:
+        table.add_row("host memory", format_bytes(estimate.host_peak_bytes), "in tensors")
     if estimate.seconds_per_step:
-        table.add_row("a step", format_seconds(estimate.seconds_per_step), "by a roofline")
+        table.add_row("time per step", format_seconds(estimate.seconds_per_step), "estimated time")
     parts = [moment.span, moment.phase, moment.operator.removeprefix("aten."), moment.module, moment.line]
     where = Table.grid(padding=(0, GAP, 0, 0))
     where.add_column(no_wrap=True, min_width=_LABEL_CELLS)
     where.add_column(overflow="fold")
-    where.add_row("peak reached in", ", ".join(part for part in parts if part))
+    where.add_row("peak at", ", ".join(part for part in parts if part))
     return Group(table, where)
 
 
@@ -198,7 +200,7 @@ def bar(share: float, cells: int, *, is_ascii: bool = False) -> str:
 def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
     """Memory at the peak by category, with a bar each, scaled to the largest."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
-    table.title, table.title_justify, table.title_style = "what holds it at the peak", "left", "bold"
+    table.title, table.title_justify, table.title_style = "memory at the peak, by category", "left", "bold"
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -227,7 +229,15 @@ def fitted(
     table.title_style, table.header_style = "bold", "dim"
     for column, cells in zip(columns, widths, strict=True):
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=True, min_width=cells)
+        # A long path in a column that wraps is folded; rich would cut it with an ellipsis.
+        table.add_column(
+            column.heading,
+            justify=justify,
+            no_wrap=not column.wraps,
+            min_width=cells,
+            max_width=cells if column.wraps else None,
+            overflow="fold" if column.wraps else "ellipsis",
+        )
     plain = [[""] * len(columns)] * len(rows)
     for cells, cell_styles in zip(shortened(columns, rows, widths), styles or plain, strict=True):
         table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, cell_styles, strict=True)))
@@ -257,11 +267,11 @@ def _holders(estimate: Estimate, width: int) -> Table:
         for column in (_HOLDER_COLUMNS[i] for i in shown)
     ]
     rows = [tuple(row[i] for i in shown) for row in rows]
-    return fitted(columns, rows, width, title="who asked for most of it")
+    return fitted(columns, rows, width, title="top allocation sites")
 
 
 def _spans(estimate: Estimate, width: int) -> Table:
-    headings = ("peak allocated", "peak reserved", "left at its end")
+    headings = ("peak allocated", "peak reserved", "still allocated after the step")
     columns = [Column(heading="", shorten=shorten_middle, least_width=8)]
     columns += [Column(heading=heading, is_number=True) for heading in headings]
     rows = [
@@ -270,6 +280,7 @@ def _spans(estimate: Estimate, width: int) -> Table:
             *(format_bytes(n) for n in (span.peak_allocated_bytes, span.peak_reserved_bytes, span.end_allocated_bytes)),
         )
         for span in estimate.spans
+        if span.peak_reserved_bytes
     ]
     return fitted(columns, rows, width, title="step by step")
 
@@ -277,8 +288,8 @@ def _spans(estimate: Estimate, width: int) -> Table:
 def _cards(estimates: Sequence[Estimate], width: int) -> Table:
     """A row per GPU; the range is left out in a narrow terminal."""
     has_range = width >= _WIDTH_FOR_RANGES
-    columns = [Column(heading="card", shorten=shorten_middle, least_width=12), Column(heading="")]
-    headings = ("has", "peak on it", *(("at least", "at most") if has_range else ()), "left", "a step")
+    columns = [Column(heading="GPU", shorten=shorten_middle, least_width=12), Column(heading="")]
+    headings = ("capacity", "peak", *(("lower bound", "upper bound") if has_range else ()), "left", "time per step")
     columns += [Column(heading=heading, is_number=True) for heading in headings]
     rows = []
     for estimate in estimates:
@@ -306,7 +317,7 @@ def _small_print(
         places.setdefault(assumption.what, []).append(assumption.where)
     if places:
         yield ""
-        yield Text("assumed", style="bold")
+        yield Text("assumptions", style="bold")
     for what, where in list(places.items())[:NUM_ASSUMPTIONS]:
         named = ", ".join(where[:NUM_PLACES])
         more = f" and {len(where) - NUM_PLACES} more places" if len(where) > NUM_PLACES else ""
@@ -316,4 +327,6 @@ def _small_print(
     versions = ", ".join(f"{name} {version}" for name, version in estimate.versions.items() if version)
     took = f"; estimated in {elapsed_seconds:.1f} s" if elapsed_seconds is not None else ""
     yield ""
+    if estimate.seconds_per_step:
+        yield Text(TIMES_ARE_ESTIMATED, style="dim")
     yield Text(f"with {versions}{took}", style="dim")

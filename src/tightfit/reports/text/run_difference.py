@@ -10,7 +10,7 @@ from tightfit.reports.advice import LABELS
 from tightfit.reports.text.estimates import MAX_WIDTH, console, fitted
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.reports.text.table_columns import Column, shorten_middle, shorten_place
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_bytes_change
 
 NUM_STEPS = 8
 NUM_CALLERS = 3
@@ -45,8 +45,8 @@ def _subject(letter: str, side: Side) -> Text:
     return Text.assemble(f"{letter}  ", (side.label, "bold"), f", {how} {side.device}")
 
 
-def _signed(num_bytes: int) -> str:
-    return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes) if num_bytes else "same"
+def _change(num_bytes: int) -> str:
+    return format_bytes_change(num_bytes) or "same"
 
 
 def _label(category: str) -> str:
@@ -85,14 +85,14 @@ def _peaks(difference: Difference, width: int) -> RenderableType:
         Column(heading="B", is_number=True),
         Column(heading="B - A", is_number=True),
     )
-    rows = [(name, format_bytes(x), format_bytes(y), _signed(y - x)) for name, x, y in figures]
+    rows = [(name, format_bytes(x), format_bytes(y), _change(y - x)) for name, x, y in figures]
     return fitted(columns, rows, width, title="at the peak")
 
 
 def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
-    title = "who holds more or less at the peak"
+    title = "differences at the peak, by allocation site"
     if not difference.changes:
-        yield Text.assemble((title, "bold"), ": nobody")
+        yield Text.assemble((title, "bold"), ": none")
         return
     columns = [
         Column(heading="B - A", is_number=True),
@@ -104,7 +104,7 @@ def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
     ]
     rows = [
         (
-            _signed(change.more_bytes),
+            _change(change.more_bytes),
             format_bytes(change.a_bytes),
             format_bytes(change.b_bytes),
             change.kind,
@@ -115,16 +115,14 @@ def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
     ]
     yield fitted(columns, rows, width, title=title)
     if difference.matched_by == "order":
-        yield Text(
-            "The runs share no lines; lines belong together that ask for the same sizes in the same order.", "dim"
-        )
+        yield Text("The runs share no lines: lines are matched by the sizes that they allocate, in order.", "dim")
 
 
 def _steps(difference: Difference, width: int) -> Iterator[RenderableType]:
     if not difference.steps:
         return
     columns = [Column(heading=heading, shorten=shorten_middle, least_width=6) for heading in ("in A", "in B")]
-    headings = ("peak in A", "peak in B", "left in A", "left in B", "requests in A", "in B", "the same")
+    headings = ("peak in A", "peak in B", "end of A", "end of B", "allocations in A", "in B", "equal")
     columns += [Column(heading=heading, is_number=True) for heading in headings]
     rows = [
         (
@@ -141,16 +139,16 @@ def _steps(difference: Difference, width: int) -> Iterator[RenderableType]:
 def _partings(difference: Difference, width: int) -> Iterator[RenderableType]:
     if not difference.partings:
         yield Text(
-            "All requests of these steps are the same, in the same order."
+            "All allocations of these steps are equal, in the same order."
             if difference.steps
             else "No steps to compare."
         )
         return
     first = difference.partings[0]
     head = Text.assemble(
-        ("where they part first", "bold"), f": in {first.a_step} of A and {first.b_step} of B (requests count from 0)"
+        ("first difference", "bold"), f": in {first.a_step} of A and {first.b_step} of B (allocations count from 0)"
     )
-    yield Group(head, *_told("A", first.a), *_told("B", first.b))
+    yield Group(head, *_allocation("A", first.a), *_allocation("B", first.b))
     columns = (
         Column(heading="times", is_number=True),
         Column(heading="bytes in A", is_number=True),
@@ -166,16 +164,16 @@ def _partings(difference: Difference, width: int) -> Iterator[RenderableType]:
         )
         for parting in difference.partings
     ]
-    yield fitted(columns, rows, width, title="requests that differ")
+    yield fitted(columns, rows, width, title="allocations that differ")
 
 
-def _told(letter: str, asked: Asked | None) -> Iterator[Text]:
+def _allocation(letter: str, asked: Asked | None) -> Iterator[Text]:
     """The allocation of one side where the runs diverge, and its callers."""
     if asked is None:
-        yield Text(f"{letter}  asks for nothing there")
+        yield Text(f"{letter}  allocates nothing there")
         return
     callers = "".join(f" < {caller.rpartition('/')[2]}" for caller in asked.callers[:NUM_CALLERS])
     operator = asked.operator.removeprefix("aten.")
     yield Text(
-        f"{letter}  request {asked.number:,}: {format_bytes(asked.num_bytes)} for {operator or 'an unknown operator'}, {asked.where.rpartition('/')[2]}{callers}"
+        f"{letter}  allocation {asked.number:,}: {format_bytes(asked.num_bytes)} for {operator or 'an unknown operator'}, {asked.where.rpartition('/')[2]}{callers}"
     )

@@ -13,13 +13,17 @@ Shorten = Callable[[str, int], str]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column. Without `shorten` it never shrinks; with it, down to `least_width` cells, columns of higher `yields` first."""
+    """One column. Without `shorten` or `wraps` it never shrinks; with them, down to `least_width` cells, columns of higher `yields` first.
+
+    `shorten` leaves a part of a text out; with `wraps` a text goes on in further lines and nothing is left out.
+    """
 
     heading: str
     is_number: bool = False
     shorten: Shorten | None = None
     least_width: int = 0
     yields: int = 0
+    wraps: bool = False
 
 
 def shorten_middle(text: str, width: int) -> str:
@@ -57,7 +61,11 @@ def fit_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], total_w
     # One column after the other, the least important first: the others keep their full width as long as possible.
     for i in sorted(range(len(columns)), key=lambda i: -columns[i].yields):
         shorten, least = columns[i].shorten, max(columns[i].least_width, len(columns[i].heading))
-        if excess > 0 and shorten is not None and widths[i] > least:
+        if excess > 0 and columns[i].wraps and widths[i] > least:
+            width = max(least, widths[i] - excess)
+            excess -= widths[i] - width
+            widths[i] = width
+        elif excess > 0 and shorten is not None and widths[i] > least:
             # Text cut at a dot or slash can come out shorter than necessary; the next columns keep what that frees.
             width = max(least, widths[i] - excess)
             kept = max([len(columns[i].heading), *(len(shorten(row[i], width)) for row in rows)])

@@ -33,15 +33,17 @@ def lines(tuning: Tuning) -> list[str]:
     # A static placement is what no allocator can do without knowing the future; it shows how much of the waste is avoidable at all.
     proof = "no placement is lower" if static.is_optimal else f"none is below {format_bytes(static.bound_bytes)}"
     found = [
-        "Each was replayed from an empty cache, with the blocks that were live at the start placed anew;"
-        " the cache is given back where the recording says so.",
-        f"Live at the peak: {format_bytes(tuning.live_bytes)}, which no setting can go below."
-        + ("" if not default.fits else f" The default holds {_above(default, tuning)} more."),
+        "Each was replayed from an empty cache, with the blocks that were live at the start allocated again;"
+        " the cache is emptied where the recording shows it.",
+        f"Live at the peak: {format_bytes(tuning.live_bytes)}, the lower bound for every setting."
+        + ("" if not default.fits else f" The default reserves {_above(default, tuning)} more."),
         f"A placement planned with all lifetimes known would reach {format_bytes(static.height_bytes)}{share}; {proof}.",
     ]
     if not tuning.is_complete:
-        found.append(f"The time was over after {tuning.num_trials} replays; there may be better settings.")
-    found += [f"Not to be used: {one.settings}. Why: {one.reason}." for one in tuning.refused]
+        found.append(
+            f"The time limit ended the search after {tuning.num_trials} replays; there may be better settings."
+        )
+    found += [f"Refused: {one.settings} ({one.reason})." for one in tuning.refused]
     return [*found, recommendation(tuning)]
 
 
@@ -49,7 +51,7 @@ def recommendation(tuning: Tuning) -> str:
     """The recommendation in one line, from which the setting can be pasted."""
     row = tuning.recommended
     if row is None:
-        return f"Recommended: nothing. {tuning.reason[0].upper()}{tuning.reason[1:]}."
+        return f"Recommended: none. {tuning.reason[0].upper()}{tuning.reason[1:]}."
     if not row.settings:
         return f"Recommended: {tuning.reason}."
     cost = ""
@@ -59,9 +61,9 @@ def recommendation(tuning: Tuning) -> str:
     # Collected segments are allocated again in the next step; cudaMalloc and cudaFree synchronise the device.
     if row.driver_calls > tuning.default.driver_calls and "garbage_collection_threshold" in row.settings:
         more = row.driver_calls - tuning.default.driver_calls
-        cost += f" It costs {more:,} more driver calls, again in each step."
+        cost += f" It costs {more:,} extra driver calls, again in each step."
     elif row.settings.startswith("expandable_segments:True"):
-        cost += " Its pages stay mapped, so a step costs no more than before."
+        cost += " Its pages stay mapped, so there is no extra time per step."
     needs = f" Needs {' and '.join(row.needs)}." if row.needs else ""
     return f"Recommended: {VARIABLE}={shlex.quote(row.settings)}  {tuning.reason}.{cost}{needs}"
 
@@ -99,7 +101,7 @@ def _remarks(row: Row, tuning: Tuning) -> list[str]:
     if any(row.settings == one.settings for one in tuning.refused):
         found.append("known to be bad")
     if row.alloc_retries:
-        found.append("1 retry" if row.alloc_retries == 1 else f"{row.alloc_retries:,} retries")
+        found.append("1 allocation retry" if row.alloc_retries == 1 else f"{row.alloc_retries:,} allocation retries")
     if row.needs:
         found.append(f"needs {', '.join(row.needs)}")
     if row.note is not None:

@@ -33,7 +33,7 @@ SMALLEST_SHARE = 0.02
 
 @final
 class EmptyCache(AbstractTechnique):
-    """Trades driver calls, and a wait for the card, for memory that is reserved but unused."""
+    """Trades driver calls, and a synchronisation, for memory that is reserved but unused."""
 
     name = "empty_cache"
     exact = True

@@ -32,11 +32,11 @@ _DEEP = 0.8
 
 @final
 class KeptAlive(AbstractTechnique):
-    """Advice only: the lines whose values outlive their step."""
+    """Suggestion only: the lines whose results outlive their step."""
 
     name = "kept_alive"
     exact = True
-    exactness = "bit for bit: nothing is computed otherwise"
+    exactness = "bit for bit: nothing is changed"
 
     def options(self, profile: Profile) -> Iterable[Option]:
         """No options: the loop is the user's."""
@@ -66,7 +66,7 @@ class KeptAlive(AbstractTechnique):
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
         """Nothing can be applied to a model."""
-        raise ApplyError("it is advice about the program's own lines, and nothing that a plan could put on a model")
+        raise ApplyError("it is a suggestion about the program's own lines, and cannot be applied to a model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +87,15 @@ class _Line:
 
 def _of_growth(line: _Line) -> str:
     return (
-        f"of what {line.line} makes {format_bytes(line.num_bytes)} more are left with each step ({line.made}), a leak: where a list or a sum keeps "
-        "it, keep loss.item() or .detach().cpu() instead"
+        f"{line.line} leaves {format_bytes(line.num_bytes)} more allocated after each step ({line.made}), a leak: if a list or a sum holds it, "
+        "store loss.item() or .detach().cpu() instead"
     )
 
 
 def _of_lingering(line: _Line) -> str:
     return (
-        f"what {line.line} made in the last step ({line.made}, {format_bytes(line.num_bytes)}) is alive through the next forward: unless that is "
-        "meant, del the name that holds it at the end of the step"
+        f"what {line.line} allocated in one step ({line.made}, {format_bytes(line.num_bytes)}) stays allocated through the next forward pass: "
+        "if unintended, `del` the variable at the end of the step"
     )
 
 

@@ -37,7 +37,7 @@ _ZEROING = ("aten.zero_", "aten._foreach_zero_")
 
 @final
 class ZeroGrad(AbstractTechnique):
-    """Trades nothing: `zero_grad` frees gradients, whatever its arguments."""
+    """Costs nothing: `zero_grad` frees gradients, whatever its arguments."""
 
     name = "zero_grad"
     exact = True

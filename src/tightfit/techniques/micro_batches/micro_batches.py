@@ -48,7 +48,7 @@ class MicroBatches(AbstractTechnique):
     name = "micro_batches"
     exact = True
     needs = Needs.DIVISIBLE
-    exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) they are others, and it is lossy"
+    exactness = "up to the order of the sum over the batch; where the model draws random numbers (dropout) these differ, and it is lossy"
     tolerance = 0.25
 
     def options(self, profile: Profile) -> Iterable[Option]:

@@ -28,7 +28,9 @@ class FactoredStates(AbstractTechnique):
     name = "factored_states"
     exact = False
     needs = Needs.STEPS
-    exactness = "lossy: of the averages of squared gradients only the means of rows and columns are kept; vectors keep theirs whole"
+    exactness = (
+        "lossy: averages of squared gradients are reduced to the means of rows and columns; vectors keep theirs whole"
+    )
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:

@@ -33,7 +33,7 @@ class OptimizerKernel(AbstractTechnique):
     exact = True
     exactness = (
         "for-loop and foreach do the same operations on every element, bit for bit on a CPU; the fused kernel computes the same update and "
-        "may round its last bit otherwise"
+        "may round the last bit differently"
     )
     tolerance = 0.1
 

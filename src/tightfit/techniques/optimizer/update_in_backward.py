@@ -40,7 +40,7 @@ class UpdateInBackward(AbstractTechnique):
     needs = Needs.GRADIENTS
     exactness = (
         "bit for bit: the same update of every parameter from the same gradient; with the fused kernel up to rounding, and where gradients "
-        "are clipped on a card, up to the order in which their norm is summed"
+        "are clipped on a GPU, up to the order in which their norm is summed"
     )
     tolerance = 0.15
 

@@ -79,7 +79,7 @@ class Autocast(AbstractTechnique):
             2 * run.num_steps
         )
         what = (
-            "this card has no bfloat16: torch.autocast in float16 with a torch.amp.GradScaler around backward and step"
+            "this GPU has no bfloat16: torch.autocast in float16 with a torch.amp.GradScaler around backward and step"
         )
         return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
 

@@ -56,7 +56,8 @@ class SelectiveCheckpointing(AbstractTechnique):
                 products = call.begin + np.flatnonzero(is_product[profile.tape.operators.name[call.begin : call.end]])
                 keeping = np.flatnonzero(np.isin(products, profile.tape.storages.operator[call.saved[stays]]))
                 option = recompute_option(self.name, profile, block, kept)
-                yield dataclasses.replace(option, settings={"keep": keeping.tolist()})
+                outputs = _names(profile, block.path, products[keeping])
+                yield dataclasses.replace(option, settings={"keep": keeping.tolist(), "outputs": outputs})
 
     def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
@@ -72,6 +73,18 @@ class SelectiveCheckpointing(AbstractTechnique):
                 contexts=contexts,
             )
             session.wrap_forward(module, around)
+
+
+def _names(profile: Profile, block: str, operators: Column) -> list[str]:
+    """What a person calls the results of `operators` of `block`: the submodule (`mlp.c_fc`), `attention`, or the operator of the block itself."""
+    texts, columns = profile.tape.strings, profile.tape.operators
+    names = []
+    for operator, module in zip(columns.name[operators].tolist(), columns.module[operators].tolist(), strict=True):
+        path, kind = texts[module].removeprefix(block).lstrip("."), operator_class(texts[operator])
+        # A module that computes attention has products of its own, in submodules; its name would say too little.
+        own = f"attention ({path})" if path else "attention"
+        names.append(own if kind == "attention" else path or texts[operator].removeprefix("aten."))
+    return list(dict.fromkeys(names))
 
 
 def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

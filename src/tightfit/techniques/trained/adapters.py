@@ -46,13 +46,13 @@ class Adapters(AbstractTechnique):
         if not parts.run.stretches or not linears:
             return []
         held = [
-            f"rank {rank}: {format_bytes(peak_with_adapters(profile, rank))} "
-            f"with {sum(linear.numbers(rank) for linear in linears):,} trained numbers"
+            f"{format_bytes(peak_with_adapters(profile, rank))} at rank {rank} "
+            f"({sum(linear.numbers(rank) for linear in linears):,} trainable parameters)"
             for rank in RANKS
         ]
         what = (
-            f"LoRA on {len(linears)} linear layers would leave allocated, instead of {format_bytes(parts.peak_with(()))}: {'; '.join(held)} "
-            '(lossy; in the program, before the optimizer is made: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")))'
+            f"LoRA on {len(linears)} linear layers would reduce allocated memory from {format_bytes(parts.peak_with(()))} to {', '.join(held)}; "
+            'trains another model: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")) before the optimizer is created'
         )
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 

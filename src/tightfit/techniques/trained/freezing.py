@@ -20,7 +20,7 @@ from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Phase
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_seconds_change
 
 PARTS = (1, 2, 3)
 """Quarters of the blocks."""
@@ -32,7 +32,7 @@ class Freezing(AbstractTechnique):
 
     name = "freezing"
     exact = False
-    exactness = "lossy: the first blocks keep the weights that they have"
+    exactness = "lossy: the first blocks keep their weights"
     tolerance = 0.2
 
     def options(self, profile: Profile) -> Iterable[Option]:
@@ -64,13 +64,13 @@ class Freezing(AbstractTechnique):
             return []
         seconds = profile.seconds
         held = [
-            f"{number} of {blocks.number}: {format_bytes(parts.peak_with(_changes(parts, blocks, number)))}, "
-            f"{format_seconds(_saved_seconds(parts, blocks, number, seconds))} less a step"
+            f"{format_bytes(parts.peak_with(_changes(parts, blocks, number)))} with {number} of {blocks.number} "
+            f"({format_seconds_change(-_saved_seconds(parts, blocks, number, seconds))} per step)"
             for number in _numbers(blocks)
         ]
         what = (
-            f"freezing the first blocks of {blocks.path} (and what works before them) would leave allocated, instead of "
-            f"{format_bytes(parts.peak_with(()))}: {'; '.join(held)} (lossy: --allow freezing)"
+            f"freezing the first blocks of {blocks.path} (and the modules that run before them) would reduce allocated memory from "
+            f"{format_bytes(parts.peak_with(()))} to {', '.join(held)}; changes results: --allow freezing"
         )
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 

@@ -6,7 +6,7 @@ const CATEGORIES = page.categories;
 
 const contextBytes = summary.context_bytes ?? 0;
 const deviceBytes = summary.peak_reserved_bytes + contextBytes;
-// What torch's allocator can have of the card.
+// What is available to torch's caching allocator.
 const roomBytes = summary.capacity_bytes === null ? null : summary.capacity_bytes - contextBytes;
 
 const byId = (id) => document.getElementById(id);
@@ -25,7 +25,7 @@ const UNITS = [["TiB", 2 ** 40, 2], ["GiB", 2 ** 30, 2], ["MiB", 2 ** 20, 1], ["
 
 function bytes(count) {
   for (const [unit, size, digits] of UNITS) {
-    if (Math.abs(count) >= size) return `${(count / size).toFixed(digits)} ${unit}`;
+    if (Math.abs(count) >= size) return `${(count / size).toFixed(digits)} ${unit}`.replace("-", "−");
   }
   return `${count} B`;
 }

@@ -1,4 +1,4 @@
-// The answer in words and figures, what holds the card at the peak, the cards, the steps and what was assumed.
+// The verdict, the figures, memory at the peak by category, the GPUs, the steps and the assumptions.
 function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
@@ -12,7 +12,7 @@ const ownCard = () => summary.cards.find((card) => card.device === summary.devic
   (summary.capacity_bytes === null ? null : { device: summary.device, capacity_bytes: summary.capacity_bytes, device_bytes: deviceBytes, device_low_bytes: deviceBytes, device_high_bytes: deviceBytes });
 
 function writeHeader() {
-  const origin = summary.origin === "estimate" ? `estimated for ${summary.device}` : `recorded on ${summary.device || "a card that the recording does not name"}`;
+  const origin = summary.origin === "estimate" ? `estimated for ${summary.device}` : `recorded on ${summary.device || "a GPU that the recording does not name"}`;
   const numSteps = summary.spans.filter((span) => span.kind === "step").length;
   const steps = numSteps ? `, ${whole(numSteps)} step${numSteps === 1 ? "" : "s"}` : "";
   byId("label").textContent = summary.label;
@@ -23,7 +23,7 @@ function writeHeader() {
     const [kind, word, amount] = verdictOf(card);
     heading.append(element("span", { class: kind }, word[0].toUpperCase() + word.slice(1)), ` on ${card.device}: ${amount}`, kind !== "bad" && summary.not_seen ? `; ${summary.not_seen}` : "");
   } else {
-    heading.textContent = `At most ${bytes(summary.peak_allocated_bytes)} allocated, ${bytes(summary.peak_reserved_bytes)} reserved`;
+    heading.textContent = `Peak: ${bytes(summary.peak_allocated_bytes)} allocated, ${bytes(summary.peak_reserved_bytes)} reserved`;
   }
 }
 
@@ -38,13 +38,13 @@ function writeFigures() {
   const rows = [];
   if (summary.context_bytes !== null) {
     const range = card && card.device_low_bytes !== card.device_high_bytes ? `${bytes(card.device_low_bytes)} to ${bytes(card.device_high_bytes)}` : "";
-    rows.push(figure("peak on the card", bytes(deviceBytes), range || `${percent(deviceBytes, summary.capacity_bytes)} of the card`));
+    rows.push(figure("peak GPU memory", bytes(deviceBytes), range || `${percent(deviceBytes, summary.capacity_bytes)} of the capacity`));
   }
-  rows.push(figure("peak reserved", bytes(summary.peak_reserved_bytes), "what torch's allocator holds"));
-  rows.push(figure("peak allocated", bytes(summary.peak_allocated_bytes), "what live tensors hold"));
+  rows.push(figure("peak reserved", bytes(summary.peak_reserved_bytes), "by torch's caching allocator"));
+  rows.push(figure("peak allocated", bytes(summary.peak_allocated_bytes), "by live tensors"));
   rows.push(figure("fragmentation", percent(unused, summary.peak_reserved_bytes), `${bytes(unused)} reserved beyond the peak`));
-  if (rounding > 0) rows.push(figure("lost to rounding", bytes(rounding), `${percent(rounding, summary.peak_allocated_bytes)} of what is allocated`));
-  if (card && card.seconds_per_step) rows.push(figure("a step", duration(card.seconds_per_step * 1e6), "by a roofline"));
+  if (rounding > 0) rows.push(figure("lost to rounding", bytes(rounding), `${percent(rounding, summary.peak_allocated_bytes)} of the peak allocated`));
+  if (card && card.seconds_per_step) rows.push(figure("time per step", duration(card.seconds_per_step * 1e6), "estimated time"));
   byId("figures").append(...rows);
   const parts = [summary.peak_span, summary.peak_line, summary.peak_function.replace(/^aten\./, ""), summary.peak_module].filter(Boolean);
   if (summary.peak_event >= 0) {
@@ -52,7 +52,7 @@ function writeFigures() {
   }
 }
 
-// One bar as long as the card, or as what is reserved where the card is not known.
+// One bar as long as the GPU's capacity, or as what is reserved where the GPU is not known.
 function writeHeld() {
   if (!deviceBytes) { byId("held").hidden = true; return; }
   const all = Math.max(summary.capacity_bytes ?? 0, deviceBytes);
@@ -60,7 +60,7 @@ function writeHeld() {
   const part = (name, size, words, attributes) => {
     const box = element("div", { class: `part ${ON_LIGHT_TEXT.has(name) ? "light" : ""}`, title: `${words}: ${bytes(size)}`, ...attributes });
     box.style.width = `${(100 * size) / all}%`;
-    if (size / all > 0.075) box.append(element("span", {}, size / all > 0.15 ? `${words} ${bytes(size)}` : words));
+    box.append(element("span", { class: "long" }, `${words} ${bytes(size)}`), element("span", { class: "short" }, words));
     return box;
   };
   const parts = sizes.map(([name, size]) => part(name, size, LABELS[name], { "data-category": name }));
@@ -69,12 +69,25 @@ function writeHeld() {
   const track = element("div", { class: "track", role: "img" }, ...parts);
   track.setAttribute("aria-label", sizes.map(([name, size]) => `${LABELS[name]} ${bytes(size)}`).join(", "));
   if (summary.capacity_bytes !== null && summary.capacity_bytes < deviceBytes) {
-    const limit = element("div", { class: "limit" }, "the card ends here");
-    limit.style.left = `${(100 * summary.capacity_bytes) / all}%`;
+    // Above the bar, so that the words cover no part of it, and on the side that has room for them.
+    const share = summary.capacity_bytes / all;
+    const limit = element("div", { class: share > 0.8 ? "limit end" : "limit" }, `GPU capacity ${bytes(summary.capacity_bytes)}`);
+    limit.style.left = `${100 * share}%`;
+    track.classList.add("over");
     track.append(limit);
   }
-  const end = summary.capacity_bytes === null ? "reserved" : summary.capacity_bytes >= deviceBytes ? `the card has ${bytes(all)}` : `the card has only ${bytes(summary.capacity_bytes)}`;
-  byId("held").append(track, element("div", { class: "scale" }, element("span", {}, "held at the peak"), element("span", {}, end)));
+  const end = summary.capacity_bytes === null ? "reserved" : summary.capacity_bytes >= deviceBytes ? `GPU capacity ${bytes(all)}` : `peak ${bytes(deviceBytes)}`;
+  // Words that a part has no room for are left out, not cut: its title has them.
+  new ResizeObserver(() => {
+    for (const box of track.querySelectorAll(".part")) {
+      const fits = (span) => { span.hidden = false; return span.offsetWidth <= box.clientWidth - 6; };
+      const [long, short] = box.children;
+      short.hidden = true;
+      long.hidden = !fits(long);
+      if (long.hidden) short.hidden = !fits(short);
+    }
+  }).observe(track);
+  byId("held").append(track, element("div", { class: "scale" }, element("span", {}, "memory at the peak, by category"), element("span", {}, end)));
 }
 
 function meter(parts, label) {
@@ -91,7 +104,7 @@ function meter(parts, label) {
 function writeCards() {
   const { cards } = summary;
   byId("cards").hidden = !cards.length;
-  byId("cards-heading").textContent = cards.some((card) => card.device === summary.device) ? "On this card and others" : "On these cards";
+  byId("cards-heading").textContent = cards.some((card) => card.device === summary.device) ? "On this GPU and others" : "On these GPUs";
   const most = Math.max(...cards.map((card) => card.device_high_bytes), 1);
   const withSeconds = cards.some((card) => card.seconds_per_step);
   const body = cards.map((card) => {
@@ -108,15 +121,16 @@ function writeCards() {
       numberCell(bytes(card.capacity_bytes)), numberCell(bytes(card.device_bytes)), numberCell(bytes(left), left < 0 ? "bad" : ""),
       ...(withSeconds ? [numberCell(card.seconds_per_step ? duration(card.seconds_per_step * 1e6) : "")] : []));
   });
-  const names = ["card", "", "", "#has", "#peak on it", "#left", ...(withSeconds ? ["#a step"] : [])];
+  const names = ["GPU", "", "", "#capacity", "#peak", "#left", ...(withSeconds ? ["#time per step"] : [])];
   byId("cards-table").append(element("table", { class: "data" }, headings(...names), element("tbody", {}, ...body)));
   byId("cards-note").textContent = summary.origin === "recording"
-    ? "The recorded peak with each card's context: what this run would hold if it asked for the same there."
-    : "With each card's own context, library workspaces and speed.";
+    ? "The recorded peak with the CUDA context of each GPU, if the run allocated the same there."
+    : "With the CUDA context, library workspaces and speed of each GPU.";
 }
 
 function writeSteps(timeline) {
-  const { spans } = summary;
+  // A set-up that allocates nothing has nothing to show.
+  const spans = summary.spans.filter((span) => span.peak_reserved_bytes);
   byId("steps").hidden = !spans.length;
   const most = Math.max(...spans.map((span) => span.peak_reserved_bytes), 1);
   const body = spans.map((span) => {
@@ -127,8 +141,8 @@ function writeSteps(timeline) {
       element("td", { class: "bars" }, meter([["outline", 0, reserved], ["fill", 0, allocated]], `${percent(span.peak_reserved_bytes, most)} of the highest`)),
       numberCell(bytes(span.peak_allocated_bytes)), numberCell(bytes(span.peak_reserved_bytes)), numberCell(bytes(span.end_allocated_bytes)));
   });
-  byId("steps-table").append(element("table", { class: "data" }, headings("", "", "#peak allocated", "#peak reserved", "#left at its end"), element("tbody", {}, ...body)));
-  const left = summary.num_spans - spans.length;
+  byId("steps-table").append(element("table", { class: "data" }, headings("", "", "#peak allocated", "#peak reserved", "#still allocated after the step"), element("tbody", {}, ...body)));
+  const left = summary.num_spans - summary.spans.length;
   byId("steps-note").textContent = left ? `The ${whole(spans.length)} with the highest peaks of ${whole(summary.num_spans)}.` : "";
 }
 
@@ -139,10 +153,10 @@ function writeAssumptions() {
   });
   byId("assumptions-list").append(...items);
   byId("assumptions-list").hidden = !items.length;
-  byId("assumptions-heading").textContent = items.length ? "What was assumed" : "Nothing was assumed";
+  byId("assumptions-heading").textContent = items.length ? "Assumptions" : "No assumptions";
   const left = summary.num_assumptions - summary.assumptions.length;
   const versions = Object.entries(summary.versions).filter(([, version]) => version).map(([name, version]) => `${name} ${version}`);
-  const words = [left > 0 ? `${whole(left)} more assumptions are left out here.` : "",
-    `Allocator settings: ${summary.settings || "torch's defaults"}.`, versions.length ? `With ${versions.join(", ")}.` : "", "Colours after Okabe and Ito."];
+  const words = [left > 0 ? `${whole(left)} more assumptions are not listed.` : "",
+    `Allocator settings: ${summary.settings || "torch's defaults"}.`, summary.cards.some((card) => card.seconds_per_step) ? "Times are roofline estimates, without data loading and logging." : "", versions.length ? `With ${versions.join(", ")}.` : "", "Colours after Okabe and Ito."];
   byId("small-print").textContent = words.filter(Boolean).join(" ");
 }

@@ -8,18 +8,18 @@ class Legend {
     const rule = (row) => { row.classList.add("rule"); return row; };
     body.append(rule(this.row("allocated", null, summary.peak_allocated_bytes)));
     body.append(this.row("reserved", element("span", { class: "swatch line" }), summary.reserved_at_peak_bytes));
-    if (roomBytes !== null) body.append(this.row("room on the card", element("span", { class: "swatch dash" }), roomBytes));
+    if (roomBytes !== null) body.append(this.row("available to PyTorch", element("span", { class: "swatch dash" }), roomBytes));
   }
 
   row(name, mark, atPeak) {
     const here = numberCell("");
     this.cells.set(name, here);
-    return element("tr", {}, element("th", { scope: "row" }, mark, LABELS[name] ?? name), numberCell(bytes(atPeak)), here);
+    return element("tr", {}, element("th", { scope: "row" }, mark, LABELS[name] ?? name), numberCell(atPeak ? bytes(atPeak) : ""), here);
   }
 
   show(bucket) {
     const { names, levels, total, reserved, edges, at, times, places, low } = this.buckets;
-    names.forEach((name, i) => { this.cells.get(name).textContent = bytes(levels[i][bucket]); });
+    names.forEach((name, i) => { this.cells.get(name).textContent = levels[i][bucket] ? bytes(levels[i][bucket]) : ""; });
     this.cells.get("allocated").textContent = bytes(total[bucket]);
     this.cells.get("reserved").textContent = bytes(reserved[bucket]);
     const width = edges[bucket + 1] - edges[bucket];
@@ -27,8 +27,8 @@ class Legend {
     if (times) rows.push(["time", duration(times[bucket])]);
     const span = spanOf(at[bucket]);
     if (span) rows.push(["in", span.name]);
-    rows.push(["asked for by", texts[places[bucket]] || "nothing: memory is given back here"]);
-    if (width > 1) rows.push(["meanwhile", `down to ${bytes(low[bucket])}`]);
+    rows.push(["allocated by", texts[places[bucket]] || "nothing: memory is freed here"]);
+    if (width > 1) rows.push(["lowest", bytes(low[bucket])]);
     byId("cursor").replaceChildren(...rows.flatMap(([term, words]) => [element("dt", {}, term), element("dd", {}, words)]));
   }
 }

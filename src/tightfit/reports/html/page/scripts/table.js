@@ -1,4 +1,4 @@
-// The places that asked for memory, and the largest blocks: sorted by any column, filtered by words, each with its whole stack.
+// The allocation sites, and the largest blocks: sorted by any column, filtered by words, each with its whole stack.
 const FIRST_ROWS = 60;
 
 class PlacesTable {
@@ -62,7 +62,7 @@ class PlacesTable {
     }
     const shown = found.reduce((sum, row) => sum + (row.peak ?? row.size), 0);
     byId("places-status").textContent = `${whole(number)} of ${whole(found.length)} ${noun} shown` +
-      `${wanted.length ? ` of ${whole(rows.length)}` : ""}; together they hold ${bytes(shown)} at the peak.`;
+      `${wanted.length ? ` of ${whole(rows.length)}` : ""}${shown ? `; ${bytes(shown)} at the peak` : ""}.`;
   }
 
   row(row) {
@@ -80,7 +80,7 @@ class PlacesTable {
       return element("td", { class: "number" }, element("button", { type: "button", class: "plain", onclick: go, "aria-label": `Show event ${whole(value)} in the timeline` }, whole(value)));
     }
     if (kind === "life") return numberCell(value === Infinity ? "to the end" : whole(value));
-    return numberCell(kind === "bytes" ? bytes(value) : whole(value), value ? "" : "zero");
+    return numberCell(value ? (kind === "bytes" ? bytes(value) : whole(value)) : "");
   }
 
   // The user's line, which opens the stack under it where there is more of one.

@@ -1,19 +1,19 @@
-// What the table of places and that of the largest blocks show: their rows, their columns, and how they are sorted at first.
+// What the table of allocation sites and that of the largest blocks show: their rows, their columns, and how they are sorted at first.
 
 // Columns: [heading, key of a row, kind]; keys in rows are what is sorted by.
 function placesKind() {
   const rows = page.places.map(([category, module, stack, peak, numPeak, largest, total, numTotal]) =>
     tableRow(category, module, stack, { peak, numPeak, largest, total, numTotal }));
-  const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["at the peak", "peak", "bytes"], ["blocks then", "numPeak", "count"],
-    ["largest block", "largest", "bytes"], ["over the run", "total", "bytes"], ["blocks in all", "numTotal", "count"]];
-  return { rows, columns, sortBy: "peak", descending: true, noun: "places" };
+  const columns = [["category", "what"], ["your line", "line"], ["module", "module"], ["bytes at the peak", "peak", "bytes"], ["blocks at the peak", "numPeak", "count"],
+    ["largest block", "largest", "bytes"], ["total over the run", "total", "bytes"], ["blocks over the run", "numTotal", "count"]];
+  return { rows, columns, sortBy: "peak", descending: true, noun: "allocation sites" };
 }
 
 function blocksKind() {
   const rows = page.blocks.map(([category, module, stack, size, requested, born, died]) =>
     tableRow(category, module, stack, { size, lost: size - requested, born, lives: died >= summary.num_events ? Infinity : died - born }));
-  const columns = [["what for", "what"], ["your line", "line"], ["module", "module"], ["bytes", "size", "bytes"], ["lost to rounding", "lost", "bytes"],
-    ["born at event", "born", "event"], ["lives for events", "lives", "life"]];
+  const columns = [["category", "what"], ["your line", "line"], ["module", "module"], ["bytes", "size", "bytes"], ["lost to rounding", "lost", "bytes"],
+    ["allocated at event", "born", "event"], ["lifetime in events", "lives", "life"]];
   return { rows, columns, sortBy: "size", descending: true, noun: "blocks" };
 }
 

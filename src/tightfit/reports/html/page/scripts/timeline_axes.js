@@ -1,4 +1,4 @@
-// Draws what stands around the bands: the grid and its numbers, the steps, the peak, and what the card has room for.
+// Draws what stands around the bands: the grid and its numbers, the steps, the peak, and what is available to PyTorch.
 
 // Round steps between ticks: powers of two for bytes, 1-2-5 for the rest.
 function byteStep(range, most) {
@@ -60,7 +60,7 @@ function drawRoom(pen, plot) {
   pen.lineTo(LEFT + plot.width, y);
   pen.stroke();
   pen.setLineDash([]);
-  drawLabel(pen, `room on the card: ${bytes(roomBytes)}`, LEFT + plot.width - 4, y - 3, "bad");
+  drawLabel(pen, `available to PyTorch: ${bytes(roomBytes)}`, LEFT + plot.width - 4, y - 3, "bad");
 }
 
 function drawSpans(pen, plot) {
@@ -96,9 +96,12 @@ function drawPeak(pen, plot) {
   pen.fill();
   const words = `peak ${bytes(summary.peak_allocated_bytes)}`;
   const toLeft = x + pen.measureText(words).width + 16 > LEFT + plot.width;
+  // Under the line of what is reserved where that would run through the words.
+  const lines = [summary.reserved_at_peak_bytes, summary.peak_reserved_bytes].map((size) => plot.toY(size));
+  const top = lines.reduce((at, line) => (line > at - 4 && line < at + 18 ? line + 5 : at), STRIP + 5);
   pen.textAlign = toLeft ? "right" : "left";
   pen.textBaseline = "top";
-  drawLabel(pen, words, x + (toLeft ? -8 : 8), STRIP + 5, "text");
+  drawLabel(pen, words, x + (toLeft ? -8 : 8), top, "text");
 }
 
 // Words over a ground of the page's colour; textAlign and textBaseline as they are set.

@@ -1,6 +1,6 @@
 // The timeline in words: its name, a line about the range in view, and that range as a table for who cannot see it.
 function timelineName() {
-  return `Memory over ${whole(summary.num_events)} events. At most ${bytes(summary.peak_allocated_bytes)} is allocated, ` +
+  return `Memory over ${whole(summary.num_events)} events. The peak is ${bytes(summary.peak_allocated_bytes)} allocated, ` +
     `at event ${whole(summary.peak_event)}${summary.peak_span ? ` in ${summary.peak_span}` : ""}, and ${bytes(summary.peak_reserved_bytes)} reserved.`;
 }
 
@@ -10,7 +10,7 @@ function rangeInWords(view, floor) {
   const unit = view.byTime ? "" : "events ";
   return `Shown: ${unit}${view.words(view.begin)} to ${view.words(view.end)}` +
     `${view.isWhole ? ", the whole run" : ` (${percent(view.end - view.begin, view.length)} of the run)`}. ` +
-    `Highest in it: ${bytes(buckets.total[best[0]])} allocated at event ${whole(buckets.at[best[0]])}.` +
+    `Peak in this range: ${bytes(buckets.total[best[0]])} allocated at event ${whole(buckets.at[best[0]])}.` +
     (floor ? ` The height begins at ${bytes(Math.round(floor))}, not at 0.` : "");
 }
 

@@ -1,4 +1,4 @@
-// What is held at the peak as nested areas (squarified, after Bruls, Huizing and van Wijk, 2000); a part that has parts can be entered.
+// Memory at the peak as nested areas (squarified, after Bruls, Huizing and van Wijk, 2000); a part that has parts can be entered.
 const [NAME, MAIN, SIZE, COUNT, PARTS] = [0, 1, 2, 3, 4];
 const HEADER = 20;
 
