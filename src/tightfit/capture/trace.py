@@ -110,17 +110,10 @@ def trace(
             "until": until,
         }
         request.write_text(json.dumps(fields))
-        # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "TOKENIZERS_PARALLELISM": "false",
-            **policy.environment(),
-        }
         with forked_child(
             "tightfit.capture.child",
             request,
-            environment=environment,
+            environment=_environment(policy),
             reads_errors=not show_output,
             preloaded=_PRELOADED,
             containment=containment,
@@ -128,18 +121,13 @@ def trace(
             if meanwhile is not None:
                 meanwhile()
             said = _output(process, StatusReader(str(request), process.send_signal), on_progress)
-        answer = Path(f"{request}.answer")
-        if not answer.exists():
+        if not Path(f"{request}.answer").exists():
             stack = Path(f"{request}.stack")
             where = stack.read_text(errors="replace") if stack.exists() else ""
             if where:
                 raise errors.CaptureError(no_step(label, where, timeout_seconds))
             raise errors.CaptureError(_death(label, process.wait(), said))
-        result = json.loads(answer.read_text())
-        if not result["ok"]:
-            error = getattr(errors, result["kind"])(result["message"], **result["details"])
-            error.trace = result["trace"]
-            raise kept_file(error)
+        result = _answer(request)
         # Keys of JSON are strings.
         num_examples = {int(size): number for size, number in result["num_examples"].items()}
         noted = _noted(Tape.load(tape), result["notes"], folder)
@@ -148,6 +136,22 @@ def trace(
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]
         return traced
+
+
+def _environment(policy: Policy) -> dict[str, str]:
+    # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **hidden, **policy.environment()}
+
+
+def _answer(request: Path) -> dict[str, Any]:
+    """What the child has answered; raises its error if that is one."""
+    result = json.loads(Path(f"{request}.answer").read_text())
+    if not result["ok"]:
+        error = getattr(errors, result["kind"])(result["message"], **result["details"])
+        error.trace = result["trace"]
+        raise kept_file(error)
+    return result
 
 
 def _output(

@@ -108,15 +108,18 @@ def batch_sizes(
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
     planned = _Planned(plain, allowed(allow, without))
     ends, is_interrupted = _closed_in(first, plain, planned)
+    answer = {"target": target, "device": card.name, "parameter": parameter, "is_interrupted": is_interrupted}
+    return _answer(plain, planned, ends, answer)
+
+
+def _answer(plain: "_Plain", planned: "_Planned", ends: "_Ends", answer: dict[str, Any]) -> BatchSizes:
     tried = [*plain.rows.values(), *planned.rows.values()]
-    if is_interrupted and not tried:
+    if answer["is_interrupted"] and not tried:
         raise KeyboardInterrupt
     if not tried:
-        raise plain.fault or CaptureError(f"{target} could not be traced")
+        raise plain.fault or CaptureError(f"{answer['target']} could not be traced")
     return BatchSizes(
-        target=target,
-        device=card.name,
-        parameter=parameter,
+        **answer,
         budget_bytes=plain.budget_bytes,
         plain=plain.rows.get(ends.plain),
         plain_too_large=ends.plain_too_large,
@@ -126,7 +129,6 @@ def batch_sizes(
         tried=tuple(sorted(tried, key=lambda row: (row.size, bool(row.techniques)))),
         failed=plain.failed | planned.failed,
         num_examples=plain.num_examples,
-        is_interrupted=is_interrupted,
     )
 
 

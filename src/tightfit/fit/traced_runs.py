@@ -140,11 +140,10 @@ class TracedRuns:
                 used_bytes=self._used_bytes,
                 follows=self._followed(options),
                 policy=self.policy,
-            )
-            self._check_end(options, traced.tape)
                 on_progress=self.log.on_trace,
             )
             self.log.traced()
+            self._check_end(options, traced.tape)
             # What the program does besides computing is looked at in the plain run, and holds for all.
             if not options:
                 self._effects, self.num_examples = traced.tape.effects, traced.num_examples
@@ -206,6 +205,8 @@ def _allocates_later(tape: Tape) -> bool:
     size = tape.storages.num_bytes[storage]
     change = np.where(kind == EventKind.ALLOCATE, size, np.where(kind == EventKind.FREE, -size, 0))
     return int(np.cumsum(change).max()) > 0
+
+
 def _what(options: Sequence[Option]) -> str:
     num_techniques = len({option.technique for option in options})
     if not options:
