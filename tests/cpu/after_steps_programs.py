@@ -178,6 +178,26 @@ with torch.no_grad():
         model = nn.Linear(64, width).cuda()
         model(torch.randn(1, 64, device="cuda"))
 """,
+    "an evaluation of Trainer": """
+from transformers import Trainer, TrainingArguments
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return {"loss": self.linear(x if self.training else x.repeat(ROWS // 64, 1)).square().mean()}
+
+
+rows = [{"x": torch.ones(64)} for i in range(128)]
+arguments = TrainingArguments(
+    "out", max_steps=1000, per_device_train_batch_size=4, per_device_eval_batch_size=64, eval_strategy="steps", eval_steps=500,
+    prediction_loss_only=True, report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+)
+Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows).train()
+""",
     "a generator of batches": """
 def batches():
     while True:
@@ -288,6 +308,17 @@ raise ValueError("no such metric")
 evaluate()
 """,
         ("evaluate() at", "no such metric"),
+    ),
+    "behind a bare except in an endless loop that cannot be left": (
+        """
+while True:
+    try:
+        [step() for i in range(1000)]
+    except:
+        continue
+    evaluate()
+""",
+        ("evaluate() at", "its training loop cannot be left"),
     ),
     "in an evaluation that grows beyond the bound": (
         """

@@ -21,6 +21,9 @@ def estimated(folder: Path, program: str, **settings: object) -> Estimate:
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_follows_the_steps_is_in_the_peak(tmp_path: Path, name: str) -> None:
+    if "transformers" in COUNTED[name]:
+        pytest.importorskip("transformers", minversion="5")
+        pytest.importorskip("accelerate")
     found = estimated(tmp_path, COUNTED[name])
     assert found.peak.allocated_bytes >= LARGE_BYTES
     steps = [span.peak_allocated_bytes for span in found.spans if span.kind == "step"]

@@ -21,8 +21,8 @@ from tightfit.tape import Coverage, NotReached, SpanKind
 from tightfit.units import format_bytes
 
 AFTER = "after the steps"
-MIN_OPERATORS = 10_000
-TIMES_OPERATORS = 2
+MIN_OPERATORS = 6_000
+TIMES_OPERATORS = 1
 """The bound: as many operators after the steps, or this multiple of those until then, if that is more (docs/log.md, "After the steps")."""
 PART_OF_A_LOOP = 3
 """Of that bound, one loop without training steps gets this part; the rest is for what follows it."""
@@ -194,6 +194,7 @@ class FastForward:
         """Notes that the trace ended at `places`, the lines of the user's code from the innermost out."""
         # The first reason counts: a program may swallow the end of the trace and run on.
         if not self._stopped:
+            self.program.ask_in_each_turn()
             self._stopped, self._stack = why, tuple(places)
             if places:
                 self._left_at = f"{short(places[0].file)}:{places[0].line} after step {self._num_ended}"
@@ -213,6 +214,9 @@ class FastForward:
 
     def _leaves(self, number: int) -> bool:
         """Whether the loop is left now, asked at the beginning of each of its turns."""
+        if self._stopped:
+            # A bare `except:` has caught the end of the trace: each loop ends, so that the program does.
+            return True
         if not self.is_on:
             return False
         self._num_turns += 1
