@@ -5,6 +5,7 @@ from typing import Any
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
+from tightfit.fit.progress import ProgressLog
 
 CARD = "RTX 4090"
 
@@ -20,5 +21,5 @@ def run_arguments(target: Target, label: str) -> dict[str, Any]:
         "calibration": None,
         "num_steps": 2,
         "show_output": False,
-        "say": lambda _: None,
+        "log": ProgressLog(),
     }

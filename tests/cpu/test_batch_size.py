@@ -1,6 +1,7 @@
 """The largest batch of a workload: what sets it in each kind of target, and a search from beginning to end."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.cpu import micro_batch_models as models
@@ -56,6 +57,50 @@ def test_a_search_finds_a_size_that_fits_and_one_that_does_not(
     assert found["fastest"]["seconds_per_sample"] <= 1.01 * plain["seconds_per_sample"]
     assert found["planned"] is None
     assert len(found["tried"]) == 3
+
+
+FEW_EXAMPLES = """
+import argparse, torch
+from torch.utils.data import DataLoader, TensorDataset
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+size = parser.parse_args().batch_size
+loader = DataLoader(TensorDataset(torch.ones(40, 4)), batch_size=size, shuffle=True, drop_last=True)
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    for (rows,) in loader:
+        model(rows.cuda()).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_no_size_larger_than_the_data_set_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(FEW_EXAMPLES)
+    words = ["--search", "batch-size", "--steps", "1", "--json"]
+    assert app(["plan", "train.py", "--device", "RTX 4090", *words], result_action="return_value") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_examples"] == found["plain"]["size"] == 40
+    assert max(row["size"] for row in found["tried"]) == 40
+    assert (found["failed"], found["planned"], found["plain_too_large"]) == ([], None, None)
+
+
+def test_an_interrupted_search_gives_the_sizes_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch_size, "MAX_TRACES", 1)
+    monkeypatch.setattr(batch_size.Search, "run", interrupted)
+    words = ["--search", "batch", "--steps", "1", "--budget", "20GiB", "-p", "batch=4"]
+    assert app(["plan", f"{models.__file__}:large", "--device", "RTX 4090", *words], result_action="return_value") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("batch 4 is the largest found to fit 20.00 GiB")
+    assert "the search was interrupted: this is the best so far" in said
 
 
 def test_a_search_writes_no_plan(capsys: pytest.CaptureFixture[str]) -> None:

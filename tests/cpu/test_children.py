@@ -88,6 +88,7 @@ def test_a_child_dies_with_the_process_that_asked(number: signal.Signals, words:
         [
             *(sys.executable, "-c"),
             "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from tightfit.cli.progress import ProgressLine; ProgressLine.INTERVAL_IN_A_PIPE = float('inf'); "
             "from tightfit.cli.main import run; sys.exit(run())",
             *(*words, "--device", "RTX 4090"),
         ],

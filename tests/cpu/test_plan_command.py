@@ -70,6 +70,10 @@ KEYS = {
     "versions": None,
     "assumptions": {"where", "what"},
     "proof": {"kind", "steps", "seconds", "what"},
+    "is_interrupted": None,
+    "predicted_seconds": None,
+    "margin": None,
+    "uncertainty": None,
     "elapsed_seconds": None,
 }
 
@@ -145,6 +149,36 @@ def test_a_file_that_is_cut_short_is_no_plan(planned: dict[str, Any], tmp_path: 
 def test_a_run_that_fits_has_nothing_to_do_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "model.py:workload", "--device", "RTX 4090", "-p", "num_rows=64"]) == 0
     assert capsys.readouterr().out.startswith("fits as it is: ")
+
+
+def test_an_interrupted_plan_is_the_best_so_far_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted while it is proven: nothing is missing but that."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tightfit.fit.proof.Prover.prove", interrupted)
+    assert run([*COMMAND, "-o", "so_far.json"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("fits with ")
+    assert "the search was interrupted, this is the best so far" in said.out.splitlines()[0]
+    plan = tightfit.Plan.load("so_far.json")
+    assert plan.is_interrupted and plan.fits
+    assert plan.proof.what == "not by values: that was interrupted"
+
+
+def test_interrupted_before_anything_was_found_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tightfit.fit.traced_runs.trace", interrupted)
+    assert run(COMMAND) == 130
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "tightfit: interrupted\n")
 
 
 def test_a_budget_below_everything_exits_with_1_and_says_what_was_reached(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,57 @@ def test_a_place_that_is_refused_leaves_the_technique_its_other_places(runs: Fai
     assert all(o.where != block for o in found.best.options)
 
 
+class InterruptedRuns(FailingRuns):
+    """Runs that are interrupted at the run number `end` with options, traced before or not."""
+
+    def __init__(self, traced: FailingRuns, end: int) -> None:
+        super().__init__(*traced.failing)
+        self._made = traced._made
+        self._left = end
+
+    def run_with(self, options: tuple[Option, ...] | list[Option]) -> TracedRun:
+        self._left -= bool(options)
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return super().run_with(options)
+
+
+def test_wherever_a_search_is_interrupted_the_best_so_far_is_there(runs: FailingRuns) -> None:
+    plain = runs.run_with(())
+    budget = plain.high_bytes - plain.estimate.peak.allocated_bytes // 3
+    whole = Search(runs, budget, Allowed()).run()
+    assert whole.fits and not whole.is_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        Search(InterruptedRuns(runs, 0), budget, Allowed()).run()
+    found = []
+    for end in range(1, 100):
+        try:
+            found.append(Search(InterruptedRuns(runs, end), budget, Allowed()).run())
+        # Nothing was better than the plain run by then.
+        except KeyboardInterrupt:
+            assert not found
+            continue
+        if not found[-1].is_interrupted:
+            break
+    assert found[-1].best.run == whole.best.run
+    so_far = [(each.fits, -each.best.seconds if each.fits else -each.best.high_bytes) for each in found]
+    assert so_far == sorted(so_far)
+    assert all(each.best.high_bytes < plain.high_bytes for each in found)
+
+
+def test_what_cannot_be_reached_is_the_same_whatever_was_asked(runs: FailingRuns) -> None:
+    """A budget is told the lowest peak that there is, by one search that does not know the budget; at that peak it fits."""
+    lowest = Search(runs, 0, Allowed()).run().best
+    assert lowest.high_bytes < runs.run_with(()).high_bytes
+    for budget in (lowest.high_bytes // 2, lowest.high_bytes * 9 // 10, lowest.high_bytes - 1):
+        found = Search(runs, budget, Allowed()).run()
+        assert not found.fits
+        assert (found.best.high_bytes, found.best.options) == (lowest.high_bytes, lowest.options)
+    for budget in (lowest.high_bytes, lowest.high_bytes * 21 // 20):
+        found = Search(runs, budget, Allowed()).run()
+        assert found.fits and found.best.high_bytes <= budget
+
+
 def test_a_refusal_in_the_process_that_traces_says_what_and_where(runs: FailingRuns) -> None:
     where = "LlamaForCausalLM.model.layers"
     option = Option(

@@ -59,6 +59,32 @@ def test_a_size_that_does_not_run_is_an_end() -> None:
     assert (low, high) == (20, 21)
 
 
+def test_no_size_beyond_the_data_set_is_tried() -> None:
+    tried: list[int] = []
+
+    def excess(size: int) -> int:
+        tried.append(size)
+        return -1
+
+    # It is known from the first size on.
+    ends = close_in(8, excess, max_tries=MANY, close_enough=0.02, largest=lambda: 100 if tried else None)
+    assert ends == (100, None)
+    assert max(tried) == 100
+
+
+def test_a_flat_line_does_not_cost_a_try_for_each_size() -> None:
+    """Segments come in steps: sizes next to each other hold the same, and a line through two of them leads nowhere."""
+    tried: list[int] = []
+
+    def excess(size: int) -> int:
+        tried.append(size)
+        return (30 * size // 250) * 250 - 3000 + (400 if size > 90 else 0)
+
+    low, high = close_in(8, excess, max_tries=8, close_enough=0.02)
+    assert high is not None and high - low <= 0.05 * high
+    assert len(tried) <= 8
+
+
 def test_nothing_fits() -> None:
     assert close_in(8, lambda size: size, max_tries=MANY, close_enough=0.0) == (0, 1)
 
@@ -88,7 +114,7 @@ def test_the_json_has_what_the_answer_has() -> None:
     ).to_json()
     assert set(found) == {
         *("schema", "target", "device", "parameter", "budget_bytes", "fits", "plain", "plain_too_large"),
-        *("planned", "planned_too_large", "fastest", "tried", "failed"),
+        *("planned", "planned_too_large", "fastest", "tried", "failed", "num_examples", "is_interrupted"),
     }
     assert found["fits"] is True
     assert found["failed"] == [{"size": 8, "why": "there are 6 examples"}]

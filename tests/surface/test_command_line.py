@@ -27,6 +27,7 @@ OPTIONS = {
         "--image-size",
         "--json",
         "--lora-rank",
+        "--margin",
         "--optimizer",
         "--parameter",
         "--save-recording",
@@ -41,7 +42,7 @@ OPTIONS = {
     "plan": [
         *("--alloc-conf", "--allow", "--attention", "--autocast", "--batch-size", "--budget", "--calibration"),
         *("--device", "--disk", "--dtype", "--gradient-checkpointing", "--host", "--image-size", "--json"),
-        *("--lora-rank", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
+        *("--lora-rank", "--margin", "--no-prove", "--optimizer", "--output", "--parameter", "--search"),
         *("--sequence-length", "--show-output", "--steps", "--task", "--timeout", "--without", "-o", "-p"),
     ],
     "run": ["--allow", "--budget", "--check-steps", "--device", "--plan", "--virtual"],
@@ -65,6 +66,7 @@ ESTIMATE_KEYS = {
     "device": {"name", "capacity_bytes"},
     "peak": {"allocated_bytes", "reserved_bytes", "device_bytes", "device_low_bytes", "device_high_bytes"},
     "fits": None,
+    "margin": None,
     "headroom_bytes": None,
     "at_peak": {
         *("parameters", "gradients", "optimizer_state", "activations", "temporaries", "inputs", "workspace"),

@@ -13,8 +13,8 @@ PUBLIC_NAMES = [
 ]
 
 PARAMETERS = {
-    "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output meanwhile on_progress",
-    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove say on_progress",
+    "estimate": "target device | arguments parameters options steps timeout alloc_conf margin calibration show_output meanwhile on_progress",
+    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf margin calibration show_output prove say on_progress",
     "apply": "plan model optimizer | check_steps",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",

@@ -56,13 +56,19 @@ def main(path: str, parent: str) -> None:
     sys.unraisablehook = _note_unraisable
     try:
         with quiet(request.show_output):
-            answer = {"ok": True, "report": _trace(request, path)}
+            answer = {"ok": True, "report": _trace(request, path), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
         answer = _failure(request.label, error)
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
     os._exit(0)
+
+
+def _num_examples() -> dict[int, int]:
+    from tightfit.capture.patches import loaders
+
+    return loaders.num_examples
 
 
 def _failure(label: str, error: BaseException) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,11 @@ class Preparation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A tape, and the report of the preparation (None without one)."""
+    """A tape, the report of the preparation (None without one), and how many examples the program's loaders read, by the size of their batches."""
 
     tape: Tape
     report: Any
+    num_examples: Mapping[int, int]
 
 
 def trace(
@@ -118,7 +119,9 @@ def trace(
             error = getattr(errors, result["kind"])(result["message"], **result["details"])
             error.trace = result["trace"]
             raise error
-        traced = Traced(tape=Tape.load(tape), report=result["report"])
+        # Keys of JSON are strings.
+        num_examples = {int(size): number for size, number in result["num_examples"].items()}
+        traced = Traced(tape=Tape.load(tape), report=result["report"], num_examples=num_examples)
         with answering("the capture"):
             faults = verify_tape(traced.tape)
             assert not faults, faults[0]

@@ -85,6 +85,7 @@ def estimate(
     steps: int = 3,
     timeout: float = 120.0,
     alloc_conf: str | None = None,
+    margin: str = "likely",
     calibration: Path | None = None,
     json: bool = False,
     show_output: bool = False,
@@ -109,6 +110,8 @@ def estimate(
         Seconds to wait for the first step, and from each to the next, 120 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
+    margin
+        Which end of the peak's range has to fit: safe (the upper end), likely (the likely peak; if not given) or 0 (the lower end).
     calibration
         What was measured on that machine: a TOML file with its context and speeds.
     json
@@ -129,33 +132,25 @@ def estimate(
     measured = None if calibration is None else Calibration.load(calibration)
     if measured is not None:
         cards = [measured.applied_to(card) for card in cards]
-    options = model.given()
+    options, end = model.given(), fit.margin_named(margin)
     _check_folders({"--save-tape": save_tape, "--save-recording": save_recording})
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one card: give one --device")
+    asked = {"arguments": arguments, "parameters": parameter, "options": options}
     if target.endswith(".npz"):
-        if arguments or parameter or options:
+        if any(asked.values()):
             raise UsageError(f"{target} is a run that is over: it takes no arguments, -p or options of a model")
         tape = _saved_tape(target)
     else:
         with ProgressLine(f"estimate {target}", timeout_seconds=timeout, is_rewritten=not show_output) as line:
-            tape = fit.capture(
-                target,
-                # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
-                device=devices[0],
-                arguments=arguments,
-                parameters=parameter,
-                options=options,
-                steps=steps,
-                timeout=timeout,
-                show_output=show_output,
-                on_progress=line.report,
-            )
+            more = {"steps": steps, "timeout": timeout, "show_output": show_output, "on_progress": line.report}
+            # Traced once, for the first GPU; the others replay the same tape with their own workspaces, context and speeds.
+            tape = fit.capture(target, device=devices[0], **asked, **more)
     if save_tape is not None:
         tape.save(save_tape)
     if save_recording is not None:
         write_tape(save_recording, tape, cards[0], settings, measured)
-    estimates = [fit.cost(tape, card, settings, measured) for card in cards]
+    estimates = [fit.cost(tape, card, settings, measured, margin=end) for card in cards]
     _print(estimates, json=json, elapsed_seconds=time.monotonic() - started)
     return 0 if all(e.fits for e in estimates) else 1
 

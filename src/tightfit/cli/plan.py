@@ -38,6 +38,8 @@ class Bounds:
     without
         A technique that is left out, or TECHNIQUE@PLACE[,PLACE...] for it at some modules alone, such as checkpointing@GPT.h.3 or
         tiled_tokens@GPT.h.*; once for each.
+    margin
+        Which end of a peak's range has to fit: safe (the upper end; if not given), likely (the likely peak) or 0 (the lower end).
     """
 
     budget: str | None = None
@@ -45,6 +47,7 @@ class Bounds:
     disk: str | None = None
     allow: Annotated[tuple[str, ...], _SEVERAL] = ()
     without: Annotated[tuple[str, ...], _SEVERAL] = ()
+    margin: str = "safe"
 
 
 NO_BOUNDS = Bounds()
@@ -106,11 +109,11 @@ def plan(
     started = time.monotonic()
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.parent}")
-    card = device or own_card()
     settings: dict[str, Any] = {
         "budget": bounds.budget,
         "allow": bounds.allow,
         "without": bounds.without,
+        "margin": bounds.margin,
         "arguments": arguments,
         "parameters": parameter,
         "options": model.given(),
@@ -122,19 +125,10 @@ def plan(
     }
     line = ProgressLine(f"plan {target}", timeout_seconds=timeout, is_rewritten=not show_output)
     if search is not None:
-        if bounds.host is not None or bounds.disk is not None:
-            raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
-        return _search(search, target, card, line, output=output, json=json, **settings)
+        return _search(search, target, device or own_card(), line, bounds, output=output, json=json, **settings)
+    settings |= {"host": bounds.host, "disk": bounds.disk, "prove": not no_prove}
     with line:
-        found = find_plan(
-            target,
-            card,
-            host=bounds.host,
-            disk=bounds.disk,
-            prove=not no_prove,
-            on_progress=line.report,
-            **settings,
-        )
+        found = find_plan(target, device or own_card(), on_progress=line.report, **settings)
     if output is not None:
         found.save(output)
     _write(found, json=json, elapsed_seconds=time.monotonic() - started)
@@ -152,12 +146,22 @@ def _write(found: "Plan", *, json: bool, elapsed_seconds: float) -> None:
 
 
 def _search(
-    parameter: str, target: str, device: str, line: ProgressLine, *, output: Path | None, json: bool, **settings: Any
+    parameter: str,
+    target: str,
+    device: str,
+    line: ProgressLine,
+    bounds: Bounds,
+    *,
+    output: Path | None,
+    json: bool,
+    **settings: Any,
 ) -> int:
     from tightfit.fit.batch_size import batch_sizes
     from tightfit.reports.text.batch_sizes import write_batch_sizes
 
     started = time.monotonic()
+    if bounds.host is not None or bounds.disk is not None:
+        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
     if output is not None:
         raise UsageError("--search answers with sizes of a batch: plan again with the one you choose for --output")
     with line:

@@ -18,6 +18,7 @@ from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
+from tightfit.simulate.estimate import MARGINS
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
 from tightfit.units import parse
@@ -77,6 +78,7 @@ def estimate(
     steps: int = DEFAULT_NUM_STEPS,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
+    margin: str | int = "likely",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     meanwhile: Callable[[], None] | None = None,
@@ -86,18 +88,19 @@ def estimate(
 
     `device` is a card's name or the path of its TOML file. `arguments` go to a script, `parameters` (`name=value`) to a generator
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
-    the one in the environment. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    the one in the environment. `margin` says which end of the peak's range has to fit: "safe" (the upper one), "likely" (the likely peak) or 0 (the
+    lower one). Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.progress.Progress`.
 
     Raises:
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
         CaptureError: the workload could not be traced.
     """
-    settings, card = allocator_settings(alloc_conf), find(device)
+    settings, card, end = allocator_settings(alloc_conf), find(device), margin_named(margin)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     if isinstance(target, Tape):
-        return cost(target, card, settings, measured)
+        return cost(target, card, settings, measured, margin=end)
     tape = capture(
         target,
         device=device,
@@ -110,14 +113,35 @@ def estimate(
         meanwhile=meanwhile,
         on_progress=on_progress,
     )
-    return cost(tape, card, settings, measured)
+    return cost(tape, card, settings, measured, margin=end)
 
 
 @answering("the estimate")
-def cost(tape: Tape, card: Device, settings: AllocatorSettings, calibration: Calibration | None = None) -> Estimate:
-    """What `tape` needs on `card`; says so among its assumptions where the tape was traced for a card of other kernels."""
+def cost(
+    tape: Tape,
+    card: Device,
+    settings: AllocatorSettings,
+    calibration: Calibration | None = None,
+    *,
+    margin: str = "likely",
+) -> Estimate:
+    """What `tape` needs on `card`, judged with `margin`; says so among its assumptions where the tape was traced for a card of other kernels."""
     found = estimate_peak(tape, card, settings, calibration)
-    return Estimate.of(dataclasses.replace(found, assumptions=(*found.assumptions, *_other_kernels(tape, card))))
+    assumptions = (*found.assumptions, *_other_kernels(tape, card))
+    return Estimate.of(dataclasses.replace(found, assumptions=assumptions, margin=margin))
+
+
+def margin_named(text: str | int) -> str:
+    """The margin by that name, one of `tightfit.simulate.estimate.MARGINS`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if str(text) not in MARGINS:
+        raise UsageError(
+            f"--margin {text}: give 0 (the lower end of the peak's range has to fit), likely (the likely peak) or safe (the upper end)"
+        )
+    return str(text)
 
 
 def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:

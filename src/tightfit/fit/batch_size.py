@@ -5,7 +5,9 @@ Every figure is a trace's. The number of traces is bounded, so the answer has tw
 """
 
 import dataclasses
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
-from tightfit.fit import allocator_settings
+from tightfit.fit import allocator_settings, margin_named
 from tightfit.fit.planning import allowed
 from tightfit.fit.progress import OnProgress, ProgressLog
 from tightfit.fit.search import Found, Search
@@ -32,6 +34,9 @@ MAX_PLANS = 3
 # Neighbours that are closer than this are not told apart: the doubt about a peak is larger.
 _CLOSE_ENOUGH = 0.02
 _CLOSE_ENOUGH_PLANNED = 0.1
+# A size is given up after so many times the seconds that another one took, which grow with the data that is read; and never sooner than that.
+_PATIENCE = 5.0
+_LEAST_PATIENCE_SECONDS = 20.0
 
 
 @answering("the search for a batch size")
@@ -49,6 +54,7 @@ def batch_sizes(
     steps: int = DEFAULT_NUM_STEPS,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
+    margin: str | int = "safe",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     say: Callable[[str], None] | None = None,
@@ -63,7 +69,7 @@ def batch_sizes(
         UsageError: no such target, device, technique or setting, or the batch of this target is not set that way.
         CaptureError: the workload could not be traced with any size that was tried.
     """
-    card, settings = find(device), allocator_settings(alloc_conf)
+    card, settings, end = find(device), allocator_settings(alloc_conf), margin_named(margin)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     budget_bytes = card.capacity_bytes if budget is None else parse(budget) if isinstance(budget, str) else budget
@@ -80,19 +86,19 @@ def batch_sizes(
             settings=settings,
             calibration=measured,
             num_steps=steps,
-            timeout_seconds=timeout,
+            timeout_seconds=min(timeout, plain.patience(size)),
             show_output=show_output,
+            margin=end,
             log=log,
             subject=f"{parameter} {size}: ",
         )
 
     plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
-    fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH)
     planned = _Planned(plain, allowed(allow, without))
-    more, planned_too_large = close_in(
-        max(1, 2 * fits), planned.excess, known=fits, max_tries=MAX_PLANS, close_enough=_CLOSE_ENOUGH_PLANNED
-    )
+    ends, is_interrupted = _closed_in(first, plain, planned)
     tried = [*plain.rows.values(), *planned.rows.values()]
+    if is_interrupted and not tried:
+        raise KeyboardInterrupt
     if not tried:
         raise plain.fault or CaptureError(f"{target} could not be traced")
     return BatchSizes(
@@ -100,14 +106,57 @@ def batch_sizes(
         device=card.name,
         parameter=parameter,
         budget_bytes=plain.budget_bytes,
-        plain=plain.rows.get(fits),
-        plain_too_large=too_large,
-        planned=planned.rows.get(more),
-        planned_too_large=planned_too_large,
+        plain=plain.rows.get(ends.plain),
+        plain_too_large=ends.plain_too_large,
+        planned=planned.rows.get(ends.planned),
+        planned_too_large=ends.planned_too_large,
         fastest=fastest(tried),
         tried=tuple(sorted(tried, key=lambda row: (row.size, bool(row.techniques)))),
         failed=plain.failed | planned.failed,
+        num_examples=plain.num_examples,
+        is_interrupted=is_interrupted,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """The largest sizes that fit (0: none was found), and the smallest that were found not to."""
+
+    plain: int
+    plain_too_large: int | None
+    planned: int
+    planned_too_large: int | None
+
+
+def _closed_in(first: int, plain: "_Plain", planned: "_Planned") -> tuple[_Ends, bool]:
+    """The ends of both searches, and whether they were interrupted: what was traced by then is an answer, too."""
+
+    def most() -> int | None:
+        return plain.num_examples
+
+    try:
+        fits, too_large = close_in(first, plain.excess, max_tries=MAX_TRACES, close_enough=_CLOSE_ENOUGH, largest=most)
+        more, planned_too_large = close_in(
+            max(1, 2 * fits),
+            planned.excess,
+            known=fits,
+            max_tries=MAX_PLANS,
+            close_enough=_CLOSE_ENOUGH_PLANNED,
+            largest=most,
+        )
+    except KeyboardInterrupt:
+        ends = [_ends(rows.values()) for rows in (plain.rows, planned.rows)]
+        return _Ends(
+            plain=ends[0][0], plain_too_large=ends[0][1], planned=ends[1][0], planned_too_large=ends[1][1]
+        ), True
+    found = _Ends(plain=fits, plain_too_large=too_large, planned=more, planned_too_large=planned_too_large)
+    return found, False
+
+
+def _ends(rows: Iterable[BatchSize]) -> tuple[int, int | None]:
+    rows = list(rows)
+    fits = max((row.size for row in rows if row.fits), default=0)
+    return fits, min((row.size for row in rows if not row.fits and row.size > fits), default=None)
 
 
 class _Plain:
@@ -120,13 +169,30 @@ class _Plain:
         self.failed: dict[int, str] = {}
         self._bench = bench
         self._benches: dict[int, TracedRuns] = {}
+        self._seconds: dict[int, float] = {}
 
     def bench(self, size: int) -> TracedRuns:
-        """The bench for this size, which keeps its trials."""
-        return self._benches.setdefault(size, self._bench(size))
+        """The traced runs of this size, which are kept."""
+        if size not in self._benches:
+            self._benches[size] = self._bench(size)
+        return self._benches[size]
+
+    @property
+    def num_examples(self) -> int | None:
+        """Those that a loader with batches of a size that was tried reads: no larger size has a step, or another one than that of all examples."""
+        found = [bench.num_examples[size] for size, bench in self._benches.items() if size in bench.num_examples]
+        return max(found, default=None)
+
+    def patience(self, size: int) -> float:
+        """Seconds to wait for a step with this size, by how long the sizes took that did run: one that reads data without end is given up early."""
+        if not self._seconds:
+            return math.inf
+        slowest = max(seconds * max(1.0, size / known) for known, seconds in self._seconds.items())
+        return max(_LEAST_PATIENCE_SECONDS, _PATIENCE * slowest)
 
     def excess(self, size: int) -> int | None:
         """As `close_in` has it."""
+        started = time.monotonic()
         try:
             trial = self.bench(size).run_with(())
         except CaptureError as error:
@@ -134,16 +200,17 @@ class _Plain:
             self.fault = error
             self.failed[size] = str(error)
             return None
+        self._seconds[size] = time.monotonic() - started
         self.rows[size] = BatchSize(
             size=size,
             device_bytes=trial.estimate.peak.device_bytes,
             device_high_bytes=trial.high_bytes,
-            fits=trial.high_bytes <= self.budget_bytes,
+            fits=trial.needed_bytes <= self.budget_bytes,
             seconds_per_step=trial.seconds,
             techniques=(),
             exact=True,
         )
-        return trial.high_bytes - self.budget_bytes
+        return trial.needed_bytes - self.budget_bytes
 
 
 class _Planned:
@@ -158,10 +225,14 @@ class _Planned:
     def excess(self, size: int) -> int | None:
         """As `close_in` has it."""
         try:
-            found: Found = Search(self._plain.bench(size), self._plain.budget_bytes, self._permitted).run()
+            found: Found = Search(
+                self._plain.bench(size), self._plain.budget_bytes, self._permitted, is_rough=True
+            ).run()
         except CaptureError as error:
             self.failed[size] = str(error)
             return None
+        if found.is_interrupted:
+            raise KeyboardInterrupt
         best = found.best
         taken: tuple[Option, ...] = best.all_options()
         self.rows[size] = BatchSize(
@@ -173,7 +244,7 @@ class _Planned:
             techniques=tuple(dict.fromkeys(option.technique for option in taken)),
             exact=all(option.exact for option in taken),
         )
-        return best.high_bytes - self._plain.budget_bytes
+        return best.needed_bytes - self._plain.budget_bytes
 
 
 def size_now(target: Target, parameter: str) -> int:

@@ -18,6 +18,7 @@ from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import least, solve
 from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.workspaces import with_workspaces_of
+from tightfit.units import format_bytes, format_seconds
 
 MAX_LIMITS = 16
 SOLVER_SECONDS = 10.0
@@ -53,10 +54,12 @@ class Candidates:
         self._host_bytes = host_bytes
         self._disk_bytes = disk_bytes
         self._variants: dict[tuple[str, ...], Variant] = {}
+        self.best_seen: Candidate | None = None
+        """The best of all candidates so far: what is left of a search that is interrupted."""
 
     def fits(self, run: TracedRun) -> bool:
         """Whether `run` is within the budget, at the upper end of its range."""
-        return run.high_bytes <= self._budget_bytes
+        return run.needed_bytes <= self._budget_bytes
 
     def variant(self, run: TracedRun) -> Variant:
         """The problem of what else to do to `run`, worked out once."""
@@ -72,7 +75,7 @@ class Candidates:
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
-        gaps = [t.high_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
+        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
         problem = problems.build(levels, fine, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
         return Variant(run=run, problem=problem, gap_bytes=min(gaps))
 
@@ -81,7 +84,7 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
         least."""
-        run = self._try(coarse) if coarse else base
+        run = self.traced(coarse) if coarse else base
         if run is None:
             return None
         best = self._bisected(run, coarse, max_traces, only_free=True, is_last=is_last)
@@ -102,9 +105,7 @@ class Candidates:
         limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
         best: Candidate | None = None
         if coarse:
-            best = Candidate(
-                run=self._with_best_settings(run, settings), variant=variant, solution=_nothing_more(variant)
-            )
+            best = self._seen(self._with_best_settings(run, settings), variant, _nothing_more(variant))
         traced_for: dict[tuple[int, ...], TracedRun] = {}
         for _ in range(MAX_LIMITS):
             if len(traced_for) == max_traces:
@@ -115,7 +116,7 @@ class Candidates:
             solution = _solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
             found = traced_for.get(solution.chosen)
             if found is None:
-                traced = self._try((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+                traced = self.traced((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
                 if traced is None:
                     # What was refused changes the problem, and the numbers of its options.
                     variant, traced_for = self.variant(run), {}
@@ -123,15 +124,61 @@ class Candidates:
                 free = self._with_best_settings(traced, settings, only_free=True)
                 fastest = free if self.fits(free) else self._with_best_settings(traced, settings)
                 found = traced_for[solution.chosen] = free if only_free else fastest
-                best = self.better(best, Candidate(run=fastest, variant=variant, solution=solution))
+                best = self.better(best, self._seen(fastest, variant, solution))
             fits = self.fits(found)
             if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
                 break
-            if not limits.narrow(promised=solution.peak_bytes, traced=found.high_bytes):
+            if not limits.narrow(promised=solution.peak_bytes, traced=found.needed_bytes):
                 break
         return best
 
-    def _try(self, options: Sequence[Option]) -> TracedRun | None:
+    def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
+        """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
+        run = self.traced(coarse) if coarse else base
+        if run is None:
+            return None
+        best: Candidate | None = None
+        for _ in range(MAX_LIMITS):
+            variant = self.variant(run)
+            if coarse:
+                best = self._seen(self._smallest(run), variant, _nothing_more(variant))
+            solution = _solve(variant.problem, 0)
+            if not solution.chosen:
+                return best
+            traced = self.traced((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+            # What was refused changes the problem.
+            if traced is None:
+                continue
+            # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
+            unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
+            found = self._seen(self._smallest(traced), variant, unbound)
+            return found if best is None or found.run.needed_bytes < best.run.needed_bytes else best
+        return best
+
+    def with_solution(self, variant: Variant, solution: Solution) -> Candidate | None:
+        """The candidate that `solution` is traced to be; None if the workload does not run with it."""
+        chosen = (variant.problem.options[i] for i in solution.chosen)
+        traced = self.traced((*variant.run.options, *chosen))
+        if traced is None:
+            return None
+        names = {option.technique for option in self._offers.options(traced.profile) if option.is_of_the_allocator}
+        return self._seen(self._with_best_settings(traced, names), variant, solution)
+
+    def _smallest(self, run: TracedRun) -> TracedRun:
+        """The run with those settings of the allocator with which it holds least."""
+        runs = self._with_all_settings(run, self._offers.options(run.profile))
+        return min(runs, key=lambda each: (each.needed_bytes, each.seconds))
+
+    def _seen(self, run: TracedRun, variant: Variant, solution: Solution) -> Candidate:
+        """A candidate, which is remembered if it is the best so far."""
+        found = Candidate(run=run, variant=variant, solution=solution)
+        self.best_seen = self.better(self.best_seen, found)
+        best = self.best_seen.run if self.best_seen is not None else run
+        size, seconds = format_bytes(best.needed_bytes), format_seconds(best.seconds)
+        self._runs.log.best(f"{'fits' if self.fits(best) else 'does not fit'}: {size}, {seconds} per step")
+        return found
+
+    def traced(self, options: Sequence[Option]) -> TracedRun | None:
         """The traced run with `options`; None, with what is to blame refused from now on, if the workload does not run with them."""
         try:
             return self._runs.run_with(options)
@@ -146,7 +193,7 @@ class Candidates:
             return run
         options = [option for name in sorted(settings) for option in self._offers.of(name, run.profile)]
         others = self._with_all_settings(run, [o for o in options if not (only_free and o.seconds > 0)])
-        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.high_bytes))
+        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.needed_bytes))
 
     def _with_all_settings(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
         """The run as it is, and with each of those `options` that are the allocator's."""
@@ -157,9 +204,9 @@ class Candidates:
         if one is None or other is None:
             return one or other
         ranks = [
-            (0, each.run.seconds, each.run.high_bytes)
+            (0, each.run.seconds, each.run.needed_bytes)
             if self.fits(each.run)
-            else (1, each.run.high_bytes, each.run.seconds)
+            else (1, each.run.needed_bytes, each.run.seconds)
             for each in (one, other)
         ]
         return one if ranks[0] <= ranks[1] else other

@@ -111,15 +111,15 @@ def _one_for_each_weight(parts: TrainedParts, gone: Column) -> Column:
 
 def _cards(found: Found, card: Device) -> Iterable[str]:
     others = [d for d in all_devices() if d.name != card.name]
-    plain = _smallest(found.base.high_bytes, others)
-    planned = _smallest(found.best.high_bytes, others)
+    plain = _smallest(found.base.needed_bytes, others)
+    planned = _smallest(found.best.needed_bytes, others)
     if planned:
         yield f"with these choices it fits {_names(planned)}"
     if plain:
         yield f"without any technique it fits {_names(plain)}"
     held = found.base.estimate.at_peak
     shared = held["parameters"] + held["gradients"] + held["optimizer_state"]
-    left = found.best.high_bytes - shared // 2
+    left = found.best.needed_bytes - shared // 2
     if left <= card.capacity_bytes:
         yield f"on two of these cards, sharded as FSDP does, each would hold about {format_bytes(left)}"
 

@@ -12,7 +12,7 @@ from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
-from tightfit.fit import allocator_settings, cost
+from tightfit.fit import allocator_settings, cost, margin_named
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.candidates import Variant
 from tightfit.fit.plan_advice import advice
@@ -49,6 +49,7 @@ def plan(
     steps: int = DEFAULT_NUM_STEPS,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     alloc_conf: str | None = None,
+    margin: str | int = "safe",
     calibration: str | os.PathLike[str] | None = None,
     show_output: bool = False,
     prove: bool = True,
@@ -60,20 +61,23 @@ def plan(
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
-    most and the target is a generator function or a config. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
-    and `on_progress` has more of it (`tightfit.fit.progress.Progress`).
+    most and the target is a generator function or a config. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
+    (the likely peak) or 0 (the lower one). The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
+    and `on_progress` has more of it (`tightfit.fit.progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
+    is true; a second interrupt is raised.
 
     Raises:
         UsageError: no such target, device, technique or setting, or one that nothing uses.
         CaptureError: the plain workload could not be traced.
         InternalError: a fault of tightfit itself, on the way.
+        KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
     for name, size in (("host", host), ("disk", disk)):
         if size is not None:
             raise UsageError(
                 f"--{name} {size}: no technique moves anything to the {name} yet, so this budget would change nothing; leave it out"
             )
-    card, settings = find(device), allocator_settings(alloc_conf)
+    card, settings, end = find(device), allocator_settings(alloc_conf), margin_named(margin)
     measured = None if calibration is None else Calibration.load(calibration)
     card = card if measured is None else measured.applied_to(card)
     budget_bytes = card.capacity_bytes if budget is None else _bytes(budget)
@@ -91,6 +95,7 @@ def plan(
         num_steps=steps,
         timeout_seconds=timeout,
         show_output=show_output,
+        margin=end,
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
     budget_bytes = min(budget_bytes, card.capacity_bytes)
@@ -104,7 +109,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
     while True:
         found = search.run()
         plan = _plan(found, runs, card, search.budget_bytes)
-        if not (prove and plan.fits and plan.choices):
+        if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
             return plan
         prover = prover or Prover(runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log)
         try:
@@ -112,6 +117,9 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         except ApplyError as error:
             search.offers.refuse(found.best.options, error)
             continue
+        except KeyboardInterrupt:
+            proof = Proof(kind="structure", what="not by values: that was interrupted")
+            return dataclasses.replace(plan, proof=proof, is_interrupted=True)
         if isinstance(proof, Proof):
             return dataclasses.replace(plan, proof=proof)
         for mismatch in proof:
@@ -164,7 +172,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         device=card.name,
         capacity_bytes=card.capacity_bytes,
         budget_bytes=budget_bytes,
-        headroom_bytes=best.high_bytes - best.estimate.peak.device_bytes,
+        headroom_bytes=max(0, best.needed_bytes - best.estimate.peak.device_bytes),
         fits=found.fits,
         run=best.run,
         baseline=base.run,
@@ -172,13 +180,18 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         choices=tuple(_choice(found, option) for option in taken),
         bound=_bound(found),
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
-        frontier=tuple(_frontier(found.variant)) if found.variant is not None else (),
+        # Whoever interrupts does not wait for a curve.
+        frontier=tuple(_frontier(found.variant)) if found.variant is not None and not found.is_interrupted else (),
         advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
         disk_bytes=sum(option.disk_bytes for option in taken),
         versions=base.tape.versions,
         assumptions=best.estimate.assumptions,
+        is_interrupted=found.is_interrupted,
+        predicted_seconds=_predicted_seconds(found),
+        margin=best.margin,
+        uncertainty=tuple(band.cause for band in best.estimate.band if band.more_bytes),
     )
 
 
@@ -188,6 +201,14 @@ def _promised(found: Found) -> int:
         return found.best.estimate.peak.device_bytes
     gap = found.best.estimate.peak.device_bytes - found.best.estimate.peak.allocated_bytes
     return found.solution.peak_bytes + gap
+
+
+def _predicted_seconds(found: Found) -> float:
+    """Seconds of a step as the options predict them, with what the settings of the allocator take."""
+    option = found.best.settings_option
+    if found.variant is None or found.solution is None:
+        return found.best.seconds
+    return found.variant.run.seconds + found.solution.seconds + (0.0 if option is None else option.seconds)
 
 
 def _choice(found: Found, option: Option) -> Choice:
@@ -218,11 +239,11 @@ def _bound(found: Found) -> Bound:
 def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable[Alternative]:
     """The plain run, other combinations that fit but are slower, the simple baseline, and what could not be put on this workload."""
     for trial in runs.all():
-        fits = trial.high_bytes <= budget_bytes
+        fits = trial.needed_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
-        excess = format_bytes(trial.estimate.peak.device_high_bytes - budget_bytes)
+        excess = format_bytes(trial.needed_bytes - budget_bytes)
         yield Alternative(
             name=" + ".join(names) if names else "nothing",
             device_bytes=trial.estimate.peak.device_bytes,

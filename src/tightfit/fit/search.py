@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from tightfit.fit.allowed import Allowed
 from tightfit.fit.candidates import Candidate, Candidates, Variant
+from tightfit.fit.corrected_seconds import looked_again
+from tightfit.fit.least_peak import LeastPeak, compatible, gap_after, kind_of, saved_bytes
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
@@ -25,6 +27,7 @@ from tightfit.planner.solve import solve
 MAX_CORRECTIONS = 5
 MAX_CORRECTIONS_OF_A_VARIANT = 3
 MAX_CORRECTIONS_OF_THE_BEST = 7
+MAX_CORRECTIONS_OF_A_ROUGH_SEARCH = 2
 # What a variant is promised to take before it is traced is taken to be too high by this share, so that it is tried rather than not.
 _DOUBT_OF_A_VARIANT = 0.01
 # Where nothing fits, a variant that could hold less by less than this share of it is not worth its traces.
@@ -34,7 +37,8 @@ _SECONDS_TO_RELAX = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run."""
+    """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run.
+    `is_interrupted`: the search was ended before its time."""
 
     base: TracedRun
     best: TracedRun
@@ -43,57 +47,100 @@ class Found:
     solution: Solution | None
     forbidden: tuple[Option, ...]
     refused: tuple[tuple[str, str], ...]
+    is_interrupted: bool = False
 
 
 class Search:
-    """One search for a plan within `budget_bytes`. `offers` knows what was refused; it may be told of more, and the search be run again."""
+    """One search for a plan within `budget_bytes`. `offers` knows what was refused; it may be told of more, and the search be run again.
+
+    `is_rough`: with few traces; whether something fits is as certain, the plan may be a little slower than it has to be.
+    """
 
     def __init__(
-        self, runs: TracedRuns, budget_bytes: int, allowed: Allowed, *, host_bytes: int = 0, disk_bytes: int = 0
+        self,
+        runs: TracedRuns,
+        budget_bytes: int,
+        allowed: Allowed,
+        *,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
+        is_rough: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.offers = Offers(runs, allowed)
         self.candidates = Candidates(runs, self.offers, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
         self._runs = runs
         self._fits = self.candidates.fits
+        self._is_rough = is_rough
 
     def run(self) -> Found:
-        """Searches."""
+        """Searches. Interrupted (Ctrl-C), it is over, with the best candidate so far.
+
+        Raises:
+            KeyboardInterrupt: interrupted before there was one that is better than the plain run.
+        """
         base = self._runs.run_with(())
         if self._fits(base):
             return self._found(base, None)
-        best_of = self.candidates.best_of
+        self.candidates.best_seen = None
+        try:
+            best = self._best(base)
+        except KeyboardInterrupt:
+            best = self.candidates.best_seen
+            if best is None or not (self._fits(best.run) or best.run.needed_bytes < base.needed_bytes):
+                raise
+            return dataclasses.replace(self._found(base, best), is_interrupted=True)
+        if best is None or (not self._fits(best.run) and base.needed_bytes <= best.run.needed_bytes):
+            return self._found(base, None)
+        return self._found(base, best)
+
+    def _best(self, base: TracedRun) -> Candidate | None:
+        """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""
         coarse = self._bundles(base)
         free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
         rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
-        results = [best_of(tuple(free), base, MAX_CORRECTIONS)]
-        if results[0] is None and free:
-            free = []
-            results = [best_of((), base, MAX_CORRECTIONS)]
-        start = self._runs.run_with(free)
+        start = self.candidates.traced(free)
+        if start is None:
+            free, start = [], base
+        least = LeastPeak(self._runs, self.offers, self.candidates, free=free, bundles=rest)
+        smallest = None
+        if not least.could_reach(self.budget_bytes, start):
+            smallest = least.search(base, start)
+            if smallest is None or not self._fits(smallest.run):
+                return smallest
+        results = [*self._results(base, start, free, rest), *([] if smallest is None else [smallest])]
+        if not any(self._fits(each.run) for each in results):
+            return least.search(base, start)
+        best = self._refined(results, base)
+        return best if best is None or self._is_rough else looked_again(best, self.candidates)
+
+    def _results(
+        self, base: TracedRun, start: TracedRun, free: Sequence[Option], rest: Sequence[Sequence[Option]]
+    ) -> list[Candidate]:
+        """The best candidate of each variant that is worth its traces; `start` is the run with the `free` options, `rest` are the other bundles."""
+        most = MAX_CORRECTIONS_OF_A_ROUGH_SEARCH if self._is_rough else MAX_CORRECTIONS
+        of_a_variant = min(most, MAX_CORRECTIONS_OF_A_VARIANT)
+        results = [self.candidates.best_of(free, base, most)]
         settled: set[str] = set()
         for bundle in sorted(rest, key=_seconds):
             # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
             if bundle[0].technique not in settled and self._could_help(bundle, start, results):
-                results.append(best_of((*free, *bundle), base, MAX_CORRECTIONS_OF_A_VARIANT))
+                results.append(self.candidates.best_of((*free, *bundle), base, of_a_variant))
                 if results[-1] is not None and self._fits(results[-1].run):
                     settled.add(bundle[0].technique)
         if not any(r is not None and self._fits(r.run) for r in results):
-            everything = [o for bundle in _compatible(sorted(rest, key=_saved, reverse=True)) for o in bundle]
-            held = min((r.run.high_bytes for r in results if r is not None), default=base.high_bytes)
-            if _saved(everything) > _WORTH_A_VARIANT * held:
-                results.append(best_of((*free, *everything), base, MAX_CORRECTIONS_OF_A_VARIANT))
-        best = self._refined([result for result in results if result is not None], base)
-        if best is None or (not self._fits(best.run) and base.high_bytes <= best.run.high_bytes):
-            return self._found(base, None)
-        return self._found(base, best)
+            everything = [o for bundle in compatible(sorted(rest, key=saved_bytes, reverse=True)) for o in bundle]
+            held = min((r.run.needed_bytes for r in results if r is not None), default=base.needed_bytes)
+            if saved_bytes(everything) > _WORTH_A_VARIANT * held:
+                results.append(self.candidates.best_of((*free, *everything), base, of_a_variant))
+        return [result for result in results if result is not None]
 
     def _refined(self, results: Sequence[Candidate], base: TracedRun) -> Candidate | None:
         """The best of the results, after a closer look at those that fit and are nearly as fast as the fastest."""
         better, best = self.candidates.better, None
         for result in results:
             best = better(best, result)
-        if best is None or not self._fits(best.run):
+        if best is None or not self._fits(best.run) or self._is_rough:
             return best
         fastest = best.run.seconds
         for result in results:
@@ -108,19 +155,16 @@ class Search:
         fitting = [run.seconds for run in runs if self._fits(run)]
         if fitting:
             return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
-        min_bytes = min((run.high_bytes for run in runs), default=start.high_bytes)
-        return min_bytes - _saved(bundle) <= self.budget_bytes
+        min_bytes = min((run.needed_bytes for run in runs), default=start.needed_bytes)
+        return min_bytes - saved_bytes(bundle) <= self.budget_bytes
 
     def _seconds_at_best(self, bundle: Sequence[Option], start: TracedRun) -> float:
         """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
-        kind = _kind(bundle[0])
-        own = [o for o in self.offers.options(start.profile) if o.needs_new_trace and _kind(o) == kind]
+        kind = kind_of(bundle[0])
+        own = [o for o in self.offers.options(start.profile) if o.needs_new_trace and kind_of(o) == kind]
         variant = self.candidates.variant(start)
         left = problems.with_taken(variant.problem, own)
-        # Of what a card needs beyond the bytes that are allocated, all but the context comes and goes with them.
-        context = start.estimate.peak.device_bytes - start.estimate.peak.reserved_bytes
-        share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
-        gap = context + round(share * max(0, variant.gap_bytes - context))
+        gap = gap_after(own, variant, left)
         found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX)
         return start.seconds + _seconds(own) + found.seconds if found.fits else math.inf
 
@@ -129,7 +173,7 @@ class Search:
         bundles: dict[tuple[str, str], list[Option]] = {}
         for option in self.offers.options(base.profile):
             if option.needs_new_trace:
-                bundles.setdefault(_kind(option), []).append(option)
+                bundles.setdefault(kind_of(option), []).append(option)
         return list(bundles.values())
 
     def _found(self, base: TracedRun, best: Candidate | None) -> Found:
@@ -147,28 +191,6 @@ class Search:
 
 def _seconds(bundle: Iterable[Option]) -> float:
     return sum(option.seconds for option in bundle)
-
-
-def _kind(option: Option) -> tuple[str, str]:
-    """What the options of a bundle share: the technique and the settings."""
-    return option.technique, repr(sorted(option.settings.items()))
-
-
-def _saved(bundle: Iterable[Option]) -> int:
-    """At most what a bundle takes from any moment."""
-    return sum(max((-change.num_bytes for change in option.changes), default=0) for option in bundle)
-
-
-def _compatible(bundles: Iterable[Sequence[Option]]) -> list[Sequence[Option]]:
-    """The bundles in order, without those that share a slot with an earlier one."""
-    taken: set[str] = set()
-    chosen = []
-    for bundle in bundles:
-        slots = {slot for option in bundle for slot in option.slots}
-        if not taken & slots:
-            chosen.append(bundle)
-            taken |= slots
-    return chosen
 
 
 def _keys(options: Iterable[Option]) -> list[str]:

@@ -17,7 +17,7 @@ from tightfit.devices.device import Device
 from tightfit.fit.progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
-from tightfit.simulate.estimate import Estimate
+from tightfit.simulate.estimate import Estimate, needed_bytes
 from tightfit.simulate.peak import estimate_peak
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import Effect, Tape
@@ -36,6 +36,7 @@ class TracedRun:
     estimate: Estimate
     roots: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
+    margin: str
 
     @property
     def tape(self) -> Tape:
@@ -44,8 +45,13 @@ class TracedRun:
 
     @property
     def high_bytes(self) -> int:
-        """The upper end of what the process may hold on the card: this must fit, so that the run does not live on retries."""
+        """The upper end of what the process may hold on the card; where this fits, the run does not depend on allocation retries."""
         return self.estimate.peak.device_high_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to be there: the end of the range that the margin names."""
+        return needed_bytes(self.estimate.peak, self.margin)
 
     @property
     def seconds(self) -> float:
@@ -77,12 +83,14 @@ class TracedRuns:
         num_steps: int,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         show_output: bool,
+        margin: str = "safe",
         log: ProgressLog,
         subject: str = "",
     ) -> None:
         self.card = card
         self.label = label
         self.calibration = calibration
+        self.margin = margin
         self.log = log
         self.subject = subject
         self.target = target
@@ -91,6 +99,8 @@ class TracedRuns:
         self._num_steps = num_steps
         self._timeout_seconds = timeout_seconds
         self._show_output = show_output
+        self.num_examples: Mapping[int, int] = {}
+        """How many examples the loaders of the plain run read, by the size of their batches."""
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -121,7 +131,8 @@ class TracedRuns:
             )
             self.log.traced()
             # What the program does besides computing is looked at in the plain run, and holds for all.
-            self._effects = self._effects if options else traced.tape.effects
+            if not options:
+                self._effects, self.num_examples = traced.tape.effects, traced.num_examples
             tape = dataclasses.replace(traced.tape, effects=self._effects)
             self._made[key] = self._costed(options, tape, roots=traced.report["roots"], notes=traced.report["notes"])
         return self._made[key]
@@ -136,6 +147,7 @@ class TracedRuns:
             estimate=self._estimate(tape, self._settings),
             roots=tuple(roots),
             notes=tuple(notes),
+            margin=self.margin,
         )
 
     def all(self) -> list[TracedRun]:

@@ -8,7 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from tightfit.planner.plan import Choice, Plan
+from tightfit.simulate.estimate import verdict_of
 from tightfit.units import GIB, format_bytes, format_seconds
+
+# Beyond that share "optimal" is said with what the prediction is off by.
+_MAX_OFF = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +75,18 @@ def _ranges(numbers: Sequence[int]) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """The result in one line."""
     budget = f"{format_bytes(plan.budget_bytes)} on {plan.device}"
+    peak = plan.run.peak
+    word = verdict_of(peak, plan.budget_bytes, plan.margin)
+    so_far = "; the search was interrupted, this is the best so far" if plan.is_interrupted else ""
+    of_it = f"{format_bytes(peak.device_bytes)} of {budget}"
     if plan.fits and not plan.choices:
-        return f"fits as it is: {format_bytes(plan.run.peak.device_bytes)} of {budget}; there is nothing to do"
+        return f"{word.replace('fits', 'fits as it is', 1)}: {of_it}; there is nothing to do"
     if plan.fits:
-        return f"fits with {len(plan.choices)} choices: {format_bytes(plan.run.peak.device_bytes)} of {budget}"
-    missing = plan.run.peak.device_high_bytes - plan.budget_bytes
-    return f"does not fit: {format_bytes(missing)} too much for {budget}, with all that is allowed"
+        return f"{word.replace('fits', f'fits with {len(plan.choices)} choices', 1)}: {of_it}{so_far}"
+    missing = format_bytes(plan.missing_bytes)
+    if word != "does not fit":
+        return f"{word}: {of_it}, {missing} less than its safety margin needs (--margin likely accepts that){so_far}"
+    return f"{word}: {missing} too much for {budget}{so_far or ', with all that is allowed'}"
 
 
 def sentences(plan: Plan) -> Iterator[str]:
@@ -92,21 +102,42 @@ def sentences(plan: Plan) -> Iterator[str]:
     )
     off = run.peak.device_bytes - plan.promised_bytes
     yield f"The choices promised {format_bytes(plan.promised_bytes)}; the traced run is {format_bytes(abs(off))} {'above' if off > 0 else 'below'} that."
-    if plan.headroom_bytes:
-        yield (
-            f"{format_bytes(plan.headroom_bytes)} are kept free, the doubt about the peak: an allocator that runs full frees its cache and asks the "
-            "driver again, which costs more than any technique here."
-        )
-    proven = (
-        "and that is proven under the cost model"
-        if plan.bound.is_proven
-        else f"and none can take less than {format_seconds(plan.bound.seconds_per_step)}"
-    )
+    yield from _margin(plan)
     if plan.fits:
-        yield f"No other choice of what the techniques offered was found to be faster, {proven}."
+        yield _optimality(plan)
     if plan.exact:
         yield _proof(plan)
     yield from _next_gib(plan)
+
+
+def _optimality(plan: Plan) -> str:
+    """What is known of how fast another choice could be: a statement about predicted seconds, beside what the traced run takes."""
+    simulated = plan.run.seconds_per_step
+    predicted = simulated if plan.predicted_seconds is None else plan.predicted_seconds
+    seconds = f"predicted {format_seconds(predicted)}, simulated {format_seconds(simulated)}"
+    if plan.is_interrupted:
+        return f"Not known to be the fastest ({seconds}): the search was interrupted."
+    off = predicted / simulated - 1 if simulated else 0.0
+    if plan.bound.is_proven and abs(off) <= _MAX_OFF:
+        return f"Optimal under the cost model ({seconds})."
+    if plan.bound.is_proven:
+        return f"Optimal under the cost model, which is {off:+.0%} off here ({seconds}): another choice may be faster in a real run."
+    return f"The fastest that was found ({seconds}); under the cost model no choice takes less than {format_seconds(plan.bound.seconds_per_step)}."
+
+
+def _margin(plan: Plan) -> Iterator[str]:
+    """The safety margin and its reason."""
+    causes = (
+        f"uncertainty of the peak: {', '.join(plan.uncertainty)}" if plan.uncertainty else "uncertainty of the peak"
+    )
+    more = plan.run.peak.device_high_bytes - plan.run.peak.device_bytes
+    if plan.headroom_bytes:
+        yield (
+            f"{format_bytes(plan.headroom_bytes)} safety margin ({causes}): an allocator that runs full frees its cache and asks the "
+            "driver again, which costs more than any technique here; --margin likely plans without it."
+        )
+    elif plan.margin != "safe" and more:
+        yield f"No safety margin (--margin {plan.margin}): the peak may be {format_bytes(more)} higher ({causes})."
 
 
 def _proof(plan: Plan) -> str:
@@ -137,5 +168,5 @@ def reached_limit(plan: Plan) -> str:
         return ""
     return (
         f"least that was reached: {format_bytes(plan.run.peak.device_bytes)} "
-        f"(at most {format_bytes(plan.run.peak.device_high_bytes)}), {format_bytes(plan.run.peak.device_high_bytes - plan.budget_bytes)} over"
+        f"(at most {format_bytes(plan.run.peak.device_high_bytes)}), {format_bytes(plan.missing_bytes)} over"
     )

@@ -35,7 +35,8 @@ class BatchSize:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
     """The largest size that fits without techniques (`plain`) and with a plan (`planned`, None where no larger one was found), each with the
-    smallest size that was found not to fit, and the one of all that is `fastest` per sample. `failed` maps sizes that the workload does not run with to the reason."""
+    smallest size that was found not to fit, and the one of all that is `fastest` per sample. `failed` maps sizes that the workload does not run with to the reason.
+    `num_examples` are those of the data set, where that is known: larger sizes are not tried. `is_interrupted`: the search was ended before its time."""
 
     target: str
     device: str
@@ -48,6 +49,8 @@ class BatchSizes:
     fastest: BatchSize | None
     tried: tuple[BatchSize, ...]
     failed: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    num_examples: int | None = None
+    is_interrupted: bool = False
 
     @property
     def fits(self) -> bool:
@@ -72,43 +75,58 @@ class BatchSizes:
             "planned_too_large": self.planned_too_large,
             "tried": [row.to_json() for row in self.tried],
             "failed": [{"size": size, "why": why} for size, why in sorted(self.failed.items())],
+            "num_examples": self.num_examples,
+            "is_interrupted": self.is_interrupted,
         }
 
 
 def close_in(
-    first: int, excess: Callable[[int], int | None], *, known: int = 0, max_tries: int, close_enough: float
+    first: int,
+    excess: Callable[[int], int | None],
+    *,
+    known: int = 0,
+    max_tries: int,
+    close_enough: float,
+    largest: Callable[[], int | None] = lambda: None,
 ) -> tuple[int, int | None]:
     """The largest size that was found to fit (`known` if none larger was), and the smallest that was found not to (None: none was).
 
     `excess(size)` is the bytes by which a run exceeds its budget, at most 0 where it fits, and None where it does not run at all. It is
-    interpolated linearly between the two ends; without two of them, sizes are doubled or halved.
+    interpolated linearly between the two ends; without two of them, sizes are doubled or halved. Sizes above `largest()`, which is asked before
+    each try, are not tried; None: there is no such limit that is known.
     """
     low, high = known, None
     values: dict[int, int] = {}
-    size = first
+    size, num_alike = first, 0
     for _ in range(max_tries):
+        most = largest()
+        size = size if most is None else min(size, most)
+        if size <= low or size in values:
+            break
         # Each call is a trace, or a whole plan, of several seconds.
         value = excess(size)
         if value is not None:
             values[size] = value
         # A size that does not run (a batch norm with one example) counts as too large.
-        if value is not None and value <= 0:
+        fits = value is not None and value <= 0
+        is_above = high is not None
+        if fits:
+            num_alike = num_alike + 1 if size > low and is_above else 0
             low = max(low, size)
         else:
+            num_alike = num_alike + 1 if is_above else 0
             high = size if high is None else min(high, size)
         if high is not None and high - low <= max(1, close_enough * high):
             break
-        size = _next(values, low, high, max(1, int(close_enough * low)))
-        # The line leads to a size that was tried before: nothing closer can be found by it.
-        if size in values:
-            break
+        size = _next(values, low, high, max(1, int(close_enough * low)) << num_alike)
     return low, high
 
 
 def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> int:
-    """Where the line through the two tried sizes nearest to the budget crosses it, between the ends; at least `step` up without an upper end."""
-    # The two nearest to the budget: memory is nearly linear in the batch only locally, because segments come in steps.
-    nearest = sorted(values, key=lambda size: abs(values[size]))[:2]
+    """Where the line through two tried sizes crosses the budget, at least `step` from both ends; at least `step` up without an upper end."""
+    # The two ends, or the two nearest to the budget: memory is nearly linear in the batch only locally, because segments come in steps.
+    ends = [low, high] if high is not None and low in values and high in values else []
+    nearest = ends or sorted(values, key=lambda size: abs(values[size]))[:2]
     if len(nearest) == 2 and values[nearest[0]] != values[nearest[1]]:
         slope = (values[nearest[1]] - values[nearest[0]]) / (nearest[1] - nearest[0])
         # Activations grow linearly with the batch; a slope of 0 or less is the allocator's rounding of segments.
@@ -118,7 +136,11 @@ def _next(values: Mapping[int, int], low: int, high: int | None, step: int) -> i
     # A line comes to the answer from below only and never shows an upper end, so a step is at least `step`.
     if high is None:
         return min(max(guess, low + step), _LARGEST_STEP * max(1, low))
-    return min(max(guess, low + 1), high - 1)
+    # A line that leads to where nothing runs, or out of the ends, says nothing.
+    if not low < guess < high and not ends:
+        guess = (low + high) // 2
+    step = max(1, min(step, (high - low) // 2))
+    return min(max(guess, low + step), high - step)
 
 
 def fastest(rows: Iterable[BatchSize]) -> BatchSize | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tightfit.errors import PlanError
-from tightfit.simulate.estimate import Peak
+from tightfit.simulate.estimate import MARGINS, Peak, needed_bytes
 from tightfit.tape import Assumption
 
 SCHEMA = 1
@@ -81,8 +81,11 @@ class Proof:
 class Plan:
     """The fastest combination of techniques within a budget. `promised_bytes` is the peak that the options predicted, `run.peak` the traced one.
 
-    `budget_bytes` is the limit on the process's GPU memory, including a safety margin of `headroom_bytes`. `model` identifies the model of the
-    plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step.
+    `budget_bytes` is the limit on the process's GPU memory, including a safety margin of `headroom_bytes`: `margin` is one of
+    `tightfit.simulate.estimate.MARGINS`, and `uncertainty` names what the peak depends on. `model` identifies the model of the
+    plan by the class of its root, the number of its parameters and the shapes of the inputs of its first step. `predicted_seconds` are those of
+    a step as the options predict them (None in plans from before), `run.seconds_per_step` those of the traced run. `is_interrupted`: the best that was
+    found before the search was interrupted.
     """
 
     target: str
@@ -105,6 +108,15 @@ class Plan:
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
     proof: Proof = Proof()
+    is_interrupted: bool = False
+    predicted_seconds: float | None = None
+    margin: str = "safe"
+    uncertainty: tuple[str, ...] = ()
+
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the run exceeds the budget, at the end of its range that the margin names; negative if it fits."""
+        return needed_bytes(self.run.peak, self.margin) - self.budget_bytes
 
     @property
     def exact(self) -> bool:
@@ -152,11 +164,17 @@ class Plan:
                 assumptions=tuple(Assumption(**a) for a in value["assumptions"]),
                 # Plans of the same schema from before proofs have none.
                 proof=Proof(**value.get("proof", {})),
+                is_interrupted=bool(value.get("is_interrupted", False)),
+                predicted_seconds=value.get("predicted_seconds"),
+                margin=value.get("margin", "safe"),
+                uncertainty=tuple(value.get("uncertainty", ())),
                 **{name: value[name] for name in _AS_THEY_ARE},
             )
             # Dataclasses do not check types; a plan edited by hand must fail here and not in the middle of a run.
             for part in (plan, *plan.choices, *plan.alternatives, *plan.frontier, plan.bound, plan.proof):
                 _check(part)
+            if plan.margin not in MARGINS:
+                raise TypeError(f"margin is {plan.margin!r}, not one of {', '.join(MARGINS)}")
             for run in (plan.run, plan.baseline):
                 _check(run)
                 _check(run.peak)

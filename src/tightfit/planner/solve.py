@@ -90,6 +90,14 @@ def least(problem: Problem, *, time_limit_seconds: float = 10.0) -> Solution:
     return fastest if fastest.fits else _solution(problem, found.chosen, peak, bound_seconds=0.0, is_proven=False)
 
 
+def least_peak(problem: Problem, *, time_limit_seconds: float = 10.0) -> int:
+    """The lowest peak in bytes of any choice, as far as it is found in time."""
+    if not problem.options:
+        return problem.peak_bytes(())
+    rows = [*_conflict_rows(problem), *_order_rows(problem)]
+    return problem.peak_bytes(_least(problem, rows, Tricks(), time.monotonic() + time_limit_seconds).chosen)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
     """`low` <= the sum of `weights` times the options <= `high`."""

@@ -25,7 +25,7 @@ class Estimate(simulated.Estimate):
         peak, moment = self.peak, self.moment
         where = ", ".join(part for part in (moment.phase, moment.module, moment.line) if part)
         sentences = [
-            f"{self.target} {word.removesuffix(', barely')} on {self.device} ({amount}).",
+            f"{self.target} {word} on {self.device} ({amount}).",
             f"Its peak is {format_bytes(peak.device_bytes)} of {format_bytes(self.capacity_bytes)}, "
             f"between {format_bytes(peak.device_low_bytes)} and {format_bytes(peak.device_high_bytes)}, "
             f"in {moment.span or 'the run'} ({where}).",

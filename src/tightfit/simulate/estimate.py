@@ -63,9 +63,30 @@ class Band:
     more_bytes: int
 
 
+MARGINS = ("0", "likely", "safe")
+"""Which end of the range of a peak has to fit: the lower one, the likely peak, or the upper one."""
+
+
+def needed_bytes(peak: Peak, margin: str) -> int:
+    """The bytes that have to be there with one of the `MARGINS`."""
+    return {"0": peak.device_low_bytes, "likely": peak.device_bytes, "safe": peak.device_high_bytes}[margin]
+
+
+def verdict_of(peak: Peak, limit_bytes: int, margin: str) -> str:
+    """Whether a peak fits a limit, in words that are the same for an estimate and a plan. One whose upper end exceeds the limit does not simply "fit",
+    whatever the margin is; one that fits at the lower end alone is said to do so only where that was asked for."""
+    if peak.device_high_bytes <= limit_bytes:
+        return "fits"
+    if peak.device_bytes <= limit_bytes:
+        return "fits without the safety margin"
+    if peak.device_low_bytes <= limit_bytes and margin == "0":
+        return "fits at best"
+    return "does not fit"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`."""
+    """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits."""
 
     target: str
     device: str
@@ -80,11 +101,12 @@ class Estimate:
     seconds_per_step: float
     versions: Mapping[str, str]
     assumptions: tuple[Assumption, ...]
+    margin: str = "likely"
 
     @property
     def fits(self) -> bool:
-        """Whether the likely device peak is within the GPU's capacity."""
-        return self.peak.device_bytes <= self.capacity_bytes
+        """Whether the device peak is within the GPU's capacity, at the end of its range that the margin names."""
+        return needed_bytes(self.peak, self.margin) <= self.capacity_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -100,6 +122,7 @@ class Estimate:
             "device": {"name": self.device, "capacity_bytes": self.capacity_bytes},
             "peak": dataclasses.asdict(self.peak),
             "fits": self.fits,
+            "margin": self.margin,
             "headroom_bytes": self.headroom_bytes,
             "at_peak": dict(self.at_peak),
             "moment": dataclasses.asdict(self.moment),

@@ -1,10 +1,10 @@
-"""Detects data loaders without batches, which a loop that waits for its first batch would iterate forever."""
+"""Detects data loaders without batches, which a loop that waits for its first batch would iterate forever, and notes how many examples there are."""
 
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.replace import replace
@@ -12,6 +12,11 @@ from tightfit.errors import CaptureError
 
 # A program may read an empty loader in earnest, such as one of a small validation set; it does not do so many times between two steps.
 _MAX_READINGS_BETWEEN_STEPS = 100
+# Of these it is known that asking for their length changes nothing.
+_SAMPLERS = (SequentialSampler, RandomSampler)
+
+num_examples: dict[int, int] = {}
+"""By the size of a batch, the most examples that a loader with such batches reads."""
 
 
 def install(num_steps: Callable[[], int]) -> None:
@@ -20,6 +25,9 @@ def install(num_steps: Callable[[], int]) -> None:
     readings: Counter[tuple[int, int]] = Counter()
 
     def begun(loader: Any) -> Any:
+        if type(loader.sampler) in _SAMPLERS and loader.batch_size is not None:
+            known = num_examples.get(loader.batch_size, 0)
+            num_examples[loader.batch_size] = max(known, len(loader.sampler))
         # Only of torch's own kind of sampler is it known that asking for its length changes nothing.
         if type(loader.batch_sampler) is BatchSampler and not len(loader.batch_sampler):
             key = id(loader), num_steps()

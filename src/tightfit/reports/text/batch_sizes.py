@@ -28,12 +28,16 @@ def answer(found: BatchSizes) -> list[str]:
         if found.plain
         else f"no {name} that was tried fits {budget} as it is{_end(found.plain_too_large)}"
     ]
+    if found.num_examples is not None and found.num_examples in (row.size for row in found.tried):
+        lines.append(f"the data set has {found.num_examples:,} examples: no larger {name} was tried")
     if found.planned is not None:
         lines.append(
             f"{name} {found.planned.size} fits with {' + '.join(found.planned.techniques)}{_end(found.planned_too_large)}"
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
+    if found.is_interrupted:
+        lines.append("the search was interrupted: this is the best so far")
     # The smallest size that fails is the one that explains why the search did not go further.
     if found.failed:
         size, why = min(found.failed.items())

@@ -24,7 +24,7 @@ from tightfit.reports.text.table_columns import (
     shorten_place,
     shortened,
 )
-from tightfit.simulate.estimate import Estimate
+from tightfit.simulate.estimate import Estimate, verdict_of
 from tightfit.tape import Assumption
 from tightfit.units import format_bytes, format_seconds
 
@@ -112,12 +112,17 @@ def write_comparison(estimates: Sequence[Estimate], *, elapsed_seconds: float) -
 
 def verdict_words(estimate: Estimate) -> tuple[str, str]:
     """The verdict in a word or two, and the bytes left or missing."""
-    if not estimate.fits:
-        return "does not fit", f"{format_bytes(-estimate.headroom_bytes)} too much"
+    peak, left = estimate.peak, estimate.headroom_bytes
+    word = verdict_of(peak, estimate.capacity_bytes, estimate.margin)
+    if word == "fits":
+        return word, f"{format_bytes(left)} left"
     # The likely peak fits and the upper end of its range does not: it depends on workspaces and the allocation order.
-    if estimate.peak.device_high_bytes > estimate.capacity_bytes:
-        return "fits, barely", f"{format_bytes(estimate.headroom_bytes)} left, less than the doubt about it"
-    return "fits", f"{format_bytes(estimate.headroom_bytes)} left"
+    if left >= 0:
+        return (
+            word,
+            f"{format_bytes(left)} left, and the peak may be {format_bytes(peak.device_high_bytes - peak.device_bytes)} higher",
+        )
+    return word, f"{format_bytes(-left)} too much{' if the likely peak is reached' if estimate.fits else ''}"
 
 
 def console() -> Console:
@@ -130,7 +135,8 @@ def console() -> Console:
 
 
 def _verdict_style(estimate: Estimate) -> str:
-    return {"fits": "bold green", "fits, barely": "bold yellow"}.get(verdict_words(estimate)[0], "bold red")
+    word = verdict_words(estimate)[0]
+    return "bold green" if word == "fits" else "bold yellow" if estimate.fits else "bold red"
 
 
 def _verdict(estimate: Estimate) -> Text:

@@ -2,7 +2,7 @@
 function verdictOf(card) {
   if (card.device_bytes > card.capacity_bytes) return ["bad", "does not fit", `${bytes(card.device_bytes - card.capacity_bytes)} too much`];
   const left = `${bytes(card.capacity_bytes - card.device_bytes)} left`;
-  if (card.device_high_bytes > card.capacity_bytes) return ["doubt", "fits, barely", `${left}, less than the doubt about it`];
+  if (card.device_high_bytes > card.capacity_bytes) return ["doubt", "fits without the safety margin", `${left}, and the peak may be ${bytes(card.device_high_bytes - card.device_bytes)} higher`];
   return ["good", "fits", left];
 }
 
