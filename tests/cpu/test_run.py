@@ -137,7 +137,11 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
             "--plan names a finished plan: it takes no --bu",
         ),
         (["train.py"], 2, "there is no GPU on this machine to plan for: name one with --device"),
-        (["--device", "4090", "--budget", "0", "train.py"], 2, "the budget is 0; give the GPU memory that the process may use"),
+        (
+            ["--device", "4090", "--budget", "0", "train.py"],
+            2,
+            "the budget is 0; give the GPU memory that the process may use",
+        ),
         (["--device", "4090", "--allow", "magic", "train.py"], 2, "--allow magic: no such technique; allow lossy"),
         (["--device", "no such card", "train.py"], 2, "no GPU is called 'no such card'"),
     ],
