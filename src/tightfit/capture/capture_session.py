@@ -20,6 +20,7 @@ from tightfit.capture.patches import eager, loaders, native, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import EndOfCapture, StepWatch
 from tightfit.devices.catalogue import find
+from tightfit.effects.random_operators import draws
 from tightfit.errors import CaptureError
 from tightfit.tape import Tape
 
@@ -65,7 +66,10 @@ class Session:
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run at the end of the last step."""
         assert self._tape is not None
-        return dataclasses.replace(self._tape, target=target, versions=versions)
+        # Here, as operators of the program's own are registered in no other process.
+        names = {self._tape.strings[name] for name in self._tape.operators.name.tolist()}
+        drawing = tuple(sorted(name for name in names if draws(name)))
+        return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
 
     def run(self, target: targets.Target) -> None:
         """Runs the target until its steps are over.

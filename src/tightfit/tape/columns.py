@@ -203,7 +203,8 @@ class Tape:
     """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
-    `effects` are those that were seen, where the capture was asked to watch for them.
+    `effects` are those that were seen, where the capture was asked to watch for them. `random_operators` are the names of the operators of this run
+    that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     """
 
     target: str
@@ -218,6 +219,7 @@ class Tape:
     host_peak_bytes: int
     loop: str = ""
     effects: tuple[Effect, ...] = ()
+    random_operators: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the tape as an npz file, whole or not at all."""
@@ -231,6 +233,7 @@ class Tape:
             "host_peak_bytes": self.host_peak_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
+            "random_operators": self.random_operators,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -262,8 +265,9 @@ class Tape:
             raise RecordingError(f"{os.fspath(path)} has another schema than this version reads ({SCHEMA})")
         head["strings"] = tuple(head["strings"])
         head["assumptions"] = tuple(Assumption(**a) for a in head["assumptions"])
-        # Tapes from before effects were recorded lack the key.
+        # Tapes from before these were recorded lack the keys.
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
+        head["random_operators"] = tuple(head.get("random_operators", ()))
         return cls(**head, **tables)
 
 
