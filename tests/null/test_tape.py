@@ -64,6 +64,7 @@ def small_tape() -> Tape:
         spans=Spans.from_columns({"name": [5], "kind": [SpanKind.STEP], "begin": [0], "end": [3]}),
         assumptions=(Assumption(where="toy.py:4", what="a read"),),
         host_peak_bytes=17,
+        random_operators=("mylib.noise",),
     )
 
 
@@ -75,7 +76,7 @@ def test_a_tape_survives_the_round_trip(tmp_path):
         for name, column in getattr(tape, table).columns().items():
             np.testing.assert_array_equal(column, getattr(getattr(loaded, table), name))
             assert column.dtype == getattr(getattr(loaded, table), name).dtype
-    for name in ("target", "versions", "traced_for", "strings", "assumptions", "host_peak_bytes"):
+    for name in ("target", "versions", "traced_for", "strings", "assumptions", "host_peak_bytes", "random_operators"):
         assert getattr(tape, name) == getattr(loaded, name)
     assert [p.name for p in tmp_path.iterdir()] == ["toy.npz"]
 

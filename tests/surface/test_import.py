@@ -41,6 +41,30 @@ def test_no_public_name_loads_torch_or_what_only_pages_need(name: str) -> None:
     assert python(code).split() == ["False", "False", "False"]
 
 
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(4096, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_plan_is_made_without_torch(tmp_path: Path) -> None:
+    """What a plan is made of is traced in children and worked out from tapes: options, the solver, the proof, the advice, the text."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    code = f"""
+import sys, tightfit
+from tightfit.techniques.registry import techniques
+plan = tightfit.plan({str(tmp_path / "train.py")!r}, "RTX 4090", budget="770MiB")
+assert len(techniques()) > 20 and plan.choices and plan.explain() and plan.to_json()
+print("torch" in sys.modules)
+"""
+    assert python(code).split()[-1] == "False"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["report", "none.pickle"]])
 def test_a_command_that_writes_no_page_does_without_jinja2(arguments: list[str]) -> None:
     code = f"import sys; from tightfit.cli.main import run; run({arguments}); print('jinja2' in sys.modules)"

@@ -21,6 +21,7 @@ from tightfit.capture.patches import eager, loaders, native, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.devices.catalogue import find
+from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
 from tightfit.tape import Coverage, Tape
@@ -78,7 +79,10 @@ class Session:
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run at the end of the last step."""
         assert self._tape is not None
-        return dataclasses.replace(self._tape, target=target, versions=versions)
+        # Here, as operators of the program's own are registered in no other process.
+        names = {self._tape.strings[name] for name in self._tape.operators.name.tolist()}
+        drawing = tuple(sorted(name for name in names if draws(name)))
+        return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
 
     def run(self, target: targets.Target) -> None:
         """Runs the target until its steps are over.

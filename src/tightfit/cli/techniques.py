@@ -48,16 +48,20 @@ def entries() -> list[Entry]:
     """Every known technique, those of other installed packages last.
 
     Raises:
-        MissingExtra: torch is not installed.
+        MissingExtra: a technique of an installed package needs torch for being listed, and torch is not installed.
     """
+    from tightfit.techniques.registry import techniques as all_techniques
+
     try:
-        from tightfit.techniques import registry as catalogue
+        known = all_techniques()
     except ModuleNotFoundError as error:
         # Any other missing module is a broken installation, which the message below would hide.
         if error.name != "torch":
             raise
-        raise MissingExtra("torch is not installed, and techniques need it: pip install 'tightfit[torch]'") from error
-    return [_entry(technique) for technique in catalogue.techniques().values()]
+        raise MissingExtra(
+            "a technique of an installed package needs torch, which is not installed here; install it: pip install 'tightfit[torch]'"
+        ) from error
+    return [_entry(technique) for technique in known.values()]
 
 
 def _entry(technique: Any) -> Entry:

@@ -49,6 +49,7 @@ class RunHooks:
         self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
         self._made_before: WeakTable[Optimizer, None] = WeakTable()
         self._is_told_by_user = False
+        self._code_of_steps: types.CodeType | None = None
         self._handles: list[RemovableHandle] = []
         self._leave: Leave = _nothing
 
@@ -82,6 +83,7 @@ class RunHooks:
         self._emit("step", BY_USER, {})
 
     def _enter_module(self, module: torch.nn.Module, _args: Any) -> None:
+        self._end_steps_that_raised()
         if not self._modules and self._phases[-1] == OTHER:
             self._begin(FORWARD if torch.is_grad_enabled() else ASIDE)
         self._modules.append(self._path(module))
@@ -103,6 +105,7 @@ class RunHooks:
         # A pass inside of a pass, of a reentrant checkpoint, is part of the outer one.
         if BACKWARD in self._phases:
             return backward.run()
+        self._end_steps_that_raised()
         self._begin(BACKWARD)
         try:
             return backward.run()
@@ -111,6 +114,10 @@ class RunHooks:
 
     # Gradients are noted before the step, as many loops free them right after it.
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        # The frame of torch's wrapper around `step`, which is of one code object for all optimizers.
+        step = sys._getframe(1)
+        self._code_of_steps = step.f_code
+        self._end_steps_that_raised(step.f_back)
         self._emit(
             "held",
             "",
@@ -123,10 +130,17 @@ class RunHooks:
         # After the step: states are made in the first one, and a fused or capturable step may replace its
         # counters.
         self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
-        # What steps within the step of a wrapper has no turn of its own. The call stack tells, and not the phases: a step that raised has not ended its.
-        if not _is_within_step(sys._getframe(1)):
+        # What steps within the step of a wrapper has no turn of its own.
+        step = sys._getframe(1)
+        if not _runs(step.f_code, step.f_back):
             self._emit("step", f"{BY_OPTIMIZER} {self._number(optimizer)}", {})
             self._count_step(optimizer)
+
+    def _end_steps_that_raised(self, frame: types.FrameType | None = None) -> None:
+        """Torch calls no hook when a step raises: its phase is over if the call stack at `frame`, by default the caller's, has no step."""
+        if self._phases[-1] == OPTIMIZER and not _runs(self._code_of_steps, frame or sys._getframe(1)):
+            while self._phases[-1] == OPTIMIZER:
+                self._end()
 
     def _number(self, optimizer: Optimizer) -> int:
         """The number of an optimizer; optimizers constructed anew in each iteration for the same parameters count as one."""
@@ -170,10 +184,9 @@ class RunHooks:
         return self._paths[module]
 
 
-def _is_within_step(step: types.FrameType) -> bool:
-    """Whether the step of an optimizer whose wrapper by torch has the frame `step` was called within the step of another one."""
-    frame = step.f_back
-    while frame is not None and frame.f_code is not step.f_code:
+def _runs(code: types.CodeType | None, frame: types.FrameType | None) -> bool:
+    """Whether `frame`, or one that called it, runs `code`."""
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 

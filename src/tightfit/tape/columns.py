@@ -209,7 +209,8 @@ class Tape:
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
-    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none.
+    its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
+    are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
     """
 
     target: str
@@ -226,6 +227,7 @@ class Tape:
     effects: tuple[Effect, ...] = ()
     coverage: Coverage = Coverage()
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    random_operators: tuple[str, ...] = ()
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -258,6 +260,7 @@ class Tape:
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),
             "module_classes": dict(self.module_classes),
+            "random_operators": self.random_operators,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -290,6 +293,7 @@ class Tape:
         # Tapes from before effects and coverage were recorded lack the keys.
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         head["coverage"] = Coverage.from_json(head.get("coverage", {}))
+        head["random_operators"] = tuple(head.get("random_operators", ()))
         return cls(**head, **tables)
 
 

@@ -5,14 +5,14 @@ by replaying the traced run with it.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
-
-import torch
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -38,13 +38,8 @@ class AllocatorSettings(AbstractTechnique):
             alloc_conf=EXPANDABLE,
         )
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
-        if torch.backends.cuda.is_built() and torch.cuda.is_initialized() and torch.version.cuda:
-            for choice in chosen:
-                _set(choice.settings["alloc_conf"])
+        from tightfit.techniques.apply_allocator_settings import apply_allocator_settings
 
-
-def _set(alloc_conf: str) -> None:
-    # The one place that names this private function of torch: there is no public one that works once CUDA has begun.
-    torch.cuda.memory._set_allocator_settings(alloc_conf)
+        apply_allocator_settings(session, chosen)

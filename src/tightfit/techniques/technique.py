@@ -7,12 +7,14 @@ A technique is applied to the virtual model with the same code that runs on the 
 import abc
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
-from tightfit.techniques.session import Session
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 Checked = TypeVar("Checked")
 
@@ -64,7 +66,7 @@ class AbstractTechnique(abc.ABC):
         """The options on this profile; none if the technique does not apply. Pure: no torch, no side effects."""
 
     @abc.abstractmethod
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Applies the chosen options to the session's live objects, and registers with the session how to undo it.
 
         Raises:

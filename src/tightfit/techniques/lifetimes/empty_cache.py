@@ -4,24 +4,24 @@ The blocks of a forward pass have other sizes than those of an optimizer step, a
 The saving is found by replaying the traced run with the cache emptied there.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.intervals import runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Option
 from tightfit.simulate.timeline_bytes import replay_levels
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Phase
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 SECONDS_PER_SEGMENT = 1.5e-3
 """To give a segment back and to ask for it again. A cudaMalloc of 64 MiB takes 1.2 ms (table of rtj1/cuda-mempool on GitHub); cudaFree waits for
@@ -71,38 +71,11 @@ class EmptyCache(AbstractTechnique):
                     empties_at=tuple(events),
                 )
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Registers optimizer hooks, or wraps the model's forward."""
-        (choice,) = chosen
-        border = choice.settings["border"]
-        if border in ("before the optimizer", "after the optimizer"):
-            if not session.optimizers:
-                raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave empty_cache out")
-            for optimizer in session.optimizers:
-                before = border == "before the optimizer"
-                hook = optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook
-                session.hook(hook, _empty)
-            return
-        session.wrap_forward(session.model, _before if border == "before the forward" else _after)
+        from tightfit.techniques.lifetimes.apply_empty_cache import apply_empty_cache
 
-
-def _empty(*_: Any) -> None:
-    torch.cuda.empty_cache()
-
-
-def _before(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Forwards without gradients (evaluation, generation) come in long loops, and each call of cudaFree waits
-    # for the card.
-    if torch.is_grad_enabled():
-        torch.cuda.empty_cache()
-    return forward(*args, **kwargs)
-
-
-def _after(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = forward(*args, **kwargs)
-    if torch.is_grad_enabled():
-        torch.cuda.empty_cache()
-    return result
+        apply_empty_cache(session, chosen)
 
 
 def _borders(run: OptimizerProfile) -> Mapping[str, list[int]]:

@@ -6,7 +6,7 @@ and `losses.append(loss)` keeps every step's. A plan does not change a user's lo
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Never, final
+from typing import TYPE_CHECKING, Never, final
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Option
 from tightfit.tape import Category, Column, Phase, Source, SpanKind
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 SMALLEST_SHARE = 0.005
 """Of the run's peak: what a line must keep to be worth a word. Of what grows, a hundredth of that."""
@@ -64,7 +66,7 @@ class KeptAlive(AbstractTechnique):
             for line, grows in rows[:NUM_LINES]
         ]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError("it is a suggestion about the program's own lines, and cannot be applied to a model")
 

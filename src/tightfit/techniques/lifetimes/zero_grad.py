@@ -5,33 +5,21 @@ pass allocates new ones to add to them. A lazy gradient of zeros takes its place
 A gradient that something else refers to is filled in place.
 """
 
-import functools
-import sys
-import weakref
-from collections.abc import Container, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 
 from tightfit.analysis.intervals import changes, levels, runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.tape import Category, Column, Phase, SpanKind, Tape
-from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
-from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
-from tightfit.techniques.optimizer.optimizer_steps import update_within_step
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
-from tightfit.torch_hooks.backward import BackwardPass, on_backward
-from tightfit.torch_hooks.manifest import STORAGE_USES
 
-# References to a gradient that only its parameter keeps, while `_is_shared` runs: the parameter, two names and
-# an argument; and to its storage: the gradient and a name.
-_OWN_REFERENCES = 4
-_OWN_USES = 2
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
+
 _ZEROING = ("aten.zero_", "aten._foreach_zero_")
 
 
@@ -69,123 +57,11 @@ class ZeroGrad(AbstractTechnique):
             )
         ]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Replaces `zero_grad` of the model and of every optimizer."""
-        freed = _Freed()
-        for optimizer in session.optimizers:
-            # On the object and weakly, so that the optimizer does not become part of a reference cycle and is
-            # freed when the program drops it.
-            session.set(optimizer, "zero_grad", functools.partial(_zero_optimizer, weakref.ref(optimizer), freed))
-            # Whatever the script did not call `zero_grad` for is there when torch's loop comes.
-            update_within_step(session, optimizer, functools.partial(_settle, weakref.ref(optimizer)))
-        session.set(session.model, "zero_grad", functools.partial(_zero_module, weakref.ref(session.model), freed))
-        leave = on_backward(freed)
+        from tightfit.techniques.lifetimes.apply_zero_grad import apply_zero_grad
 
-        def end() -> None:
-            leave()
-            freed.end()
-
-        session.when_undone(end)
-
-
-class _Freed:
-    """The parameters whose gradients were freed instead of filled with zeros, and have lazy gradients of zeros."""
-
-    def __init__(self) -> None:
-        self._zeroed: dict[torch.Tensor, None] = {}
-
-    def zero(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Replaces the gradients of these parameters by lazy zeros."""
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            deferred = deferred_gradient(parameter)
-            if deferred is not None or _is_shared(gradient):
-                # A lazy gradient handles `zero_` itself; a view of the script's own buffer is filled in place.
-                with torch.no_grad():
-                    gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
-                    gradient.zero_()
-                continue
-            Deferred.zeros(gradient).put(parameter)
-            self._zeroed[parameter] = None
-
-    def concerned_parameters(self) -> Container[torch.Tensor]:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        return self._zeroed
-
-    def around_backward(self, backward: BackwardPass) -> Any:
-        """New gradients replace the zeros; a parameter that gets none keeps its zeros."""
-        if not backward.accumulates:
-            return backward.run()
-        standing = {}
-        for parameter in backward.leaves():
-            deferred = deferred_gradient(parameter) if parameter in self._zeroed else None
-            if deferred is not None and deferred.state == "zero":
-                standing[parameter], parameter.grad = parameter.grad, None
-        try:
-            # A gradient with a graph must not be changed in place: it stays as the engine made it.
-            with told_of_gradients(() if backward.creates_graph else standing, _add_to_zeros):
-                return backward.run()
-        finally:
-            for parameter, zeros in standing.items():
-                if parameter.grad is None:
-                    parameter.grad = zeros
-
-    def end(self) -> None:
-        """Materialises the zeros."""
-        for parameter in self._zeroed:
-            if (deferred := deferred_gradient(parameter)) is not None and deferred.state == "zero":
-                deferred.whole()
-                settle(parameter)
-        self._zeroed.clear()
-
-
-def _add_to_zeros(parameter: torch.Tensor) -> None:
-    """Adds zero: negative zeros become positive ones, as in an addition to a gradient of zeros."""
-    if parameter.grad is not None and parameter.grad.layout == torch.strided:
-        parameter.grad.add_(0.0)
-
-
-def _is_shared(gradient: torch.Tensor) -> bool:
-    """Whether anything but the parameter refers to this memory: it is a view or has one, or the program keeps the tensor."""
-    if gradient.layout != torch.strided or isinstance(gradient, LazyTensor):
-        return True
-    storage = gradient.untyped_storage()
-    uses = STORAGE_USES.value()(storage._cdata)
-    return gradient._is_view() or uses > _OWN_USES or sys.getrefcount(gradient) > _OWN_REFERENCES
-
-
-def _settle(known: "weakref.ref[torch.optim.Optimizer]") -> tuple[()]:
-    """Materialises, within a step, zeros that no backward pass has replaced."""
-    optimizer = known()
-    for group in optimizer.param_groups if optimizer is not None else ():
-        for parameter in group["params"]:
-            deferred = deferred_gradient(parameter)
-            if deferred is not None and deferred.state == "zero":
-                deferred.whole()
-            settle(parameter)
-    return ()
-
-
-def _zero_optimizer(known: "weakref.ref[torch.optim.Optimizer]", freed: _Freed, set_to_none: bool = True) -> None:
-    """Replaces `Optimizer.zero_grad`."""
-    optimizer = known()
-    assert optimizer is not None
-    if set_to_none:
-        type(optimizer).zero_grad(optimizer)
-    else:
-        freed.zero(p for group in optimizer.param_groups for p in group["params"])
-
-
-def _zero_module(known: "weakref.ref[torch.nn.Module]", freed: _Freed, set_to_none: bool = True) -> None:
-    """Replaces `Module.zero_grad`."""
-    module = known()
-    assert module is not None
-    if set_to_none:
-        type(module).zero_grad(module)
-    else:
-        freed.zero(module.parameters())
+        apply_zero_grad(session, chosen)
 
 
 def _kept(run: OptimizerProfile) -> Column:

@@ -7,18 +7,16 @@ until then, and it is summed over all tokens at once as in the plain model.
 """
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from tightfit.errors import ApplyError
+from tightfit.techniques.loss_head.options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import keeps_graph
 
-GradientsIn: TypeAlias = Literal["forward", "backward"]
-
-NUM_WEIGHT_BLOCKS = 4  # of the weight whose gradient in half precision is added to the sum at once
 _SLICE_MULTIPLE = 128  # of rows of the weight in a slice: what matrix kernels read in one go
 
 

@@ -21,11 +21,11 @@ from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name
 from tightfit.techniques.loss_head.chunked_cross_entropy import (
     Cast,
     ChunkedCrossEntropy,
-    GradientsIn,
     Loss,
 )
 from tightfit.techniques.loss_head.logit_forms import Form
 from tightfit.techniques.loss_head.loss_checks import sample_differs
+from tightfit.techniques.loss_head.options import GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 

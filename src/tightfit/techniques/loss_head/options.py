@@ -7,6 +7,7 @@ logits in total, but one over the gradient of the weight per chunk.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,7 +17,10 @@ from tightfit.analysis.profile import Profile
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column, Phase, Tape
-from tightfit.techniques.loss_head.chunked_cross_entropy import NUM_WEIGHT_BLOCKS, GradientsIn
+
+GradientsIn: TypeAlias = Literal["forward", "backward"]
+NUM_WEIGHT_BLOCKS = 4
+"""Of the weight whose gradient in half precision is added to the sum at once."""
 
 SMALLEST_SHARE = 0.01
 """Of the bytes alive at the plain run's peak: what the logits must come to for a head to be offered."""

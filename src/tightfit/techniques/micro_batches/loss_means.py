@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
-from tightfit.techniques.random_operators import draws
 
 # Means over classes that have an index to ignore, and means over all elements.
 _OF_CLASSES = {functional.cross_entropy, functional.nll_loss}

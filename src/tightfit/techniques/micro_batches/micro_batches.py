@@ -5,12 +5,10 @@ function), and for the training loops of Lightning and the Trainer, which have a
 The means of the parts are weighted by the number of their terms, so that the sum is the gradient of the whole batch.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 
 from tightfit.analysis.gradient_readers import scales_loss
 from tightfit.analysis.intervals import changes, levels
@@ -19,16 +17,12 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Column, Phase, Tape
-from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
-from tightfit.techniques.micro_batches.split_step import split_step
-from tightfit.techniques.parse_settings import parse_bool
-from tightfit.techniques.random_operators import draws
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 # Powers of two divide most batches evenly; a last part that is shorter is allowed, and another length means
 # another proof.
@@ -56,7 +50,7 @@ class MicroBatches(AbstractTechnique):
         run = profile.optimizer
         if not run.stretches or _obstacle(run):
             return
-        is_random = any(map(draws, _names_of_forward(profile.tape)))
+        is_random = any(name in profile.tape.random_operators for name in _names_of_forward(profile.tape))
         loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
         for num_parts in NUMS_PARTS:
             yield Option(
@@ -90,45 +84,11 @@ class MicroBatches(AbstractTechnique):
         )
         return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=True)]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the model's forward, or the loop's step."""
-        (choice,) = chosen
-        model, loop = session.model, choice.settings.get("loop")
-        if loop and session.loop is None:
-            raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")
-        if not (loop or session.optimizers):
-            raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
-        for module in model.modules() if loop else (model,):
-            if type(module).__name__ in WRAPPERS:
-                raise ApplyError(
-                    f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
-                )
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
-                raise ApplyError(
-                    f"{name} is a batch norm in training: its statistics are those of the whole batch; leave micro_batches out"
-                )
+        from tightfit.techniques.micro_batches.apply_micro_batches import apply_micro_batches
 
-        statistics = session.statistics
-
-        def counted() -> None:
-            statistics["micro-batches"] += 1
-
-        num_parts, may_draw = int(choice.settings["num_parts"]), parse_bool("draws_anew", choice.settings["draws_anew"])
-        refuse = functools.partial(session.verdict.refuse, technique=self.name)
-        if loop:
-            split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
-            return
-        split = SplitForward(
-            model,
-            num_parts,
-            allows_randomness=may_draw,
-            counted=counted,
-            refuse=refuse,
-            check_steps=session.check_steps,
-        )
-        session.wrap_forward(model, split)
-        watch_inputs_of_backward(session)
+        apply_micro_batches(session, chosen)
 
 
 def _operators(tape: Tape, names: tuple[str, ...]) -> Column:

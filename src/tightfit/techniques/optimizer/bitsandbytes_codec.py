@@ -15,30 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer.state_codecs import (
-    BLOCK_SIZE,
     AbstractCodec,
     BlockCodec,
     Encoded,
     Tables,
     is_coded_in_blocks,
 )
+from tightfit.techniques.optimizer.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
 from tightfit.torch_hooks.no_card import no_card
 
-LIBRARY = "bitsandbytes"
-
-_FIRST_WITH_OPERATORS = (0, 46)  # bitsandbytes/_ops.py registers them with torch.library since then
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_NUMBERS = 2**31 - 1  # the kernels count in 32 bits
 _REMEDY = "make the plan without it"
-
-
-def is_installed() -> bool:
-    """Whether the library is installed in a version with the operators; it is not imported."""
-    try:
-        version = importlib.metadata.version(LIBRARY)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= _FIRST_WITH_OPERATORS
 
 
 @final

@@ -4,17 +4,17 @@ Only the form of the second moment is Adafactor's; the update is the script's ow
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
 from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
-from tightfit.techniques.optimizer.quantized_states import encode_states
-from tightfit.techniques.optimizer.state_codecs import FactoredCodec
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 # One of Adam's two states is an average of squares. It is read for the means of its rows and of its columns, and written again; the product
 # of a row and a column is in float32 first. Rows and columns themselves are next to nothing.
@@ -40,7 +40,8 @@ class FactoredStates(AbstractTechnique):
             return []
         return coded_options(run, _CODING, technique=self.name)
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Replaces the optimizers' steps."""
-        (choice,) = chosen
-        encode_states(session, FactoredCodec(), self.name, choice.settings)
+        from tightfit.techniques.optimizer.apply_factored_states import apply_factored_states
+
+        apply_factored_states(session, chosen)

@@ -4,18 +4,18 @@ Nothing has to be installed: quantisation uses torch operators. If bitsandbytes 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.optimizer.bitsandbytes_codec import LIBRARY, BitsandbytesCodec, is_installed
 from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
-from tightfit.techniques.optimizer.quantized_states import encode_states
-from tightfit.techniques.optimizer.state_codecs import BLOCK_SIZE, AbstractCodec, BlockCodec
-from tightfit.techniques.session import Session
+from tightfit.techniques.optimizer.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 # Of each piece: absolute values, their maxima, quotients, codes in 32 bits and in few, written and read again; then codes in 32 bits, looked
 # up, scaled, rounded. 4 bits are also packed and unpacked. Lookups and maxima reach less of the bandwidth than what is read in order, so more
@@ -74,13 +74,8 @@ class LowBitStates(AbstractTechnique):
             for option in coded_options(run, coding, technique=self.name, settings=settings)
         ]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Replaces the optimizers' steps."""
-        (choice,) = chosen
-        encode_states(session, _codec(session, choice), self.name, choice.settings)
+        from tightfit.techniques.optimizer.apply_low_bit_states import apply_low_bit_states
 
-
-def _codec(session: Session, choice: Choice) -> AbstractCodec:
-    if choice.settings.get("library"):
-        return BitsandbytesCodec(next(session.model.parameters()))
-    return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)
+        apply_low_bit_states(session, chosen)

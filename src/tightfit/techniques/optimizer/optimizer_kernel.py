@@ -6,7 +6,7 @@ and writes everything only once (torch/optim/optimizer.py, `_foreach_doc` and `_
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.analysis.intervals import changes
@@ -14,9 +14,11 @@ from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_ke
 from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
-from tightfit.techniques.optimizer.optimizer_kernels import Kernel, check_kernel, set_kernel
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
+
+if TYPE_CHECKING:
+    from tightfit.techniques.optimizer.optimizer_kernels import Kernel
+    from tightfit.techniques.session import Session
 
 # A fused kernel takes the addresses of a limited number of tensors (ATen/native/cuda/MultiTensorApply.cuh: 30 to 110, by how many lists).
 TENSORS_PER_FUSED_KERNEL = 30
@@ -53,7 +55,7 @@ class OptimizerKernel(AbstractTechnique):
         return options
 
     def _option(
-        self, run: OptimizerProfile, kernel: Kernel, changed: tuple[Change, ...], seconds_of: SecondsOf
+        self, run: OptimizerProfile, kernel: "Kernel", changed: tuple[Change, ...], seconds_of: SecondsOf
     ) -> Option:
         added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.steady)
         return Option(
@@ -66,14 +68,11 @@ class OptimizerKernel(AbstractTechnique):
             slots=frozenset({"optimizer"}),
         )
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Sets the flags of every optimizer's groups."""
-        (choice,) = chosen
-        kernel: Kernel = choice.settings["kernel"]
-        for optimizer in session.optimizers:
-            check_kernel(optimizer, session.model, kernel)
-        for optimizer in session.optimizers:
-            set_kernel(session, optimizer, kernel)
+        from tightfit.techniques.optimizer.apply_optimizer_kernel import apply_optimizer_kernel
+
+        apply_optimizer_kernel(session, chosen)
 
 
 def seconds_of_fused(run: OptimizerProfile, stretch: Stretch, num_kernels: int = 0) -> float:

@@ -27,7 +27,7 @@ from tightfit.analysis.updates import (
 from tightfit.planner.option import Change, Option
 from tightfit.tape import Column
 from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
-from tightfit.techniques.optimizer.state_codecs import MIN_NUMBERS, NUMBERS_PER_PIECE
+from tightfit.techniques.optimizer.state_sizes import MIN_NUMBERS, NUMBERS_PER_PIECE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,21 +8,16 @@ smaller blocks, and for squares a linear table without zero. Rows and columns: S
 import abc
 import dataclasses
 import functools
-from typing import Literal, final
+from typing import final
 
 import torch
 
-Bits = Literal[8, 4]
+from tightfit.techniques.optimizer.state_sizes import BLOCK_SIZE, MIN_NUMBERS, NUMBERS_PER_PIECE, Bits
 
 # Names of the states of torch.optim that may be quantised; squares are never negative. Sums that only grow
 # (Adagrad's) are left out: each new term is below the resolution.
 SIGNED = frozenset({"exp_avg", "momentum_buffer", "grad_avg"})
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf"})
-
-BLOCK_SIZE: dict[Bits, int] = {8: 256, 4: 128}
-MIN_NUMBERS = 4096  # a smaller tensor is not worth it (arXiv:2110.02861, section 3)
-# Large tensors are quantised in pieces of this size, so that temporaries exist for one piece only.
-NUMBERS_PER_PIECE = 2**24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ optimizer's step.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.gradient_readers import readers_of_gradients, updates_in_backward
 from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels
@@ -22,13 +22,11 @@ from tightfit.analysis.updates import (
     waiting_for_second_pass,
 )
 from tightfit.planner.option import Advice, Change, Option
-from tightfit.techniques.optimizer.backward_updates import Updates
 from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
-from tightfit.techniques.optimizer.optimizer_kernels import check_kernel, set_kernel
-from tightfit.techniques.optimizer.optimizer_settings import UpdateSettings
-from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_alone
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 
 @final
@@ -75,19 +73,11 @@ class UpdateInBackward(AbstractTechnique):
         what = f"gradients cannot be used up within the backward pass, because {reason}"
         return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Takes over the gradients of every parameter of the session's optimizers."""
-        (choice,) = chosen
-        settings = UpdateSettings.of(choice.settings, in_backward=True)
-        for optimizer in session.optimizers:
-            check_separable(optimizer, self.name)
-            if settings.kernel == "fused":
-                check_kernel(optimizer, session.model, "fused")
-        for optimizer in session.optimizers:
-            if settings.kernel == "fused":
-                set_kernel(session, optimizer, "fused")
-        updates = {optimizer: update_alone(optimizer) for optimizer in session.optimizers}
-        Updates(session, updates).install()
+        from tightfit.techniques.optimizer.apply_update_in_backward import apply_update_in_backward
+
+        apply_update_in_backward(session, chosen)
 
 
 def _update_seconds(run: OptimizerProfile, kernel: str) -> float:

@@ -4,25 +4,23 @@ Micikevicius et al., "Mixed precision training" (arXiv:1710.03740). Parameters, 
 range of float32, so losses need no scaling. With float16 they do, and a `GradScaler` changes the training loop: that is only advised.
 """
 
-import functools
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
 from tightfit.analysis.intervals import changes, levels
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
 from tightfit.tape import Category, Column, Tape
-from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.precision.casts import born_in_float32, can_be_lowered, cast_results, seconds_saved_in_bfloat16
-from tightfit.techniques.session import Session
+from tightfit.techniques.precision.lower_precision import born_in_float32, can_be_lowered, seconds_saved_in_bfloat16
 from tightfit.techniques.technique import AbstractTechnique, Choice
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 # What autocast leaves in, or raises to, float32 (torch's "CUDA Ops that can autocast to float32"): those results stay as large.
 _STAYS_LARGE = ("reduction", "other", "embedding")
@@ -83,27 +81,11 @@ class Autocast(AbstractTechnique):
         )
         return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""
-        first = next((p for p in session.model.parameters() if p.is_floating_point()), None)
-        if first is None:
-            raise ApplyError(
-                f"{type(session.model).__name__} has no floating-point parameter to run in bfloat16; leave autocast out"
-            )
-        device_type = first.device.type
+        from tightfit.techniques.precision.apply_autocast import apply_autocast
 
-        refuse = functools.partial(session.verdict.refuse, technique=self.name)
-
-        def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # A forward that the script itself runs under autocast keeps the script's dtype.
-            if torch.is_autocast_enabled(device_type):
-                return forward(*args, **kwargs)
-            with torch.autocast(device_type, dtype=torch.bfloat16):
-                result = forward(*args, **kwargs)
-            return cast_results(result, torch.float32, refuse)
-
-        session.wrap_forward(session.model, around)
-        watch_inputs_of_backward(session)
+        apply_autocast(session, chosen)
 
 
 def _parameter_bytes(run: OptimizerProfile) -> int:

@@ -8,13 +8,12 @@ keeping the truncated part in a second bfloat16 makes it right to 16 bits (Kahan
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tightfit.techniques.optimizer.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
-
-Rounding = Literal["stochastic", "compensated"]
+from tightfit.techniques.precision.lower_precision import Rounding
 
 _BITS_CUT_OFF = 16  # float32 has 24 significant bits, bfloat16 the upper 8 of them
 

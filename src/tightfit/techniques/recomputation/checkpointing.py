@@ -4,14 +4,15 @@ Chen et al., "Training deep nets with sublinear memory cost" (arXiv:1604.06174),
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import recompute_option
 from tightfit.planner.option import Option
-from tightfit.techniques.recomputation.recompute import Recomputed
-from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 
 @final
@@ -27,15 +28,8 @@ class Checkpointing(AbstractTechnique):
         """One option for each block; it shares slots with the modules inside and around it."""
         return [recompute_option(self.name, profile, block) for block in profile.blocks]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block."""
-        modules = check_each(chosen, lambda choice: session.module(choice.where))
-        for choice, module in zip(chosen, modules, strict=True):
-            around = Recomputed(
-                module,
-                where=choice.where,
-                technique=self.name,
-                verdict=session.verdict,
-                check_steps=session.check_steps,
-            )
-            session.wrap_forward(module, around)
+        from tightfit.techniques.recomputation.apply_checkpointing import apply_checkpointing
+
+        apply_checkpointing(session, chosen)

@@ -6,20 +6,17 @@ cost" (arXiv:1604.06174), section 4.3: recursive recomputation. Here a segment c
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import final
-
-import torch
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block
 from tightfit.analysis.sequences import saved_bytes
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Change, Option
-from tightfit.techniques.recomputation.recompute import Recomputed
-from tightfit.techniques.recomputation.recomputed_inputs import Segment
-from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 _LENGTHS = (2, 4, 8, 16)
 _FEWEST_BLOCKS = 6
@@ -48,39 +45,11 @@ class NestedCheckpointing(AbstractTechnique):
                 for begin in range(0, len(stack) - length + 1, length):
                     yield _option(self.name, profile, stack[begin : begin + length])
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block of each segment."""
-        segments = check_each(chosen, lambda choice: _modules(session, choice))
-        for choice, modules in zip(chosen, segments, strict=True):
-            around = [
-                Recomputed(
-                    module,
-                    where=choice.where,
-                    technique=self.name,
-                    verdict=session.verdict,
-                    check_steps=session.check_steps,
-                )
-                for module in modules
-            ]
-            segment = Segment(around)
-            for number, module in enumerate(modules):
-                session.wrap_forward(module, segment.around(number))
+        from tightfit.techniques.recomputation.apply_nested_checkpointing import apply_nested_checkpointing
 
-
-def _modules(session: Session, choice: Choice) -> list[torch.nn.Module]:
-    container = session.module(choice.where)
-    names = [str(number) for number in range(choice.settings["begin"], choice.settings["end"])]
-    modules = [container._modules.get(name) for name in names]
-    found = [module for module in modules if module is not None]
-    if len(found) < len(names):
-        raise ApplyError(f"{choice.where} has no children {names[0]} to {names[-1]}; make a plan for this model")
-    for module in found:
-        for name, part in module.named_modules():
-            if getattr(part, "running_mean", None) is not None and part.training:
-                raise ApplyError(
-                    f"{choice.where} contains {name or 'itself'}, a {type(part).__name__} whose statistics a third run would change; use checkpointing there"
-                )
-    return found
+        apply_nested_checkpointing(session, chosen)
 
 
 def _stacks(profile: Profile) -> Iterator[list[Block]]:

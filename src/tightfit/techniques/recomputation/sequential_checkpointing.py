@@ -5,18 +5,16 @@ activations in one Sequential. Segments are halves, halves of halves and so on, 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
-
-import torch
+from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import Block, recompute_option
 from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
 from tightfit.planner.option import Option
-from tightfit.techniques.recomputation.recompute import Recomputed
-from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
-from tightfit.techniques.session import Session
-from tightfit.techniques.technique import AbstractTechnique, Choice, Needs, check_each
+from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 # Of all that waits; a segment that saves less is noise in a plan, and there are many.
 _SMALLEST_SHARE = 0.01
@@ -40,29 +38,14 @@ class SequentialCheckpointing(AbstractTechnique):
                 if module_calls.bytes_of(layer_range.calls[-1].saved) >= least:
                     yield _option(self.name, profile, layer_range)
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps each Sequential once, with code that runs its segments."""
-        check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
-        for choice in chosen:
-            begin, end = choice.settings["begin"], choice.settings["end"]
-            put_range(session, choice.where, begin, end, _maker(session, choice.where))
+        from tightfit.techniques.recomputation.apply_sequential_checkpointing import apply_sequential_checkpointing
+
+        apply_sequential_checkpointing(session, chosen)
 
 
 def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
     alike = layer_range.alike(profile.modules)
     block = Block(path=layer_range.path, alike=alike, calls=layer_range.calls, slots=layer_range.slots)
     return with_settings(recompute_option(technique, profile, block), layer_range, alike)
-
-
-def _maker(session: Session, where: str) -> MakeRunner:
-    """Makes a function that creates the runner of a segment; it refers to the session's verdict, and not to the session."""
-    verdict, check_steps = session.verdict, session.check_steps
-
-    def make(children: Sequence[torch.nn.Module]) -> Runner:
-        chain = torch.nn.Sequential(*children)
-        around = Recomputed(
-            chain, where=where, technique=SequentialCheckpointing.name, verdict=verdict, check_steps=check_steps
-        )
-        return lambda value: around(chain.forward, value)
-
-    return make

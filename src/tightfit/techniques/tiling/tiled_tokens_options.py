@@ -16,7 +16,6 @@ from tightfit.analysis.recomputable import input_kept
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.cost.classes import operator_class
 from tightfit.planner.option import Option
-from tightfit.techniques.random_operators import draws
 from tightfit.techniques.tiling.tile_costs import Inside, TileAccount, inside_of
 
 SMALLEST_SHARE = 0.01
@@ -35,7 +34,9 @@ _CLASSES = frozenset({"elementwise", "copy", "reduction"})
 def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
     """The options of all modules of a run."""
     tape, module_calls = profile.tape, profile.modules
-    is_token_wise = np.array([keeps_tokens_apart(name) for name in tape.strings], dtype=bool)
+    is_token_wise = np.array(
+        [keeps_tokens_apart(name) and name not in tape.random_operators for name in tape.strings], dtype=bool
+    )
     least = SMALLEST_SHARE * saved_bytes(module_calls)
     for path in module_calls.paths:
         calls = module_calls.calls(path) if "." in path else ()
@@ -74,11 +75,11 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
 
 
 def keeps_tokens_apart(name: str) -> bool:
-    """Whether an operator can belong to a token-wise module, judged by its name."""
+    """Whether an operator can belong to a token-wise module, judged by its name; one that draws random numbers cannot, whatever its name."""
     base = name.split(".")[1] if name.startswith("aten.") else name
     if base in _PRODUCTS or base in _NORMS:
         return True
-    return operator_class(name) in _CLASSES and not draws(name)
+    return operator_class(name) in _CLASSES
 
 
 def _around(module_calls: ModuleCalls, calls: Sequence[ModuleCall]) -> Iterator[ModuleCall | None]:

@@ -6,7 +6,7 @@ are trained beside it. That adds parameters that the program's optimizer and its
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Never, final
+from typing import TYPE_CHECKING, Never, final
 
 import numpy as np
 
@@ -15,9 +15,11 @@ from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option
 from tightfit.tape import Phase
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 RANKS = (8, 64)
 
@@ -56,7 +58,7 @@ class Adapters(AbstractTechnique):
         )
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> Never:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
         """Nothing can be applied to a model."""
         raise ApplyError(
             "adapters are parameters that the program's optimizer must know: write them into the program, with peft"

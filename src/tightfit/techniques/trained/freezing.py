@@ -6,21 +6,21 @@ during transformer fine-tuning" (arXiv:1911.03090) keep 90 % of the quality with
 """
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import torch
 
 from tightfit.analysis.intervals import changes, levels
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import Blocks, TrainedParts
-from tightfit.errors import ApplyError
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Phase
-from tightfit.techniques.session import Session
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes, format_seconds_change
+
+if TYPE_CHECKING:
+    from tightfit.techniques.session import Session
 
 PARTS = (1, 2, 3)
 """Quarters of the blocks."""
@@ -74,33 +74,11 @@ class Freezing(AbstractTechnique):
         )
         return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
 
-    def apply(self, session: Session, chosen: Sequence[Choice]) -> None:
+    def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""
-        (choice,) = chosen
-        before = [name for name in str(choice.settings["before"]).split(",") if name]
-        names = [f"{choice.where}.{i}" for i in range(int(choice.settings["num_blocks"]))]
-        # What contains the blocks works before them too, with parameters of its own: the token and the positions of a vision transformer.
-        held = [p for name in before for p in session.module(name).parameters(recurse=False)]
-        held += [p for name in names for p in session.module(name).parameters()]
-        frozen = {id(p): p for p in held if p.requires_grad}
-        if not frozen:
-            raise ApplyError("none of the first blocks is trained anyway; leave freezing out")
-        if all(id(p) in frozen for p in session.model.parameters() if p.requires_grad):
-            raise ApplyError("all that is trained would be frozen; leave freezing out")
-        # An optimizer would go on applying a gradient that no backward pass replaces.
-        if any(p.grad is not None for p in frozen.values()):
-            raise ApplyError("what would be frozen has gradients already; freeze before the first backward pass")
-        for parameter in frozen.values():
-            parameter.requires_grad_(False)
-        session.notes.append(
-            f"freezing: {sum(p.numel() for p in frozen.values()):,} parameters are not trained ({names[0]} to {names[-1]}, and what works before them)"
-        )
-        session.when_undone(lambda: _thaw(list(frozen.values())))
+        from tightfit.techniques.trained.apply_freezing import apply_freezing
 
-
-def _thaw(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(True)
+        apply_freezing(session, chosen)
 
 
 def _numbers(blocks: Blocks) -> list[int]:

@@ -1,0 +1,57 @@
+"""Puts `micro_batches` on live objects: see `tightfit.techniques.micro_batches.micro_batches` for what it is and where it comes from."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
+from tightfit.techniques.micro_batches.split_step import split_step
+from tightfit.techniques.parse_settings import parse_bool
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+
+_NAME = "micro_batches"
+
+
+def apply_micro_batches(session: Session, chosen: Sequence[Choice]) -> None:
+    """Wraps the model's forward, or the loop's step."""
+    (choice,) = chosen
+    model, loop = session.model, choice.settings.get("loop")
+    if loop and session.loop is None:
+        raise ApplyError(f"this is for the loop of {loop}, which tightfit run finds; leave micro_batches out")
+    if not (loop or session.optimizers):
+        raise ApplyError("no optimizer of torch.optim holds the model's parameters; leave micro_batches out")
+    for module in model.modules() if loop else (model,):
+        if type(module).__name__ in WRAPPERS:
+            raise ApplyError(
+                f"the model is called through {type(module).__name__}, which does not see parts of a batch; leave micro_batches out"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ApplyError(
+                f"{name} is a batch norm in training: its statistics are those of the whole batch; leave micro_batches out"
+            )
+
+    statistics = session.statistics
+
+    def counted() -> None:
+        statistics["micro-batches"] += 1
+
+    num_parts, may_draw = int(choice.settings["num_parts"]), parse_bool("draws_anew", choice.settings["draws_anew"])
+    refuse = functools.partial(session.verdict.refuse, technique=_NAME)
+    if loop:
+        split_step(session, loop, num_parts, allows_randomness=may_draw, counted=counted, refuse=refuse)
+        return
+    split = SplitForward(
+        model,
+        num_parts,
+        allows_randomness=may_draw,
+        counted=counted,
+        refuse=refuse,
+        check_steps=session.check_steps,
+    )
+    session.wrap_forward(model, split)
+    watch_inputs_of_backward(session)

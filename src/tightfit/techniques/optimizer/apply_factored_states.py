@@ -1,0 +1,16 @@
+"""Puts `factored_states` on live objects: see `tightfit.techniques.optimizer.factored_states` for what it is and where it comes from."""
+
+from collections.abc import Sequence
+
+from tightfit.techniques.optimizer.quantized_states import encode_states
+from tightfit.techniques.optimizer.state_codecs import FactoredCodec
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+
+_NAME = "factored_states"
+
+
+def apply_factored_states(session: Session, chosen: Sequence[Choice]) -> None:
+    """Replaces the optimizers' steps."""
+    (choice,) = chosen
+    encode_states(session, FactoredCodec(), _NAME, choice.settings)

@@ -1,0 +1,23 @@
+"""Puts `low_bit_states` on live objects: see `tightfit.techniques.optimizer.low_bit_states` for what it is and where it comes from."""
+
+from collections.abc import Sequence
+
+from tightfit.techniques.optimizer.bitsandbytes_codec import BitsandbytesCodec
+from tightfit.techniques.optimizer.quantized_states import encode_states
+from tightfit.techniques.optimizer.state_codecs import AbstractCodec, BlockCodec
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+
+_NAME = "low_bit_states"
+
+
+def apply_low_bit_states(session: Session, chosen: Sequence[Choice]) -> None:
+    """Replaces the optimizers' steps."""
+    (choice,) = chosen
+    encode_states(session, _codec(session, choice), _NAME, choice.settings)
+
+
+def _codec(session: Session, choice: Choice) -> AbstractCodec:
+    if choice.settings.get("library"):
+        return BitsandbytesCodec(next(session.model.parameters()))
+    return BlockCodec(4 if int(choice.settings["bits"]) == 4 else 8)

@@ -1,0 +1,17 @@
+"""Puts `optimizer_kernel` on live objects: see `tightfit.techniques.optimizer.optimizer_kernel` for what it is and where it comes from."""
+
+from collections.abc import Sequence
+
+from tightfit.techniques.optimizer.optimizer_kernels import Kernel, check_kernel, set_kernel
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+
+
+def apply_optimizer_kernel(session: Session, chosen: Sequence[Choice]) -> None:
+    """Sets the flags of every optimizer's groups."""
+    (choice,) = chosen
+    kernel: Kernel = choice.settings["kernel"]
+    for optimizer in session.optimizers:
+        check_kernel(optimizer, session.model, kernel)
+    for optimizer in session.optimizers:
+        set_kernel(session, optimizer, kernel)

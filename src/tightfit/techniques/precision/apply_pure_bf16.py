@@ -1,0 +1,155 @@
+"""Puts `pure_bf16` on live objects: see `tightfit.techniques.precision.pure_bf16` for what it is and where it comes from."""
+
+import contextlib
+import functools
+import gc
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Never
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
+from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
+from tightfit.techniques.precision.casts import cast, cast_results
+from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+
+_NAME = "pure_bf16"
+# What errors of torch's and numpy's say where an operator does not know a type, or two do not go together.
+_ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
+
+
+def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
+    """Casts parameters, buffers, and the model's inputs and outputs, and takes over the optimizers' updates."""
+    (choice,) = chosen
+    for optimizer in session.optimizers:
+        check_separable(optimizer, _NAME)
+    lowered: dict[torch.Tensor, None] = {p: None for p in session.model.parameters() if p.dtype == torch.float32}
+    if not lowered:
+        raise ApplyError(f"{type(session.model).__name__} has no float32 parameter; leave pure_bf16 out of the plan")
+    # DistributedDataParallel's buckets and hand-written flat buffers: the optimizer would read another
+    # gradient than the buffer's owner.
+    if any(p.grad is not None and p.grad._is_view() for p in lowered):
+        raise ApplyError(
+            "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
+        )
+    # Setting `.data` of another dtype drops the parameter's AccumulateGrad node (`VariableHooks::set_data`,
+    # torch/csrc/autograd/variable.cpp): hooks on the old one would never be called again.
+    if _are_accumulators_held(lowered):
+        raise ApplyError(
+            "the program holds on to where gradients of parameters arrive (register_multi_grad_hook, or a hook on such a node), which a cast "
+            "replaces; leave pure_bf16 out of the plan"
+        )
+    updates = [LowPrecisionUpdate(o, lowered, choice.settings["rounding"]) for o in session.optimizers]
+    _lower(session, lowered, updates)
+    for optimizer, update in zip(session.optimizers, updates, strict=True):
+        update_within_step(session, optimizer, update)
+        wide = WideStates()
+        session.hook(optimizer.register_load_state_dict_pre_hook, wide.before)
+        session.hook(optimizer.register_load_state_dict_post_hook, wide.after)
+
+    refuse = functools.partial(session.verdict.refuse, technique=_NAME)
+    for module in session.model.modules():
+        # Scripts call parts of a model as well.
+        if module is not session.model and any(p in lowered for p in module.parameters(recurse=False)):
+            session.wrap_forward(module, functools.partial(_part_in_bfloat16, refuse))
+    session.wrap_forward(session.model, functools.partial(_whole_in_bfloat16, refuse))
+    watch_inputs_of_backward(session)
+    for optimizer in session.optimizers:
+        session.set(optimizer, "__deepcopy__", _refuse_copy)
+        session.set(optimizer, "__reduce_ex__", _refuse_copy)
+    session.notes.append("checkpoints of the model are in bfloat16 while pure_bf16 is on")
+
+
+def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
+    return cast(forward(*args, **kwargs), torch.bfloat16, torch.float32)
+
+
+def _whole_in_bfloat16(
+    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    args, kwargs = cast((args, kwargs), torch.float32, torch.bfloat16)
+    with _told_of_types(refuse):
+        result = forward(*args, **kwargs)
+    return cast_results(result, torch.float32, refuse)
+
+
+@contextlib.contextmanager
+def _told_of_types(refuse: Callable[[str], ApplyError]) -> Iterator[None]:
+    """Converts errors about dtypes, which the model would not raise in float32, to a refusal that explains them."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not _ABOUT_TYPES.search(str(error)):
+            raise
+        why = str(error).splitlines()[0]
+        raise refuse(f"the model does not run in bfloat16 ({why}); leave pure_bf16 out of the plan") from error
+
+
+def _part_in_bfloat16(
+    refuse: Callable[[str], ApplyError], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Casts only if there are float32 inputs: bfloat16 inputs come from the model itself."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves((args, kwargs))):
+        with _told_of_types(refuse):
+            return _in_bfloat16(forward, *args, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _refuse_copy(*_: object) -> Never:
+    raise ApplyError(
+        "a copy of this optimizer would train in bfloat16 without the bits that are cut off; copy its state_dict, or leave pure_bf16 out of the plan"
+    )
+
+
+def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
+    """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
+    buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
+    # The truncated bits, in case the plan cannot be applied in the end.
+    before = session.before
+
+    def raise_again() -> None:
+        for parameter in lowered:
+            values = [update.whole(parameter) for update in updates if update.holds(parameter)]
+            _raise(parameter, before, values[0] if values else None)
+        for buffer in buffers:
+            _raise(buffer, before, None)
+
+    session.when_undone(raise_again)
+    for tensor in (*lowered, *buffers):
+        plain = tensor.detach()
+        # Not seen by the version of the tensor: only what writes to it is.
+        before[tensor] = plain, tensor._version
+        _set_data(tensor, plain.to(torch.bfloat16))
+
+
+def _raise(
+    tensor: torch.Tensor, before: Mapping[torch.Tensor, tuple[torch.Tensor, int]], value: torch.Tensor | None
+) -> None:
+    if tensor.dtype != torch.bfloat16:
+        return
+    plain, version = before.get(tensor, (None, -1))
+    if plain is not None and version == tensor._version:
+        value = plain
+    _set_data(tensor, tensor.detach().float() if value is None else value)
+
+
+def _are_accumulators_held(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the program itself refers to the AccumulateGrad node of a parameter, and not only a graph does."""
+    with torch.enable_grad():
+        # A view's graph leads to the node that is there, or to a new one.
+        nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad]  # pyrefly: ignore[missing-attribute]
+    return any(holder is not nodes for holder in gc.get_referrers(*nodes))
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # A gradient has its parameter's dtype: torch refuses to assign one of another type.
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = value
+    if gradient is not None:
+        tensor.grad = gradient.to(value.dtype)

@@ -1,0 +1,78 @@
+"""Puts `selective_checkpointing` on live objects: see `tightfit.techniques.recomputation.selective_checkpointing` for what it is and where it comes from."""
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from tightfit.cost.classes import TENSOR_CORE_CLASSES, operator_class
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice, check_each
+from tightfit.torch_hooks.backward import keeps_graph
+
+_NAME = "selective_checkpointing"
+
+
+def apply_selective_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+    """Wraps the forward of each block."""
+    modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
+    for choice, (module, keep) in zip(chosen, modules, strict=True):
+        contexts = functools.partial(_contexts, keep)
+        around = Recomputed(
+            module,
+            where=choice.where,
+            technique=_NAME,
+            verdict=session.verdict,
+            check_steps=session.check_steps,
+            contexts=contexts,
+        )
+        session.wrap_forward(module, around)
+
+
+def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a forward and its second run: each counts its products, and those whose number is in `keep` are saved."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: SelectiveCheckpointContext, operator: torch._ops.OpOverload, *_: Any, **__: Any) -> Any:
+        if operator_class(str(operator)) not in TENSOR_CORE_CLASSES:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        # Counted apart for each run: a result is identified by its number, which is the same in both.
+        number = counts[context.is_recompute]
+        counts[context.is_recompute] += 1
+        if torch.is_inference_mode_enabled():
+            # torch records the versions of tensors that it saves, and inference tensors have none.
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        # Keeping every product saved 9 % less than keeping those that the plain run keeps (docs/log.md, "The
+        # planner, made exact and quick").
+        return CheckpointPolicy.MUST_SAVE if number in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    first, later = create_selective_checkpoint_contexts(policy)
+    return first, _Later(later, counts)
+
+
+class _Later:
+    """Wraps torch's own `mode` for a second run, which consumes the saved results; if the graph is retained, they are restored for a third run."""
+
+    def __init__(self, mode: Any, counts: Counter[bool]) -> None:
+        self._mode = mode
+        self._counts = counts
+        self._before: dict[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        self._counts[True] = 0
+        self._before = {key: copy.copy(kept) for key, kept in self._mode.storage.items()} if keeps_graph() else None
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._mode.__exit__(*error)
+        finally:
+            if self._before is not None:
+                self._mode.storage.update(self._before)
+                self._before = None

@@ -1,0 +1,32 @@
+"""Puts `sequential_checkpointing` on live objects: see `tightfit.techniques.recomputation.sequential_checkpointing` for what it is and where it comes from."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tightfit.techniques.recomputation.recompute import Recomputed
+from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice, check_each
+
+_NAME = "sequential_checkpointing"
+
+
+def apply_sequential_checkpointing(session: Session, chosen: Sequence[Choice]) -> None:
+    """Wraps each Sequential once, with code that runs its segments."""
+    check_each(chosen, lambda c: check_sequential(session, c.where, c.settings["begin"], c.settings["end"]))
+    for choice in chosen:
+        begin, end = choice.settings["begin"], choice.settings["end"]
+        put_range(session, choice.where, begin, end, _maker(session, choice.where))
+
+
+def _maker(session: Session, where: str) -> MakeRunner:
+    """Makes a function that creates the runner of a segment; it refers to the session's verdict, and not to the session."""
+    verdict, check_steps = session.verdict, session.check_steps
+
+    def make(children: Sequence[torch.nn.Module]) -> Runner:
+        chain = torch.nn.Sequential(*children)
+        around = Recomputed(chain, where=where, technique=_NAME, verdict=verdict, check_steps=check_steps)
+        return lambda value: around(chain.forward, value)
+
+    return make

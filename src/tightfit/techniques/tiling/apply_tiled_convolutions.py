@@ -1,0 +1,151 @@
+"""Puts `tiled_convolutions` on live objects: see `tightfit.techniques.tiling.tiled_convolutions` for what it is and where it comes from."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tightfit.effects.fingerprints import paused
+from tightfit.effects.state import RegionState, Snapshot
+from tightfit.effects.value_checks import bound_for, difference, has_values
+from tightfit.errors import ApplyError
+from tightfit.techniques.recomputation.sequential_ranges import check_sequential, put_range
+from tightfit.techniques.session import Session, Verdict
+from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.tiling.halos import Layer, flat, layers_along, length_within, paths, run_step
+from tightfit.techniques.tiling.tile_checks import structural
+from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
+from tightfit.techniques.wrappers.first_order import are_transforms_active
+from tightfit.techniques.wrappers.forwards import are_forwards_plain
+
+_NAME = "tiled_convolutions"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# They may return their input itself.
+_GIVES_INPUT = (torch.nn.Identity, torch.nn.modules.dropout._DropoutNd)
+
+
+def apply_tiled_convolutions(session: Session, chosen: Sequence[Choice]) -> None:
+    """Wraps each Sequential once, with code that runs its chains."""
+
+    def check(choice: Choice) -> None:
+        begin, end = choice.settings["begin"], choice.settings["end"]
+        sequential = check_sequential(session, choice.where, begin, end)
+        children = [child for child in sequential._modules.values() if child is not None][begin:end]
+        layers_along(children, 0)
+        _check(choice.where, list(flat(children)))
+
+    check_each(chosen, check)
+    for choice in chosen:
+        slabs = functools.partial(
+            _Slabs,
+            where=choice.where,
+            num_tiles=choice.settings["num_tiles"],
+            verdict=session.verdict,
+            check_steps=session.check_steps,
+        )
+        put_range(session, choice.where, choice.settings["begin"], choice.settings["end"], slabs)
+
+
+def _check(where: str, modules: Sequence[torch.nn.Module], holders: Sequence[torch.nn.Module] = ()) -> None:
+    for module in modules:
+        if getattr(module, "inplace", False):
+            raise ApplyError(
+                f"a chain of {where} begins with what writes over its own input; leave tiled_convolutions out"
+            )
+        if not isinstance(module, _GIVES_INPUT):
+            break
+    for module in (*modules, *holders):
+        if any(len(getattr(module, hooks)) for hooks in _HOOKS) or "forward" in vars(module):
+            raise ApplyError(
+                f"a {type(module).__name__} of {where} has hooks or a forward of its own, which would see tiles; leave tiled_convolutions out"
+            )
+
+
+class _Slabs:
+    """Runs a chain of layers slab by slab."""
+
+    def __init__(
+        self, children: Sequence[torch.nn.Module], *, where: str, num_tiles: int, verdict: Verdict, check_steps: int
+    ) -> None:
+        # A ModuleList, so that snapshots can be taken of all children together.
+        self._chain = torch.nn.ModuleList(children)
+        self._where = where
+        self._num_tiles = num_tiles
+        self._verdict = verdict
+        self._checks_left = check_steps
+        self._state = RegionState()
+
+    def __call__(self, value: Any) -> Any:
+        if (
+            not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or are_forwards_plain()
+            or are_transforms_active()
+        ):
+            return self._plain(value)
+        children = list(self._chain)
+        try:
+            modules = list(flat(children))
+            _check(
+                "the chain", modules, [part for child in children for part in child.modules() if part not in modules]
+            )
+            # Along the longest side halos are the smallest share.
+            dim = max(range(2, value.dim()), key=lambda d: value.shape[d])
+            layers: list[Layer] = layers_along(children, dim - 2)
+        except ApplyError as error:
+            raise self._refusal(str(error)) from None
+        steps = {path.tile: path.steps for path in paths(layers, value.shape[dim], self._num_tiles)}
+
+        def run_tile(tile: Tile, part: torch.Tensor) -> torch.Tensor:
+            for step in steps[tile]:
+                part = run_step(step, part, dim)
+            return part
+
+        before = self._state.snapshot(self._chain, is_kept=True)
+        tiling = Tiling(
+            run=run_tile,
+            tiles=list(steps),
+            dim=dim,
+            parameters=list(self._chain.parameters()),
+            overlap=True,
+            refuse=self._refusal,
+            changed=lambda: self._changed(before),
+            is_checked=self._checks_left > 0 and has_values(value),
+        )
+        if tiling.is_checked:
+            self._checks_left -= 1
+            with paused():
+                self._compare(tiling, layers, value)
+        return run_tiled(tiling, value)
+
+    def _plain(self, value: Any) -> Any:
+        for child in self._chain:
+            value = child(value)
+        return value
+
+    @torch.no_grad()
+    def _compare(self, tiling: Tiling, layers: Sequence[Layer], value: torch.Tensor) -> None:
+        """Compares the first slab's result with that of the plain chain on the same part of the input, where that does not need more."""
+        tile = tiling.tiles[0]
+        part = tile.of(value.detach(), tiling.dim)
+        length = min(length_within(layers, tile.end), tile.out_end)
+        if not length:
+            return
+        found = tiling.run(tile, part.clone()).narrow(tiling.dim, 0, length)
+        expected = self._plain(part.clone()).narrow(tiling.dim, 0, length)
+        differs = difference(found, expected, bound_for(part))
+        if differs is not None:
+            raise self._refusal(f"a slab of a chain differs from the chain itself by {differs:.2g} of its norm")
+
+    def _changed(self, before: Snapshot) -> str:
+        found = structural(before, self._state.snapshot(self._chain, is_kept=True))
+        return str(found[0]) if found else ""
+
+    def _refusal(self, why: str) -> ApplyError:
+        return self._verdict.refuse(
+            f"{self._where}: {why} (tightfit plan --without {_NAME}@{self._where})",
+            technique=_NAME,
+            places=(self._where,),
+        )

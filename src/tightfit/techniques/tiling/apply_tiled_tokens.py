@@ -1,0 +1,172 @@
+"""Puts `tiled_tokens` on live objects: see `tightfit.techniques.tiling.tiled_tokens` for what it is and where it comes from."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.fingerprints import paused
+from tightfit.effects.holders import PLAIN
+from tightfit.errors import ApplyError, TightfitError
+from tightfit.errors.faults import is_ours
+from tightfit.techniques.session import Session, Verdict
+from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.tiling.tile_checks import TileProofs
+from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
+from tightfit.techniques.wrappers.first_order import are_transforms_active
+from tightfit.techniques.wrappers.forwards import plain_forwards
+from tightfit.techniques.wrappers.unwrap_model import module_of
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID
+from tightfit.torch_hooks.weak_references import WeakTable
+
+_NAME = "tiled_tokens"
+_graph_task: Callable[[], int] = GRAPH_TASK_ID.value()
+
+# Modules that are known to mix tokens, to refuse them before anything runs.
+_MIXES = (
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.modules.batchnorm._BatchNorm,
+    torch.nn.GroupNorm,
+    torch.nn.RNNBase,
+    torch.nn.MultiheadAttention,
+)
+
+
+def apply_tiled_tokens(session: Session, chosen: Sequence[Choice]) -> None:
+    """Wraps the forward of each module; that it is token-wise is proved on its first tile, before any result is used."""
+
+    def check(choice: Choice) -> torch.nn.Module:
+        module = session.module(choice.where)
+        for name, part in module.named_modules():
+            if isinstance(part, _MIXES):
+                raise ApplyError(
+                    f"{choice.where} contains {name or 'itself'}, a {type(part).__name__}, which mixes tokens; leave it out"
+                )
+        return module
+
+    for choice, module in zip(chosen, check_each(chosen, check), strict=True):
+        session.wrap_forward(
+            module,
+            _Tiles(
+                choice.where,
+                choice.settings["num_tiles"],
+                verdict=session.verdict,
+                check_steps=session.check_steps,
+            ),
+        )
+
+
+class _Tiles:
+    """The wrapper around the forward of one module."""
+
+    def __init__(self, where: str, num_tiles: int, *, verdict: Verdict, check_steps: int) -> None:
+        self._where = where
+        self._num_tiles = num_tiles
+        self._verdict = verdict
+        self._check_steps = check_steps
+        self._proofs: WeakTable[torch.nn.Module, TileProofs] = WeakTable()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Tiles":
+        return _Tiles(self._where, self._num_tiles, verdict=Verdict(), check_steps=self._check_steps)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else None
+        if not torch.is_grad_enabled() or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling() or are_transforms_active():
+            # Code that is compiled runs whole; so does a call that is differentiated by itself, or with others at once: it keeps nothing for the backward pass of the step.
+            return forward(*args, **kwargs)
+        rest = [leaf for leaf in tree_leaves((args[1:], kwargs)) if not isinstance(leaf, PLAIN)]
+        if any(isinstance(other, torch.Tensor) for other in rest):
+            raise self._refusal("is called with more than one tensor, and tiled_tokens handles one")
+        if rest:
+            raise self._refusal(f"is called with a {type(rest[0]).__name__}, which tiles would share")
+        dim = _dimension(value, self._num_tiles)
+        if dim is None:
+            return forward(*args, **kwargs)
+        try:
+            return self._in_tiles(forward, value, dim, args[1:], kwargs)
+        except Exception as error:
+            self._refuse_tiles_that_raise(error, forward, args, kwargs)
+            raise
+
+    def _in_tiles(
+        self,
+        forward: Callable[..., Any],
+        value: torch.Tensor,
+        dim: int,
+        others: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        tiles = _cut(value.shape[dim], self._num_tiles)
+        module = module_of(forward)
+        # The function that runs a tile is referred to by the graph: it must not refer to the whole input, which
+        # an enclosing module may free.
+
+        def run(_: Tile, part: torch.Tensor) -> torch.Tensor:
+            return forward(part, *others, **kwargs)
+
+        proofs = self._proofs.get(module)
+        if proofs is None:
+            proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
+        changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+        tiling = Tiling(
+            run=run,
+            tiles=tiles,
+            dim=dim,
+            parameters=list(module.parameters()),
+            refuse=self._refusal,
+            changed=changed,
+            is_checked=proofs.is_checked,
+        )
+        return run_tiled(tiling, value)
+
+    def _refuse_tiles_that_raise(
+        self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuses if a tile raises an error that the whole does not; an error of the whole is the program's own.
+
+        Not in a backward pass: a recomputation raises to end early, and its tiles have run before.
+        """
+        if _graph_task() != -1:
+            return
+        if is_ours(error) or isinstance(error, TightfitError | MemoryError | RecursionError | torch.OutOfMemoryError):
+            return
+        try:
+            with plain_forwards(), paused():
+                forward(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - that of the tile is raised
+            return
+        told = " ".join(str(error).split())
+        raise self._refusal(
+            f"raises {type(error).__name__} for some of its tokens, and not for all ({told})"
+        ) from error
+
+    def _refusal(self, why: str) -> ApplyError:
+        return self._verdict.refuse(
+            f"{self._where} {why}; leave it out (tightfit plan --without {_NAME}@{self._where})",
+            technique=_NAME,
+            places=(self._where,),
+        )
+
+
+def _dimension(value: torch.Tensor, num_tiles: int) -> int | None:
+    """The first dimension that can be split into `num_tiles` tiles, or else the longest; None if tiles would have fewer than two tokens."""
+    # Leading dimensions first: their tiles are contiguous, and are not copied.
+    leading = value.shape[:-1]
+    if math.prod(leading) < 2 * num_tiles:
+        return None
+    return next(
+        (dim for dim, size in enumerate(leading) if size >= 2 * num_tiles),
+        max(range(len(leading)), key=lambda d: leading[d]),
+    )
+
+
+def _cut(length: int, num_tiles: int) -> list[Tile]:
+    """`num_tiles` tiles of nearly the same length, or as many as there are positions."""
+    num_tiles = min(num_tiles, length)
+    borders = [length * number // num_tiles for number in range(num_tiles + 1)]
+    return [Tile(begin=b, end=e, out_begin=b, out_end=e) for b, e in itertools.pairwise(borders)]
