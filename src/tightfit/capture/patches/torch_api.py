@@ -91,7 +91,11 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
     # hooks do.
     torch._C._swap_tensor_impl(target, other)
     # torch itself keeps one of another shape or dtype too, which no tensor can be given afterwards.
-    if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) == (target.shape, target.dtype, target.device):
+    if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) == (
+        target.shape,
+        target.dtype,
+        target.device,
+    ):
         target.grad = gradient
 
 
