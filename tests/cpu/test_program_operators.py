@@ -95,6 +95,12 @@ def test_a_parameter_that_is_given_other_data_keeps_its_gradient() -> None:
     assert "aten.add_.Tensor" in operators(traced("packs_its_parameters"))
 
 
+def test_what_a_tensor_that_wraps_another_allocates_is_seen() -> None:
+    tape = traced("wrapped")
+    assert tape.storages.num_bytes.tolist() == [4 << 20, 4 << 20]
+    assert "aten.add.Tensor" in operators(tape)
+
+
 KERNELS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -107,6 +107,9 @@ class VirtualGpu(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # Tensors of libraries that wrap others take an operator apart themselves, into operators that come here again.
+        if any(kind.__module__.partition(".")[0] not in ("torch", "tightfit") for kind in types):
+            return NotImplemented
         device = kwargs.get("device")
         if device is not None:
             one_card.check(device)
