@@ -54,5 +54,5 @@ def test_a_clean_loop_and_too_few_steps_say_nothing(function: str, num_steps: in
 
 
 def test_it_is_nothing_to_put_on_a_model() -> None:
-    with pytest.raises(ApplyError, match="advice"):
+    with pytest.raises(ApplyError, match="suggestion"):
         KeptAlive().apply(Session(model=torch.nn.Linear(1, 1), optimizers=[]), [])
