@@ -13,8 +13,8 @@ PUBLIC_NAMES = [
 ]
 
 PARAMETERS = {
-    "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output meanwhile",
-    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove say",
+    "estimate": "target device | arguments parameters options steps timeout alloc_conf calibration show_output allow_writes allow_network meanwhile",
+    "plan": "target device | budget host disk allow without arguments parameters options steps timeout alloc_conf calibration show_output prove allow_writes allow_network say",
     "apply": "plan model optimizer | check_steps",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
