@@ -152,8 +152,9 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/dispatch capture/effects effects runtime techniques",
+        "capture/dispatch capture/effects capture/patches effects runtime techniques",
     ),
+    known("torch.nn:RNNBase._flat_weights", "to leave virtual weights as they are", "capture/patches"),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects"),

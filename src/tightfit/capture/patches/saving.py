@@ -166,6 +166,12 @@ class _Saves:
 
         def save_file_(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
             saved = _take_apart(tensors.values(), tensors)
+            if saved is None and self._writes_files:
+                # The library opens files in Rust: see `_save_real`.
+                data = save(tensors, metadata)
+                with open(filename, "wb") as file:
+                    file.write(data)
+                return
             if saved is None:
                 save_file(tensors, filename, metadata)
                 return
