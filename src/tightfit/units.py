@@ -83,7 +83,7 @@ def to_bytes(size: str | int, name: str, *, whole_bytes: int | None = None) -> B
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
     if lacks_unit(size):
-        warnings.warn(f"{name} '{size}' has no unit and is taken as {size.strip()} GiB", stacklevel=3)
+        warnings.warn(f"{name} '{size}' has no unit; read as {size.strip()} GiB", stacklevel=3)
     return count
 
 

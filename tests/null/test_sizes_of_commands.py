@@ -55,7 +55,7 @@ def test_a_limit_is_in_gib_or_a_share_of_the_card(recording: str, memory: str, c
 def test_a_unit_that_was_assumed_is_said_on_stderr(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(["replay", recording, "--memory", "3", "--json"])
     said = capsys.readouterr()
-    assert said.err == "tightfit: --memory 3 has no unit and is taken as 3 GiB\n"
+    assert said.err == "tightfit: --memory 3 has no unit; read as 3 GiB\n"
     assert json.loads(said.out)["oom"] is not None
 
 
@@ -89,7 +89,7 @@ def test_in_python_too(recording: str) -> None:
     assert tightfit.replay(recording, memory=5 << 30).oom is None
     assert tightfit.replay(recording, memory="60%").oom is None
     assert tightfit.replay(recording, memory=22).oom is not None
-    with pytest.warns(UserWarning, match="memory '3' has no unit and is taken as 3 GiB"):
+    with pytest.warns(UserWarning, match="memory '3' has no unit; read as 3 GiB"):
         assert tightfit.replay(recording, memory="3").oom is not None
     with pytest.raises(UsageError, match="budget: '-3GiB' is negative"):
         tightfit.plan("x.py:f", "4090", budget="-3GiB")

@@ -61,7 +61,7 @@ def test_beside_a_file_without_units_a_number_is_bytes():
 def test_in_python_an_int_is_bytes_and_a_str_without_a_unit_warns():
     assert to_bytes(22, "budget") == 22
     assert to_bytes("22GiB", "budget") == 22 << 30
-    with pytest.warns(UserWarning, match="budget '22' has no unit and is taken as 22 GiB"):
+    with pytest.warns(UserWarning, match="budget '22' has no unit; read as 22 GiB"):
         assert to_bytes("22", "budget") == 22 << 30
     with pytest.raises(UsageError, match="budget is -1"):
         to_bytes(-1, "budget")

@@ -119,13 +119,16 @@ def names_in(tree: ast.Module) -> list[tuple[str, ast.Attribute, ast.Call | None
 def resolve(dotted: str) -> Any:
     root, *rest = dotted.split(".")
     value = importlib.import_module(root)
-    for name in rest:
+    for number, name in enumerate(rest, 1):
+        # A module of a package that nothing has imported so far is no attribute of it.
+        if not hasattr(value, name):
+            importlib.import_module(".".join((root, *rest[:number])))
         value = getattr(value, name)
     return value
 
 
 def test_all_blocks_are_of_a_kind_that_is_tried() -> None:
-    assert {block.language for block in BLOCKS} <= {"sh", "python", "toml", ""}
+    assert {block.language for block in BLOCKS} <= {"sh", "python", "toml", "yaml", ""}
     assert sum(block.language == "sh" for block in BLOCKS) > 25
     assert sum(block.language == "python" for block in BLOCKS) > 10
 
@@ -189,7 +192,7 @@ GIVEN = {
 def test_python_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    (text,) = (block.text for block in BLOCKS if block.page == page and block.language == "python")
+    text = next(block.text for block in BLOCKS if block.page == page and block.language == "python")
     if page == "docs/guide/targets.md":
         (tmp_path / "mine.py").write_text(GIVEN[page] + text)
         assert tightfit.estimate("mine.py:workload", "RTX 4090", parameters=["batch_size=2"]).fits
@@ -214,6 +217,14 @@ def test_the_figures_of_a_card_and_a_calibration_are_read(tmp_path: Path) -> Non
             pass  # of the tutorial, tried in test_tutorials.py
         else:
             assert set(tables["project"]["entry-points"]) <= {"tightfit.techniques", "tightfit.reports"}
+
+
+def test_a_workflow_gives_commands_that_can_be_given() -> None:
+    texts = [block.text for block in BLOCKS if block.language == "yaml"]
+    commands = re.findall(r"run: (tightfit .*)", "".join(texts))
+    assert commands
+    for command in commands:
+        check_command(shlex.split(command.split(" > ")[0]))
 
 
 def test_a_problem_of_placement_is_read(tmp_path: Path) -> None:

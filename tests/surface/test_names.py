@@ -63,6 +63,7 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "versions",
         "assumptions",
         "coverage",
+        "margin",
     ]
 
 

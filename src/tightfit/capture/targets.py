@@ -15,7 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tightfit.errors import UsageError
@@ -121,9 +121,12 @@ def run_script(script: Script, *, compiled: Callable[[bytes, str], CodeType | No
     code = None if compiled is None else compiled(Path(script.path).read_bytes(), script.path)
     if code is None:
         return runpy.run_path(script.path, run_name="__main__")
-    # What `run_path` does with the code that it compiles itself.
-    run_code: Callable[..., Mapping[str, Any]] = getattr(runpy, "_run_module_code")  # noqa: B009 - private to its module
-    return run_code(code, mod_name="__main__", pkg_name="", script_name=script.path)
+    # As `run_path` does with the code that it compiles itself: a module of that name, whose globals the program has.
+    program = ModuleType("__main__")
+    program.__file__, program.__cached__, program.__package__ = script.path, None, ""
+    sys.modules["__main__"] = program
+    exec(code, vars(program))
+    return vars(program)
 
 
 def generator_of(target: GeneratorFunction) -> Iterator[Any]:

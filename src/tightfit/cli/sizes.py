@@ -27,5 +27,5 @@ def with_unit(option: str, text: str) -> str:
         raise UsageError(f"{option}: {error}") from None
     if not lacks_unit(text):
         return text
-    sys.stderr.write(f"tightfit: {option} {text} has no unit and is taken as {text.strip()} GiB\n")
+    sys.stderr.write(f"tightfit: {option} {text} has no unit; read as {text.strip()} GiB\n")
     return f"{text.strip()}GiB"

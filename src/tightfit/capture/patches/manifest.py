@@ -154,7 +154,6 @@ IN_BOTH: tuple[Name, ...] = (
         "to tell storages apart",
         "capture/dispatch capture/effects capture/patches effects runtime techniques",
     ),
-    known("torch.nn:RNNBase._flat_weights", "to leave virtual weights as they are", "capture/patches"),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_backward_pre_hooks", "to see hooks on all modules", "effects"),
@@ -210,6 +209,17 @@ IN_BOTH: tuple[Name, ...] = (
 """What both the child and a user's process use."""
 
 IN_CHILD: tuple[Name, ...] = (
+    *(
+        known(
+            f"{package}.loops.training_epoch_loop:_TrainingEpochLoop",
+            "to end Lightning's loop after the steps, and have it validate",
+            "capture/after_steps",
+            first="2.6",
+            last="2.6",
+            is_checked=False,
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
     # Tensors among arguments.
     known("torch.utils._pytree:TreeSpec", "to compare the inputs of steps", "capture/steps"),
     known("torch.utils._pytree:tree_flatten", "to find tensors among arguments", "capture/steps"),

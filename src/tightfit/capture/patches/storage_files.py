@@ -51,7 +51,7 @@ def install_addresses() -> None:
 
     def flatten_parameters_(module: torch.nn.RNNBase) -> None:
         # It leaves weights alone that share an address, as all virtual ones did; kernels of recurrent layers count on that.
-        if not any(isinstance(weight, FakeTensor) for weight in module._flat_weights):
+        if not any(isinstance(weight, FakeTensor) for weight in module.parameters()):
             flatten_parameters(module)
 
     replace(torch.UntypedStorage, data_ptr=storage_address)
