@@ -29,7 +29,15 @@ def traced(seconds: float) -> TracedRun:
     estimate = dataclasses.replace(ESTIMATE, seconds_per_step=seconds)
     unused = cast(Any, None)
     return TracedRun(
-        options=(), settings_option=None, profile=unused, estimate=estimate, roots=(), notes=(), margin="safe"
+        options=(),
+        settings_option=None,
+        tape=unused,
+        profile=unused,
+        later=None,
+        estimate=estimate,
+        roots=(),
+        notes=(),
+        margin="safe",
     )
 
 

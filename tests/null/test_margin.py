@@ -77,7 +77,7 @@ def test_optimal_is_said_of_predicted_seconds_beside_what_the_trace_takes() -> N
     """The simulated step takes 120 ms."""
     said = {
         0.119: "Optimal under the cost model (predicted 119.0 ms, simulated 120.0 ms).",
-        0.1: "Optimal under the cost model, which is -17% off here (predicted 100.0 ms, simulated 120.0 ms): another choice may be faster in a real run.",
+        0.1: "Optimal under the cost model, which is -17% off here (predicted 100.0 ms, simulated 120.0 ms): another plan may be faster in a real run.",
     }
     for predicted, line in said.items():
         assert line in list(sentences(a_plan(predicted_seconds=predicted)))

@@ -249,7 +249,7 @@ def test_several_cards_are_rows_in_the_order_given() -> None:
     assert rows[3:6] == [
         "GeForce RTX 4090 fits 24.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB 13.85 GiB 250.0 ms",
         "GeForce RTX 4060 does not fit 8.00 GiB 10.15 GiB 10.10 GiB 10.24 GiB −2.15 GiB 250.0 ms",
-        "GeForce RTX 4060 fits without the safety margin 10.20 GiB 10.15 GiB 10.10 GiB 10.24 GiB 50.0 MiB 250.0 ms",
+        "GeForce RTX 4060 fits without margin 10.20 GiB 10.15 GiB 10.10 GiB 10.24 GiB 50.0 MiB 250.0 ms",
     ]
     assert rows.count("- a value read back from the GPU is assumed to be 1.0 (train.py:44)") == 1
 

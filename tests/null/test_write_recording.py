@@ -248,6 +248,6 @@ def test_the_command_writes_it_beside_its_answer(tmp_path: Path, capsys: pytest.
     assert recording.settings.expandable_segments
     assert replay(recording).peak_reserved_bytes == 20 * MIB
     assert run([*arguments, "--device", "4090", "--device", "4080"]) == 2
-    assert "one card" in capsys.readouterr().err
+    assert "one GPU" in capsys.readouterr().err
     assert run([*arguments[:-1], str(tmp_path / "nowhere" / "x.pickle"), "--device", "4090"]) == 2
     assert "there is no folder" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def run_script(script: Script, *, compiled: Callable[[bytes, str], CodeType | No
         return runpy.run_path(script.path, run_name="__main__")
     # As `run_path` does with the code that it compiles itself: a module of that name, whose globals the program has.
     program = ModuleType("__main__")
-    program.__file__, program.__cached__, program.__package__ = script.path, None, ""
+    vars(program).update(__file__=script.path, __cached__=None, __package__="")
     sys.modules["__main__"] = program
     exec(code, vars(program))
     return vars(program)
