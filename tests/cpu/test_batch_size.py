@@ -99,7 +99,7 @@ def test_an_interrupted_search_gives_the_sizes_so_far(
     words = ["--search", "batch", "--steps", "1", "--budget", "20GiB", "-p", "batch=4"]
     assert app(["plan", f"{models.__file__}:large", "--device", "RTX 4090", *words], result_action="return_value") == 0
     said = capsys.readouterr().out
-    assert said.startswith("batch 4 is the largest found to fit 20.00 GiB")
+    assert said.startswith("batch 4 is the largest that was found to fit 20.00 GiB")
     assert "the search was interrupted: this is the best so far" in said
 
 

@@ -112,7 +112,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         ("model.py:workload --steps 0", "steps is 0: at least one step must be traced"),
         (
             "model.py:workload --steps two",
-            'Invalid value for --steps: unable to convert "two" into int. (see tightfit --help)',
+            'Invalid value for --steps: unable to convert "two" into int|Literal[all]. (see tightfit --help)',
         ),
         (
             "model.py:workload --alloc-conf max_split_size_mb",
