@@ -137,7 +137,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(planning, "plan", lambda *_, **__: PLAN)
     assert run([*words, "-o", "plan.json"]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("tightfit: fits with 3 ")
+    assert said.err.startswith("tightfit: fits with 2 techniques (3 places)")
     compile(pasted(SCRIPT, said.out), "pasted.py", "exec")
     assert "tightfit.Plan.load('plan.json')" in said.out
     assert tightfit.Plan.load("plan.json").choices == PLAN.choices

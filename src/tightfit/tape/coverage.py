@@ -55,7 +55,8 @@ class Coverage:
 
     def to_json(self) -> dict[str, Any]:
         """The coverage as plain data."""
-        return dataclasses.asdict(self)
+        plain = dataclasses.asdict(self)
+        return plain | {"cuts": list(self.cuts), "not_reached": list(plain["not_reached"])}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
