@@ -141,7 +141,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     compile(pasted(SCRIPT, said.out), "pasted.py", "exec")
     assert "tightfit.Plan.load('plan.json')" in said.out
     assert tightfit.Plan.load("plan.json").choices == PLAN.choices
-    monkeypatch.setattr(planning, "plan", lambda *_, **__: plan_of(fits=False))
+    monkeypatch.setattr(planning, "plan", lambda *_, **__: plan_of(fits=False, budget_bytes=1 << 20))
     assert run(words) == 1
     said = capsys.readouterr()
     assert said.out == ""

@@ -60,7 +60,7 @@ def test_the_driver_answers_for_the_card_and_an_empty_grid_launches_nothing() ->
 
 
 def test_what_a_kernel_writes_to_is_unknown_and_what_it_reads_is_not() -> None:
-    assert "a value read back from the device" in assumptions(traced("written_values"))
+    assert "a value read back from the GPU" in assumptions(traced("written_values"))
 
 
 def test_operators_run_their_python_or_take_the_shapes_of_their_fakes() -> None:

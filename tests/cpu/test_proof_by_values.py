@@ -103,7 +103,7 @@ def test_a_plan_is_made_without_the_technique_whose_values_differ(file: Path, mo
     assert "checkpointing" not in {c.technique for c in plan.choices}
     assert not plan.fits
     (row,) = [a for a in plan.alternatives if a.name == "checkpointing" and a.why.startswith("refused: ")]
-    assert "its values on the host are not those of the plain run: what step 2 yields is " in row.why
+    assert "its results on the host differ from those of the plain run: what step 2 yields is " in row.why
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class Plan:
             name: _plain(value)
             for name, value in fields.items()
             if name not in ("fits", "target", "device", "capacity_bytes")
-        }
+        } | {"coverage": self.coverage.to_json()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
