@@ -378,7 +378,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     import subprocess
 
     done = subprocess.run(
-        [sys.executable, "-m", "tightfit", "estimate", "all.py", "--device", "RTX 4090", "--show-output", "--allow-writes"],
+        [
+            sys.executable,
+            "-m",
+            "tightfit",
+            "estimate",
+            "all.py",
+            "--device",
+            "RTX 4090",
+            "--show-output",
+            "--allow-writes",
+        ],
         cwd=made,
         capture_output=True,
         text=True,

@@ -576,7 +576,7 @@ def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, mon
         (["record", f"{__file__}:train"], 2, "is not a generator function"),
         (["record", f"{__file__}:train", "--host"], 2, "is not a generator function"),
         (["record", __file__, "--host", "--device", "4090"], 2, "give one of them"),
-        (["record", __file__, "--device", "4909"], 2, "no card is called"),
+        (["record", __file__, "--device", "4909"], 2, "no GPU is called"),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(

@@ -129,19 +129,23 @@ class Plan:
         """The object that `tightfit plan --json` prints, without `elapsed_seconds`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         run = fields.pop("run")
-        return {
-            "schema": SCHEMA,
-            "fits": self.fits,
-            "peak": dataclasses.asdict(run.peak),
-            "seconds_per_step": run.seconds_per_step,
-            "exact": self.exact,
-            "target": self.target,
-            "device": {"name": self.device, "capacity_bytes": self.capacity_bytes},
-        } | {
-            name: _plain(value)
-            for name, value in fields.items()
-            if name not in ("fits", "target", "device", "capacity_bytes")
-        } | {"coverage": self.coverage.to_json()}
+        return (
+            {
+                "schema": SCHEMA,
+                "fits": self.fits,
+                "peak": dataclasses.asdict(run.peak),
+                "seconds_per_step": run.seconds_per_step,
+                "exact": self.exact,
+                "target": self.target,
+                "device": {"name": self.device, "capacity_bytes": self.capacity_bytes},
+            }
+            | {
+                name: _plain(value)
+                for name, value in fields.items()
+                if name not in ("fits", "target", "device", "capacity_bytes")
+            }
+            | {"coverage": self.coverage.to_json()}
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
