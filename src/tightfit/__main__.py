@@ -1,10 +1,14 @@
 """The program `tightfit`, also as `python -m tightfit`. An interrupt that comes while the command line is being imported is one line too."""
 
+import signal
 import sys
 
 
 def main() -> None:
     """Runs the command line and ends the process with its exit code."""
+    # Shells have what they start in the background ignore interrupts: it would go on, and the traced program with it, when asked to stop.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         from tightfit.cli.main import run
 

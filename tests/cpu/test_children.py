@@ -97,7 +97,7 @@ def test_all_that_a_program_has_started_dies_with_the_process_that_asked(
         # As a shell starts it in the background: interrupts are ignored.
         [
             *(sys.executable, "-c"),
-            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from tightfit.cli.main import main; main()",
+            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from tightfit.__main__ import main; main()",
             *(*words, "--device", "RTX 4090", "--show-output"),
         ],
         env={**os.environ, "TIGHTFIT_CONTAINMENT": mechanism},

@@ -6,7 +6,6 @@ Data goes to stdout, messages and progress to stderr. Exit codes: 0 it fits or i
 
 import errno
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -115,11 +114,3 @@ def _say(error: TightfitError, *, is_debug: bool) -> int:
     hint = f" ({_DEBUG} shows the traceback)" if isinstance(error, ProgramError) and not is_debug else ""
     sys.stderr.write(f"tightfit: {error}{hint}\n")
     return error.exit_code
-
-
-def main() -> None:
-    """The entry point of the program `tightfit`."""
-    # Shells have what they start in the background ignore interrupts: it would go on, and the traced program with it, when asked to stop.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(run())
