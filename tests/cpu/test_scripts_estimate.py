@@ -24,7 +24,6 @@ class Expected:
     """What can be said of a script without running it; the parameters are counted by hand, of four bytes each."""
 
     num_parameters: int | None = None
-    folders: frozenset[str] = frozenset()
     asides: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     has_state: bool = True
@@ -36,7 +35,7 @@ EXPECTED = {
     "clip_two_tower": Expected(),
     "detection": Expected(),
     "diffusion_unet": Expected(said=("gradients are assumed to be finite",)),
-    "gan": Expected(num_parameters=GAN_GENERATOR + GAN_DISCRIMINATOR, folders=frozenset({"dcgan"})),
+    "gan": Expected(num_parameters=GAN_GENERATOR + GAN_DISCRIMINATOR),
     "lightning_mnist": Expected(asides=("without gradients at",)),
     "manual_sgd": Expected(
         num_parameters=64 * 2048 + 2 * 2048 * 2048 + 2048 + 3 * 2048 + 1,
@@ -45,13 +44,12 @@ EXPECTED = {
     ),
     "nanogpt_train": Expected(
         num_parameters=(50304 + 256 + 1) * 384 + 6 * (12 * 384 * 384 + 2 * 384),
-        folders=frozenset({"out"}),
         asides=("without gradients at",),
         said=("calls of GPT without gradients repeat themselves here",),
     ),
     "peft_lora": Expected(),
     "reinforce": Expected(),
-    "run_clm": Expected(num_parameters=124_439_808, folders=frozenset({"clm-output"})),
+    "run_clm": Expected(num_parameters=124_439_808),
     "sampling_rnn": Expected(num_parameters=NUM_CHARACTERS * 256 + LSTM + NUM_CHARACTERS * 513),
     "segmentation_unet": Expected(),
     "seq2seq_t5": Expected(num_parameters=60_506_624, has_state=False),
@@ -117,11 +115,10 @@ def test_the_categories_are_sane(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_nothing_is_written_but_what_the_script_itself_writes(runs: Any, name: str) -> None:
+def test_nothing_is_written(runs: Any, name: str) -> None:
     answer(runs, name)
     _, directory = runs[name]
-    assert {path.name for path in directory.iterdir()} == EXPECTED[name].folders
-    assert not [path for path in directory.rglob("*") if path.suffix in (".pth", ".safetensors", ".ckpt")]
+    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if expected.asides or expected.said])
