@@ -74,7 +74,7 @@ def test_exact_techniques_train_the_same_with_all_habits(name: str, tapes: Tapes
     habits = Habits(schedules=True, reloads_at=1, evaluates=True) if name in USES_GRADIENTS_UP else HABITS
     bitwise = technique(name).exactness.startswith("bit for bit")
     if name in ADVICE_ONLY:
-        with pytest.raises(ApplyError, match="advice"):
+        with pytest.raises(ApplyError, match="suggestion"):
             technique(name).apply(Session(model=torch.nn.Linear(1, 1), optimizers=[]), [])
         return
     tried = 0
