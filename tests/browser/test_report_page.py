@@ -226,7 +226,7 @@ class TestTheTableSorts:
         focus(report, "#filter")
         report.press(*"act temp")
         assert self.column(report, "what") == ["temporaries"]
-        assert "1 of 1 places" in report.run("return document.getElementById('places-status').textContent")
+        assert "1 of 1 allocation sites" in report.run("return document.getElementById('places-status').textContent")
 
     def test_shows_a_whole_stack_with_the_users_own_frames(self, report: Browser) -> None:
         report.click("#places-table tbody .plain")
