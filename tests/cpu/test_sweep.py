@@ -62,14 +62,14 @@ def test_every_combination_of_parameters_is_a_row_and_one_that_fails_says_why(
 
 
 def test_an_option_of_a_script_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["estimate", "work.py", "--device", "RTX 4060", "--used", "1GiB", "--sweep", "batch_size=1024,2048"]
+    words = ["estimate", "work.py", "--device", "RTX 4060", "--used", "1GiB", "--sweep", "batch_size=1024,8192"]
     assert run([*words, "--steps", "1", "--", "--unused", "3"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     lines = said.out.splitlines()
     assert lines[2].split()[:2] == ["batch_size", "peak"]
     first, second = (line.split() for line in lines[3:5])
-    assert (first[0], second[0], first[7]) == ("1024", "2048", "yes")
+    assert (first[0], second[0], first[7]) == ("1024", "8192", "yes")
     assert float(first[1]) + 7 < float(second[1])
     assert "other processes hold 1.00 GiB" in said.out
 

@@ -12,7 +12,7 @@ from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.optimizer import bitsandbytes_codec
+from tightfit.techniques.optimizer import bitsandbytes_codec, state_sizes
 from tightfit.techniques.optimizer.bitsandbytes_codec import BitsandbytesCodec
 from tightfit.techniques.optimizer.low_bit_states import LowBitStates
 from tightfit.techniques.optimizer.state_codecs import BlockCodec
@@ -143,7 +143,8 @@ def test_the_plan_names_it_and_promises_what_is_traced_with_fewer_kernels(more):
 
 
 def test_where_it_is_not_installed_the_plan_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(bitsandbytes_codec, "LIBRARY", "a-library-that-is-nowhere")
+    for module in (bitsandbytes_codec, state_sizes):
+        monkeypatch.setattr(module, "LIBRARY", "a-library-that-is-nowhere")
     model = torch.nn.Linear(128, 64)
     session = Session(model=model, optimizers=[torch.optim.Adam(model.parameters())])
     with pytest.raises(ApplyError, match=r"0\.46 or later, which is not installed here; install it, or make the plan"):

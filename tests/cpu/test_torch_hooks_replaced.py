@@ -193,7 +193,8 @@ def test_a_name_that_is_missing_is_an_error_that_says_so(library: Any) -> None:
 @pytest.mark.parametrize("name", [*manifest.REPLACED, *manifest.READ], ids=str)
 def test_the_names_of_the_manifest_are_there(name: Name) -> None:
     pytest.importorskip(name.library)
-    assert callable(name.value())
+    value = name.value()
+    assert callable(value) or isinstance(value, property)
 
 
 def test_a_program_that_ends_with_owners_ends_without_a_word() -> None:
