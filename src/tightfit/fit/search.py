@@ -97,7 +97,12 @@ class Search:
     def _best(self, base: TracedRun) -> Candidate | None:
         """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""
         coarse = self._bundles(base)
-        free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact and not o.retains for o in bundle)]
+        free = [
+            o
+            for bundle in coarse
+            for o in bundle
+            if _seconds(bundle) <= 0 and all(o.exact and not o.retains for o in bundle)
+        ]
         rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
         start = self.candidates.traced(free)
         if start is None:
