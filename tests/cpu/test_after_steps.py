@@ -7,7 +7,7 @@ from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, MODULE, NAMED, 
 
 from tightfit import estimate
 from tightfit.reports.results import Estimate
-from tightfit.reports.text.estimates import verdict_words
+from tightfit.reports.verdicts import verdict_words
 
 CARD = "RTX 4090"
 
