@@ -72,12 +72,13 @@ import os, runpy, signal, sys
 
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
+        if name == MODULE:
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
 
+MODULE = sys.argv[1]
 sys.meta_path.insert(0, Interrupts())
-sys.argv[2:] = ["estimate", "none.npz", "--device", "4090"]
+sys.argv[1:] = ["estimate", "none.npz", "--device", "4090"]
 runpy.run_module("tightfit", run_name="__main__", alter_sys=True)
 """
 
