@@ -5,6 +5,7 @@ own fake tensors, on the device type `cuda` itself, so that C++ composites, auto
 new storage is recorded, and recorded as freed when Python and autograd have dropped their last reference.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
 from tightfit.capture.dispatch.data_reads import Reads
 from tightfit.capture.dispatch.hosts import HostMemory
-from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
+from tightfit.capture.dispatch.known_values import LOGICAL, Shadows, Unknown, limit
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
 from tightfit.capture.dispatch.unknown_conditions import Truths
 from tightfit.capture.observe.attribution import Attribution
@@ -321,6 +322,9 @@ class VirtualGpu(TorchDispatchMode):
                     ):
                         self.shadows.adopt(tensor, value)
                 return
+        if small and func in LOGICAL:
+            with contextlib.suppress(Unknown):
+                self.shadows.adopt(outputs[0], self.shadows.decided(func, args))
         self._forget(targets)
 
     def _forget(self, targets: Iterable[torch.Tensor]) -> None:
