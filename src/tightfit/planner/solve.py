@@ -117,8 +117,9 @@ class _Found:
 class _Program:
     """Rows and columns for HiGHS. Without costs there is one more column, the peak in MiB, which is minimised."""
 
-    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks) -> None:
+    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
         self.problem = problem
+        self._seen = seen
         self.rows = list(rows)
         # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
@@ -127,11 +128,15 @@ class _Program:
     def run(
         self, costs: npt.NDArray[np.float64] | None, deadline: float, *, max_mib: float | None = None
     ) -> _Found | None:
-        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time."""
+        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time.
+
+        With a choice that was `seen` before, the one with the lowest peak that was found in time is returned, and never None.
+        """
         while True:
             found, peak_mib = self._run(costs, deadline, max_mib)
             if found is None:
-                return None
+                return self._seen
+            self._see(found)
             levels = self.problem.levels(found.chosen) / _MIB
             ceiling = peak_mib if costs is None else max_mib
             assert ceiling is not None
@@ -140,10 +145,16 @@ class _Program:
             broken = np.argsort(-levels, kind="stable")[:_NUM_MORE_MOMENTS]
             broken = broken[levels[broken] > ceiling + _TOLERANCE_MIB]
             if not len(broken):
-                return found
+                return found if self._seen is None or found.is_proven else self._seen
             if time.monotonic() > deadline:
-                return None
+                return self._seen
             self._moments += broken.tolist()
+
+    def _see(self, found: _Found) -> None:
+        seen, peak = self._seen, self.problem.peak_bytes
+        # Also where time steps are broken that have no row yet: the choice is one, with the peak that it has.
+        if seen is not None and peak(found.chosen) < peak(seen.chosen):
+            self._seen = dataclasses.replace(found, is_proven=False)
 
     def _limits(self, costs: npt.NDArray[np.float64] | None, max_mib: float | None) -> list[_Row]:
         """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak."""
@@ -208,8 +219,11 @@ class _Program:
 
 
 def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
-    found = _Program(problem, rows, tricks).run(None, deadline)
-    return found or _Found(chosen=(), bound=0.0, is_proven=False)
+    """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
+    nothing = _Found(chosen=(), bound=0.0, is_proven=False)
+    found = _Program(problem, rows, tricks, seen=nothing).run(None, deadline)
+    assert found is not None
+    return found
 
 
 def _conflict_rows(problem: Problem) -> list[_Row]:
