@@ -8,6 +8,7 @@ import pytest
 from tightfit.capture.patches import libraries
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
+from tightfit.tape import Category
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -48,6 +49,22 @@ def padded():
         yield
 
 
+def pretrained():
+    """Weights that are read from a folder, straight to the card."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=99
+    )
+    LlamaForCausalLM(config).save_pretrained("base")
+    model = LlamaForCausalLM.from_pretrained("base", dtype=torch.bfloat16, device_map="cuda")
+    assert model.lm_head.weight.is_cuda and model.lm_head.weight.dtype == torch.bfloat16
+    tokens = torch.ones(2, 16, dtype=torch.int64, device="cuda")
+    while True:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        yield
+
+
 def plain():
     model = torch.nn.Linear(4, 4).cuda()
     while True:
@@ -84,6 +101,17 @@ def test_a_decoder_with_padding_has_one(tmp_path):
     names = operators(traced("padded", tmp_path))
     assert "aten._scaled_dot_product_flash_attention" not in names
     assert "aten._scaled_dot_product_efficient_attention" in names
+
+
+def test_weights_are_read_straight_to_the_card(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    tape = traced("pretrained", tmp_path)
+    parameters = tape.storages.num_bytes[tape.storages.category == Category.PARAMETERS]
+    # Each once, in bfloat16: two tables of 99 x 64, four projections of attention, three of the MLP, three norms; and the frequencies of the rotary
+    # embedding in float32, twice.
+    assert parameters.sum() == 2 * (2 * 99 * 64 + 4 * 64 * 64 + 3 * 64 * 64 + 3 * 64) + 2 * 4 * 16
+    assert not (tmp_path / "base").exists()
 
 
 def test_what_is_not_imported_is_left_alone(tmp_path):

@@ -260,6 +260,25 @@ def test_what_is_allowed_is_real(home: Path) -> None:
     assert (home / "array.npy").read_bytes() == array
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "train.py", "--device", "4090"],
+        ["report", "train.py", "--device", "4090", "-o", "out.json", "--format", "json"],
+        ["record", "train.py", "--device", "4090", "-o", "out.pickle"],
+        ["diff", "train.py", "train.py", "--device", "4090"],
+        ["run", "--virtual", "--device", "4090", "train.py"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_each_command_that_traces_allows_what_its_hints_name(home: Path, command: list[str]) -> None:
+    (home / "train.py").write_text(TRAINS + "open('log.jsonl', 'a').write('real')\n")
+    assert run(command) == 0
+    assert (home / "log.jsonl").read_text() == "{}"
+    assert run([*command, "--allow-writes", "--allow-network"]) == 0
+    assert (home / "log.jsonl").read_text().startswith("{}real")
+
+
 def test_a_model_with_tied_weights_is_saved_moved_and_loaded(home: Path) -> None:
     pytest.importorskip("safetensors")
     (home / "train.py").write_text(

@@ -54,6 +54,18 @@ def test_few_tries_are_enough_for_a_line() -> None:
     assert len(tried) <= 5
 
 
+def test_a_size_next_to_one_that_fits_is_tried_only_where_an_end_is_needed() -> None:
+    tried: list[int] = []
+
+    def excess(size: int) -> int:
+        tried.append(size)
+        return {800: -5000, 1600: -200}.get(size, 10)
+
+    ends = close_in(800, excess, known=400, max_tries=3, close_enough=0.1, needs_end=False)
+    assert (ends, tried) == ((1600, None), [800, 1600])
+    assert close_in(800, excess, known=400, max_tries=3, close_enough=0.1) == (1600, 1760)
+
+
 def test_a_size_that_does_not_run_is_an_end() -> None:
     low, high = close_in(4, lambda size: None if size > 20 else -1, max_tries=MANY, close_enough=0.0)
     assert (low, high) == (20, 21)

@@ -3,10 +3,11 @@
 import json as jsonlib
 import sys
 
+from tightfit.cli.options import AS_USUAL, TraceOptions
 from tightfit.cli.subjects import subject_of
 
 
-def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) -> int:
+def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False, tracing: TraceOptions = AS_USUAL) -> int:
     """Compare two runs: what grew, by line and category, step by step, and the first allocation that differs.
 
     Parameters
@@ -20,7 +21,7 @@ def diff(a: str, b: str, /, *, device: str | None = None, json: bool = False) ->
     json
         Print one JSON object.
     """
-    subjects = [subject_of(target, device=device) for target in (a, b)]
+    subjects = [subject_of(target, device=device, tracing=tracing) for target in (a, b)]
     # Imported late, like all that needs numpy, so that usage errors and --help take no time.
     from tightfit.diagnosis.difference import difference
 

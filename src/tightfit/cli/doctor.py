@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.options import AS_USUAL, TraceOptions
 from tightfit.cli.subjects import subject_of
 from tightfit.errors import UsageError
 from tightfit.reports.redacted import redacted
@@ -17,11 +18,11 @@ def doctor(
     *arguments: Annotated[str, Parameter(show=False)],
     device: str | None = None,
     parameter: Annotated[tuple[str, ...], Parameter(consume_multiple=False, alias="-p")] = (),
-    steps: int = 3,
     alloc_conf: str | None = None,
     seconds: float = 10.0,
     redact: bool = False,
     json: bool = False,
+    tracing: TraceOptions = AS_USUAL,
 ) -> int:
     """Explain the memory of one run: categories and allocation sites at the peak, growth, fragmentation, suggestions.
 
@@ -29,13 +30,11 @@ def doctor(
     ----------
     target
         A recording (torch.cuda.memory._dump_snapshot); a trace that estimate --save-tape wrote; or a script (its own arguments after --),
-        a generator function or a Hugging Face config, as estimate takes it, which is traced first.
+        a generator function or a Hugging Face config, as estimate takes it, which is traced first; growth needs at least 3 steps.
     device
         The GPU for a run that is not a recording. Default: the one that it was traced for, or the GPU of this machine.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
-    steps
-        How many steps to trace, 3 if not given; growth needs at least 3.
     alloc_conf
         Allocator settings for a run that is not a recording, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable.
     seconds
@@ -49,7 +48,7 @@ def doctor(
     if not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time to search; give a number above 0")
     subject = subject_of(
-        target, device=device, arguments=arguments, parameters=parameter, steps=steps, alloc_conf=alloc_conf
+        target, device=device, arguments=arguments, parameters=parameter, alloc_conf=alloc_conf, tracing=tracing
     )
     # Imported after the arguments are checked: numpy and torch-free analysis take most of the start-up time.
     from tightfit.diagnosis.diagnose import diagnose

@@ -87,6 +87,23 @@ class TraceOptions:
     allow_network: bool = False
 
 
+@Parameter(name="*", group=Group("How the program is traced", sort_key=2))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Permissions:
+    """What a traced program may do, for the commands that trace no other way than `TraceOptions` does by default.
+
+    Parameters
+    ----------
+    allow_writes
+        When it is traced: let the program write files for real. Without this it sees what it writes, and that is dropped after the trace.
+    allow_network
+        When it is traced: let the program reach other machines, for downloads that are not in a cache yet.
+    """
+
+    allow_writes: bool = False
+    allow_network: bool = False
+
+
 @Parameter(name="*", group=Group("The GPU", sort_key=1))
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions:
@@ -107,4 +124,4 @@ class GpuOptions:
     calibration: Path | None = None
 
 
-NO_OPTIONS, AS_USUAL, AS_KNOWN = ModelOptions(), TraceOptions(), GpuOptions()
+NO_OPTIONS, AS_USUAL, AS_KNOWN, CLOSED_IN = ModelOptions(), TraceOptions(), GpuOptions(), Permissions()

@@ -3,6 +3,7 @@
 Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.options import CLOSED_IN, Permissions
 from tightfit.cli.programs import INTERRUPTED, Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
 from tightfit.output_files import check_outputs
@@ -36,6 +38,7 @@ def record(
     timeout: float = 120.0,
     no_stacks: bool = False,
     max_events: int | None = None,
+    permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script as python would and record its memory on the GPU; where there is none, trace it on a virtual GPU.
 
@@ -48,13 +51,13 @@ def record(
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
     steps
-        End the run after this many steps. Default for a script: when it ends; for a function and on a virtual card: 3.
+        End the run after this many steps. Default for a script: when it ends; for a function and on a virtual GPU: 3.
     device
-        Record on a virtual card of this name ("4090", or its TOML file), also where there is a real one. Default without a real one: H200.
+        Record on a virtual GPU of this name ("4090", or its TOML file), also where there is a real one. Default without a real one: H200.
     host
-        Run it here and record the tensors in this machine's memory, where there is no card.
+        Run it here and record the tensors in this machine's memory, where there is no GPU.
     timeout
-        On a virtual card: seconds to wait for the first step, and from each to the next, 120 if not given.
+        On a virtual GPU: seconds to wait for the first step, and from each to the next, 120 if not given.
     no_stacks
         Do not record the stack of each allocation.
     max_events
@@ -74,10 +77,17 @@ def record(
     path = output or Path(f"{_stem(target)}.recording.pickle")
     check_outputs({"--output": path}, inputs=(target,))
     if host and device is not None:
-        raise UsageError(f"--host records on this machine and --device {device} on a virtual card: give one of them")
+        raise UsageError(f"--host records on this machine and --device {device} on a virtual GPU: give one of them")
     if device is not None or not (host or _has_card()):
         return _record_virtually(
-            target, path, device, arguments=arguments, parameters=parameter, steps=steps or 3, timeout=timeout
+            target,
+            path,
+            device,
+            arguments=arguments,
+            parameters=parameter,
+            steps=steps or 3,
+            timeout=timeout,
+            permissions=permissions,
         )
     recording = new_recording(path, stacks=not no_stacks, max_events=max_events or DEFAULT_MAX_EVENTS)
     if isinstance(parsed, Script):
@@ -110,6 +120,7 @@ def _record_virtually(
     parameters: Sequence[str],
     steps: int,
     timeout: float,
+    permissions: Permissions,
 ) -> int:
     """Traces the first steps on a virtual GPU and writes them in the form of a recording."""
     from tightfit import fit
@@ -119,7 +130,13 @@ def _record_virtually(
 
     card = find(device or _DEFAULT_VIRTUAL_DEVICE)
     tape = fit.capture(
-        target, device=device or card.name, arguments=arguments, parameters=parameters, steps=steps, timeout=timeout
+        target,
+        device=device or card.name,
+        arguments=arguments,
+        parameters=parameters,
+        steps=steps,
+        timeout=timeout,
+        **dataclasses.asdict(permissions),
     )
     num_bytes = write_tape(path, tape, card, fit.allocator_settings())
     num_steps = int((tape.spans.kind == SpanKind.STEP).sum())

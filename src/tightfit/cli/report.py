@@ -1,6 +1,7 @@
 """`tightfit report`: a recording, a saved run or a workload as an HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
 
 import contextlib
+import dataclasses
 import io
 import json as jsonlib
 import re
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.options import AS_USUAL, SEVERAL, TraceOptions
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from tightfit.simulate.history import History
     from tightfit.tape import Tape
 
-_SEVERAL = Parameter(consume_multiple=False)
 # The PROTO opcode, with which every pickle of protocol 2 and up begins (pickletools); the file's name may be anything.
 _PICKLE = b"\x80"
 _SOURCES = (".py", ".npz", ".pickle", ".pkl", ".pt", ".json")
@@ -38,12 +39,12 @@ def report(
     *arguments: Annotated[str, Parameter(show=False)],
     form: Annotated[str, Parameter(name="--format")] = "html",
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
-    device: Annotated[tuple[str, ...], _SEVERAL] = (),
-    parameter: Annotated[tuple[str, ...], _SEVERAL, Parameter(alias="-p")] = (),
-    steps: int = 3,
+    device: Annotated[tuple[str, ...], SEVERAL] = (),
+    parameter: Annotated[tuple[str, ...], SEVERAL, Parameter(alias="-p")] = (),
     alloc_conf: str | None = None,
     merge: Path | None = None,
     redact: bool = False,
+    tracing: TraceOptions = AS_USUAL,
 ) -> int:
     """Show the memory of a run as an interactive HTML page, or as Perfetto tracks, JSON or text; a plan as an HTML page.
 
@@ -61,8 +62,6 @@ def report(
         A GPU by name or TOML file, that of the run first; repeat it to compare several. With fewer than two, common GPUs are added.
     parameter
         NAME=VALUE, a keyword argument of the generator function; repeatable.
-    steps
-        How many steps to trace, 3 if not given.
     alloc_conf
         Allocator settings, as in PYTORCH_CUDA_ALLOC_CONF. Default: that variable, or those that were recorded.
     redact
@@ -91,7 +90,7 @@ def report(
         if not is_recording:
             raise UsageError(f"--merge needs a recording, and {target} is none: a prediction has no clock to merge by")
         return _to_file_or_stdout(path, lambda: sys.stdout.write(_merged(target, merge)), redact=redact)
-    tape = None if is_recording else _tape(target, arguments, device, parameter, steps)
+    tape = None if is_recording else _tape(target, arguments, device, parameter, tracing)
     if redact:
         # Before anything is laid out, so that columns keep their widths.
         tape = redacted(tape)
@@ -146,7 +145,9 @@ def _is_recording(target: str) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _tape(target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], steps: int) -> "Tape":
+def _tape(
+    target: str, arguments: Sequence[str], device: Sequence[str], parameter: Sequence[str], tracing: TraceOptions
+) -> "Tape":
     from tightfit import fit
     from tightfit.cli.devices import local_cards
     from tightfit.tape.load import read_tape
@@ -160,13 +161,14 @@ def _tape(target: str, arguments: Sequence[str], device: Sequence[str], paramete
     cards = list(device) or [card.name for card in local_cards()]
     if not cards:
         raise UsageError('which GPU? There is none on this machine: name one, such as --device "RTX 4090"')
-    with ProgressLine(f"report {target}") as line:
+    is_rewritten = not tracing.show_output
+    with ProgressLine(f"report {target}", timeout_seconds=tracing.timeout, is_rewritten=is_rewritten) as line:
         return fit.capture(
             target,
             device=cards[0],
             arguments=arguments,
             parameters=parameter,
-            steps=steps,
+            **dataclasses.asdict(tracing),
             on_progress=line.report,
         )
 

@@ -1,5 +1,6 @@
 """`tightfit run`: runs a user's unmodified script with a plan applied."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +8,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tightfit.cli.devices import local_cards
+from tightfit.cli.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.programs import exit_code_of
 from tightfit.cli.sizes import Size, with_unit
 from tightfit.cli.used import used_now
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
-
-_SEVERAL = Parameter(consume_multiple=False)
 
 
 def run(
@@ -25,9 +25,10 @@ def run(
     budget: Size | None = None,
     used: Size | None = None,
     device: str | None = None,
-    allow: Annotated[tuple[str, ...], _SEVERAL] = (),
+    allow: Annotated[tuple[str, ...], SEVERAL] = (),
     virtual: bool = False,
     check_steps: int = 2,
+    permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script with a plan applied. The script is not changed; its own arguments go after --.
 
@@ -68,7 +69,9 @@ def run(
     chosen = (
         Plan.load(plan)
         if plan is not None
-        else _made(script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None))
+        else _made(
+            script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
+        )
     )
     # Refused before the script starts, which would run out of memory later.
     if not chosen.fits:
@@ -77,7 +80,7 @@ def run(
         )
     # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:
-        return _run_virtually(chosen, script, arguments)
+        return _run_virtually(chosen, script, arguments, permissions)
     from tightfit.capture.targets import Script
     from tightfit.runtime.run_script import run as run_really
 
@@ -93,6 +96,7 @@ def _made(
     budget: str | None,
     allow: tuple[str, ...],
     used: str | int | None,
+    permissions: Permissions,
 ) -> Plan:
     from tightfit.fit.planning import plan as find_plan
 
@@ -103,15 +107,16 @@ def _made(
         used=used,
         allow=allow,
         arguments=arguments,
+        **dataclasses.asdict(permissions),
         say=_say if sys.stderr.isatty() else None,
     )
 
 
-def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
+def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...], permissions: Permissions) -> int:
     from tightfit.fit.planning import run_virtually
     from tightfit.runtime.run_script import figures, put_on
 
-    estimate, models, told = run_virtually(plan, script, arguments)
+    estimate, models, told = run_virtually(plan, script, arguments, **dataclasses.asdict(permissions))
     for line in [*put_on(plan, list(dict.fromkeys(models))), *figures(plan), *told]:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]

@@ -1,10 +1,12 @@
 """The inputs of `tightfit doctor` and `tightfit diff`: a recording, a saved run, or a workload, which is traced first."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.cli.devices import own_card
+from tightfit.cli.options import AS_USUAL, TraceOptions
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 
@@ -22,8 +24,8 @@ def subject_of(
     device: str | None,
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
-    steps: int = 3,
     alloc_conf: str | None = None,
+    tracing: TraceOptions = AS_USUAL,
 ) -> "Subject":
     """The run that `target` names; `device` is by default the GPU that a saved run was traced for, or this machine's own.
 
@@ -43,7 +45,7 @@ def subject_of(
     return (
         _recorded(target, alloc_conf)
         if is_recording
-        else _traced(target, device, arguments=arguments, parameters=parameters, steps=steps, alloc_conf=alloc_conf)
+        else _traced(target, device, arguments=arguments, parameters=parameters, alloc_conf=alloc_conf, tracing=tracing)
     )
 
 
@@ -73,8 +75,8 @@ def _traced(
     *,
     arguments: Sequence[str],
     parameters: Sequence[str],
-    steps: int,
     alloc_conf: str | None,
+    tracing: TraceOptions,
 ) -> "Subject":
     from tightfit import fit
     from tightfit.devices.catalogue import find
@@ -86,13 +88,14 @@ def _traced(
         tape = read_tape(target)
         return subject_of_tape(tape, find(device or tape.traced_for), settings)
     card = device or own_card()
-    with ProgressLine(f"tracing {target}") as line:
+    is_rewritten = not tracing.show_output
+    with ProgressLine(f"trace {target}", timeout_seconds=tracing.timeout, is_rewritten=is_rewritten) as line:
         tape = fit.capture(
             target,
             device=card,
             arguments=arguments,
             parameters=parameters,
-            steps=steps,
+            **dataclasses.asdict(tracing),
             on_progress=line.report,
         )
     return subject_of_tape(tape, find(card), settings)

@@ -157,6 +157,7 @@ def _closed_in(first: int, plain: "_Plain", planned: "_Planned") -> tuple[_Ends,
             max_tries=MAX_PLANS,
             close_enough=_CLOSE_ENOUGH_PLANNED,
             largest=most,
+            needs_end=False,
         )
     except KeyboardInterrupt:
         ends = [_ends(rows.values()) for rows in (plain.rows, planned.rows)]

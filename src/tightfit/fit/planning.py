@@ -316,7 +316,12 @@ def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
 
 @answering("the planner")
 def run_virtually(
-    plan: plain.Plan, script: str, arguments: Sequence[str] = ()
+    plan: plain.Plan,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    allow_writes: bool = False,
+    allow_network: bool = False,
 ) -> tuple[Estimate, list[str], list[str]]:
     """The first steps of `script` with `plan` on it, on the virtual card of the plan: what they hold, the models that were met, and warnings.
 
@@ -328,6 +333,7 @@ def run_virtually(
         parse_target(script, arguments=arguments),
         label=script,
         device=plan.device,
+        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         preparation=Preparation(
             function="tightfit.runtime.run_script:prepare",
             argument={"choices": [dataclasses.asdict(c) for c in plan.choices], "roots": plan.model.get("roots", ())},

@@ -88,12 +88,14 @@ def close_in(
     max_tries: int,
     close_enough: float,
     largest: Callable[[], int | None] = lambda: None,
+    needs_end: bool = True,
 ) -> tuple[int, int | None]:
     """The largest size that was found to fit (`known` if none larger was), and the smallest that was found not to (None: none was).
 
     `excess(size)` is the bytes by which a run exceeds its budget, at most 0 where it fits, and None where it does not run at all. It is
     interpolated linearly between the two ends; without two of them, sizes are doubled or halved. Sizes above `largest()`, which is asked before
-    each try, are not tried; None: there is no such limit that is known.
+    each try, are not tried; None: there is no such limit that is known. Without `needs_end` a size that is `close_enough` to one that fits is not
+    tried either, only to find that it does not fit.
     """
     low, high = known, None
     values: dict[int, int] = {}
@@ -118,7 +120,10 @@ def close_in(
             high = size if high is None else min(high, size)
         if high is not None and high - low <= max(1, close_enough * high):
             break
-        size = _next(values, low, high, max(1, int(close_enough * low)) << num_alike)
+        step = max(1, int(close_enough * low))
+        size = _next(values, low, high, step << num_alike)
+        if high is None and not needs_end and size <= low + step:
+            break
     return low, high
 
 

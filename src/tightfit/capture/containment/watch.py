@@ -21,6 +21,8 @@ from tightfit.errors.faults import for_torch
 _NETWORK_HINT = "--allow-network"
 # Services of the C library itself, which look up users and hosts.
 _LOCAL_SERVICES = ("/run/systemd/", "/run/nscd/", "/var/run/nscd/", "/var/lib/sss/", "/dev/log", "/run/dbus/")
+# They look at the machine only. Python's `platform` and libraries that look for a GPU start them.
+_ONLY_READ = ("uname", "nvidia-smi", "ldconfig", "lscpu")
 # By as much may the clock of a file system be late.
 _CLOCK_SECONDS = 0.1
 
@@ -68,8 +70,9 @@ class Watch:
             answer(*arguments)
 
     def _start(self, program: Any, *_: Any) -> None:
-        if os.getpid() == self._process:
-            self.started[os.path.basename(os.fsdecode(program))] = None
+        name = os.path.basename(os.fsdecode(program))
+        if os.getpid() == self._process and name not in _ONLY_READ:
+            self.started[name] = None
 
     def _system(self, command: Any) -> None:
         words = os.fsdecode(command).split()

@@ -6,6 +6,7 @@ just before the forward operator is dispatched.
 """
 
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -17,6 +18,17 @@ import torch
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.tape import Phase
 
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
+def _holds_packages(folder: str) -> bool:
+    """Whether pip has installed into the folder (`--target`, which is then on PYTHONPATH)."""
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    except OSError:  # a zip file, or nothing
+        return False
+
+
 _LIBRARY_FOLDERS = tuple(
     {
         os.path.realpath(folder) + os.sep
@@ -27,6 +39,7 @@ _LIBRARY_FOLDERS = tuple(
             sysconfig.get_path("platstdlib"),
             os.path.dirname(torch.__file__),
             os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+            *(folder for folder in sys.path if folder and _holds_packages(folder)),
         )
     }
 )
@@ -125,7 +138,9 @@ def _sequence_number_of_running_node() -> int:
 
 
 def is_user_file(filename: str) -> bool:
-    return not filename.startswith("<") and not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
+    if filename.startswith("<") or _INSTALLED.search(filename):
+        return False
+    return not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 
 # Unlike `_LIBRARY_FOLDERS` without site-packages: another library that reads gradients (a trainer, a clipper)

@@ -8,6 +8,7 @@ patch. `tests/cpu/test_libraries.py` names the functions that are relied on.
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ Answer = Callable[[types.ModuleType], None]
 
 def install(gpu: VirtualGpu) -> None:
     """Patches modules that are loaded already, and others when they are imported."""
+    # transformers 5 copies weights to the card in threads of a pool (`device_map="cuda"`), where no dispatch mode is active, and in an order that
+    # differs from run to run.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     answers: dict[str, Answer] = dict.fromkeys(ANSWERS, _answer)
     answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where)})
     for name, answer in answers.items():

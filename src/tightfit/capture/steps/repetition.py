@@ -90,7 +90,9 @@ class Repetition:
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """The result of calling `module` without gradients; `run` runs it."""
-        key = self._key(module, args, kwargs)
+        # `torch.jit.trace` (TensorBoard's `add_graph`) names values after the variables of the functions that it finds on the stack, and compares
+        # the names of two runs.
+        key = None if torch.jit.is_tracing() else self._key(module, args, kwargs)
         if key is None:
             return run()
         history = self._histories.get(key)

@@ -31,8 +31,9 @@ def answer(found: BatchSizes) -> list[str]:
     if found.num_examples is not None and found.num_examples in (row.size for row in found.tried):
         lines.append(f"the data set has {found.num_examples:,} examples: no larger {name} was tried")
     if found.planned is not None:
+        more = "" if found.planned.size == found.num_examples else "; larger ones may fit"
         lines.append(
-            f"{name} {found.planned.size} fits with {' + '.join(found.planned.techniques)}{_end(found.planned_too_large)}"
+            f"{name} {found.planned.size} is the largest that was found to fit with {' + '.join(found.planned.techniques)}{_end(found.planned_too_large) or more}"
         )
     else:
         lines.append(f"no larger one was found to fit with techniques{_end(found.planned_too_large)}")
@@ -44,8 +45,10 @@ def answer(found: BatchSizes) -> list[str]:
         lines.append(f"{name} {size} does not run: {why}")
     if found.fastest is not None:
         with_what = f" with {' + '.join(found.fastest.techniques)}" if found.fastest.techniques else ""
+        # The larger one of two that are alike is no better.
+        is_first = all(row.seconds_per_sample >= found.fastest.seconds_per_sample for row in found.tried if row.fits)
         lines.append(
-            f"{name} {found.fastest.size}{with_what} is the fastest: {format_seconds(found.fastest.seconds_per_sample)} per sample (roofline estimate)"
+            f"{name} {found.fastest.size}{with_what} is {'the fastest' if is_first else 'as fast as any to within 1 %'}: {format_seconds(found.fastest.seconds_per_sample)} per sample (roofline estimate)"
         )
     return lines
 
