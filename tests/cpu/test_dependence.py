@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Subject, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.proof import Subject, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
 
 torch.set_num_threads(1)
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
-from tightfit.effects.rows import Mixes
+from tightfit.effects.independence.rows import Mixes
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices

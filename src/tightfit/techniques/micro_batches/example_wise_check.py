@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.dependence import Flow, Mixed, NeedsValues, Run
-from tightfit.effects.independence import Leaves, Proof, Subject, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.proof import Leaves, Proof, Subject, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_flow import Flow, Mixed, NeedsValues, Run
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.state import RegionState, Snapshot, differences, restore
-from tightfit.effects.totals import ROWS, Total
 from tightfit.techniques.micro_batches.batches import AbstractBatch
 from tightfit.techniques.micro_batches.loss_means import Term, Watch
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of

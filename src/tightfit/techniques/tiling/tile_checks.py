@@ -8,7 +8,7 @@ import torch
 
 from tightfit.effects.code import Code
 from tightfit.effects.fingerprints import paused
-from tightfit.effects.rows import Mixes
+from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.state import Difference, RegionState, Snapshot, differences
 from tightfit.effects.value_checks import halves_differ, has_values
 from tightfit.techniques.tiling.tile_function import Tile

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.proof import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks

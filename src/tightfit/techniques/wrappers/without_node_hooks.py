@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from tightfit.effects.dependence import Run
+from tightfit.effects.independence.row_flow import Run
 from tightfit.effects.reads import line_of_code
 from tightfit.torch_hooks.node_hooks import on_node_hooks
 

@@ -1,12 +1,12 @@
-"""Rules of `dependence` for indexing, gathering and scattering."""
+"""Rules of `row_flow` for indexing, gathering and scattering."""
 
 from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.dependence import Call, Flow, Result
-from tightfit.effects.dependence_rules import only, rule
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.row_flow import Call, Flow, Result
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rules import only, rule
 
 
 @rule("gather scatter scatter_add scatter_reduce take_along_dim")

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.rows import Mixes
+from tightfit.effects.independence.rows import Mixes
 
 aten = torch.ops.aten
 # Names of one thing: which of them a reshape ends in depends on strides.

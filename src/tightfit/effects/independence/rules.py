@@ -1,4 +1,4 @@
-"""Rules of `dependence`: for each operator the layout of the rows in its result, or an error that rows are mixed.
+"""Rules of `row_flow`: for each operator the layout of the rows in its result, or an error that rows are mixed.
 
 A rule is not called for operators without rows among their inputs, and views need none. An operator without a rule counts as mixing rows.
 """
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.dependence import UNIFORM, Call, Flow, Result, Rule, Uniform
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.row_flow import UNIFORM, Call, Flow, Result, Rule, Uniform
+from tightfit.effects.independence.rows import Layout, Mixes
 
 RULES: dict[str, Rule] = {}
 

@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tightfit.effects.operations import operation_of
+from tightfit.effects.independence.operations import operation_of
+from tightfit.effects.independence.rows import Mixes, Pattern
 from tightfit.effects.reads import line_of_code
-from tightfit.effects.rows import Mixes, Pattern
 
 if TYPE_CHECKING:
-    from tightfit.effects.dependence import Call, Flow
+    from tightfit.effects.independence.row_flow import Call, Flow
 
 ROWS = -1
 """Among the `means` of a `Total`: the mean over rows, each of which counts as much."""

@@ -2,7 +2,7 @@
 
 The computation runs on fake tensors, which have shapes and no data: once for each number of rows that parts have, and once for all rows. All runs
 must have the same operators with the same arguments, except sizes that are multiples of the number of rows: so nothing that Python did depended
-on that number. In the last run each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`dependence_rules`).
+on that number. In the last run each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`rules`).
 Results that mix rows, or come from an operator without a rule, are marked; the proof fails if a marked one reaches a result, a branch or a loss.
 """
 
@@ -17,10 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tightfit.effects.operations import Operation, add_left_out, compare_one, is_plain, operation_of, schema_of
+from tightfit.effects.independence.operations import (
+    Operation,
+    add_left_out,
+    compare_one,
+    is_plain,
+    operation_of,
+    schema_of,
+)
+from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
 from tightfit.effects.reads import READS, line_of_code
-from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
-from tightfit.effects.totals import Total, divides_by_rows, is_sum, total_of
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.dependence import Flow
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.reach import is_users_class
 from tightfit.effects.state import Difference, Snapshot, differences
 

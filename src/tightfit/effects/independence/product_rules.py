@@ -1,12 +1,12 @@
-"""Rules of `dependence` for matrix products, attention and recurrent kernels."""
+"""Rules of `row_flow` for matrix products, attention and recurrent kernels."""
 
 from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.dependence import Call, Flow, Result, Uniform
-from tightfit.effects.dependence_rules import behind, only, rule
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.row_flow import Call, Flow, Result, Uniform
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rules import behind, only, rule
 
 _CONTRACTS = "sums over the rows"
 

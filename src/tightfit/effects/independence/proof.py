@@ -1,6 +1,6 @@
 """Decides whether a module (or a function of tensors) may be run on parts of one dimension of its inputs: the proof and further conditions.
 
-Besides what `dependence` proves of the operators: there are no side effects, no user hook sees the parts, no autograd function is the
+Besides what `row_flow` proves of the operators: there are no side effects, no user hook sees the parts, no autograd function is the
 user's own, and gradients flow only to the inputs and the parameters.
 """
 
@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects import dependence_indexing, dependence_products  # noqa: F401 - enter their rules
 from tightfit.effects.ambient import saved_apart
-from tightfit.effects.dependence import Flow, Functions, NeedsValues, Run
-from tightfit.effects.dependence_rules import RULES
-from tightfit.effects.left_behind import Left, depends_on_rows
-from tightfit.effects.operations import compare
+from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
+from tightfit.effects.independence.left_behind import Left, depends_on_rows
+from tightfit.effects.independence.operations import compare
+from tightfit.effects.independence.row_flow import Flow, Functions, NeedsValues, Run
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rules import RULES
 from tightfit.effects.reach import is_users_class, is_users_file
-from tightfit.effects.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, restore
 from tightfit.errors.faults import is_ours
 
