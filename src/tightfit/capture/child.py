@@ -20,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture import simulated, targets
-from tightfit.capture.containment.closed_in import ClosedIn
+from tightfit.capture import targets
 from tightfit.capture.patches import manifest
+from tightfit.capture.processes import simulated
 from tightfit.capture.processes.children import die_with_parent
+from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.progress import StatusFile
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration

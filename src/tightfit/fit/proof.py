@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from tightfit.capture.containment.policy import CLOSED, Policy
+from tightfit.capture.processes.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Script, Target
 from tightfit.errors import ApplyError
 from tightfit.fit.progress import ProgressLog

@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
-from tightfit.capture.containment.policy import CLOSED, Policy
+from tightfit.capture.processes.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.children import shared_folder
+from tightfit.capture.processes.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace import Preparation

@@ -15,7 +15,7 @@ from typing import Any
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.patches import extensions
-from tightfit.capture.triton.launches import Launches
+from tightfit.capture.patches.triton.launches import Launches
 
 
 def _no(_tensor: object) -> bool:

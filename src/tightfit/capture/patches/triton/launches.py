@@ -1,7 +1,7 @@
 """Launches of Triton kernels on the virtual GPU: an operator that reads and writes tensors that are there already, and allocates nothing.
 
 The kernel is neither compiled nor run. A launch is dispatched as an operator of the namespace `triton`, so that everything that watches operators
-sees it: what it may write to is found in the kernel's source (`tightfit.capture.triton.stores`). Autotuned kernels take their first
+sees it: what it may write to is found in the kernel's source (`tightfit.capture.patches.triton.stores`). Autotuned kernels take their first
 configuration, after benchmarks that allocate what real ones do.
 """
 
@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.operators import facts
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.triton.driver import Benchmark, CompiledKernel, VirtualDriver
-from tightfit.capture.triton.stores import Accesses, accesses
+from tightfit.capture.patches.triton.driver import Benchmark, CompiledKernel, VirtualDriver
+from tightfit.capture.patches.triton.stores import Accesses, accesses
 from tightfit.errors.faults import for_torch, hands_over
 
 _SCHEMA = "(Tensor[] read, Tensor(a!)[] written) -> ()"

@@ -3,9 +3,9 @@
 import errno
 from typing import Any
 
-from tightfit.capture.containment import namespaces, redirection
-from tightfit.capture.containment.policy import containment_of, note_drops
-from tightfit.capture.containment.watch import Watch, rename_folders_by_copying
+from tightfit.capture.processes.containment import namespaces, redirection
+from tightfit.capture.processes.containment.policy import containment_of, note_drops
+from tightfit.capture.processes.containment.watch import Watch, rename_folders_by_copying
 from tightfit.errors.faults import chain
 
 # What libraries say that have given up on the network, or that were told that there is none.

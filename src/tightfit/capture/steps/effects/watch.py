@@ -7,8 +7,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.effects.gradients import GradientWatch
-from tightfit.capture.effects.regions import RegionWatch
+from tightfit.capture.steps.effects.gradients import GradientWatch
+from tightfit.capture.steps.effects.regions import RegionWatch
 from tightfit.tape import Effect
 
 

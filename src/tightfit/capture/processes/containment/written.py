@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from tightfit.capture.containment.policy import DROPPED, UPPER
+from tightfit.capture.processes.containment.policy import DROPPED, UPPER
 
 _FOLDER = "folder"
 _MAX_NAMED = 3

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tightfit.capture.containment import linux
-from tightfit.capture.containment.policy import DROPPED, UPPER
-from tightfit.capture.containment.written import remember
+from tightfit.capture.processes.containment import linux
+from tightfit.capture.processes.containment.policy import DROPPED, UPPER
+from tightfit.capture.processes.containment.written import remember
 
 _FLAGS = {
     "ro": linux.READ_ONLY,

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.containment import linux
-from tightfit.capture.containment.mounts import cover
-from tightfit.capture.containment.policy import DROPPED, Policy, containment_of
+from tightfit.capture.processes.containment import linux
+from tightfit.capture.processes.containment.mounts import cover
+from tightfit.capture.processes.containment.policy import DROPPED, Policy, containment_of
 
 _entered: list[bool] = []
 

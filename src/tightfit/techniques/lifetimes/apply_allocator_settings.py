@@ -1,4 +1,4 @@
-"""Puts `allocator_settings` on live objects: see `tightfit.techniques.allocator_settings` for what it is and where it comes from."""
+"""Puts `allocator_settings` on live objects: see `tightfit.techniques.lifetimes.allocator_settings` for what it is and where it comes from."""
 
 from collections.abc import Sequence
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tightfit.capture.effects.lines import line_of_function
 from tightfit.capture.observe.attribution import is_users_or_other, user_line
 from tightfit.capture.replace import replace
+from tightfit.capture.steps.effects.lines import line_of_function
 from tightfit.errors.faults import hands_over
 from tightfit.tape import Effect, EffectKind
 

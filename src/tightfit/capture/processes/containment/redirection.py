@@ -17,10 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.containment import landlock
-from tightfit.capture.containment.copies import WRITES, Copies
-from tightfit.capture.containment.policy import DROPPED, LANDLOCK, PYTHON, UPPER, Containment, forced_mechanism
-from tightfit.capture.containment.written import remember
+from tightfit.capture.processes.containment import landlock
+from tightfit.capture.processes.containment.copies import WRITES, Copies
+from tightfit.capture.processes.containment.policy import (
+    DROPPED,
+    LANDLOCK,
+    PYTHON,
+    UPPER,
+    Containment,
+    forced_mechanism,
+)
+from tightfit.capture.processes.containment.written import remember
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch
 

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.effects.lines import line_of, line_of_function
 from tightfit.capture.observe.attribution import user_line
+from tightfit.capture.steps.effects.lines import line_of, line_of_function
 from tightfit.effects.reach import is_users_class
 from tightfit.effects.state import Difference, RegionState, Snapshot, differences
 from tightfit.tape import Effect, EffectKind, Phase

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.containment import namespaces
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment import namespaces
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.errors.faults import for_torch
 
 _NETWORK_HINT = "--allow-network"

@@ -40,6 +40,6 @@ class AllocatorSettings(AbstractTechnique):
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Changes the settings of the running process if there is a card; `tightfit run` sets them before the program starts."""
-        from tightfit.techniques.apply_allocator_settings import apply_allocator_settings
+        from tightfit.techniques.lifetimes.apply_allocator_settings import apply_allocator_settings
 
         apply_allocator_settings(session, chosen)

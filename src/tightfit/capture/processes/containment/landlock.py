@@ -6,7 +6,7 @@ import struct
 import sys
 from typing import Any
 
-from tightfit.capture.containment import linux
+from tightfit.capture.processes.containment import linux
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # asm-generic/unistd.h
 _VERSION, _BENEATH = 1, 1  # linux/landlock.h
