@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from tightfit.effects.independence.proof import Subject, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.proof import Computation, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
 
@@ -28,7 +28,7 @@ class _Module(nn.Module):
 
 def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) -> Layout:
     module = _Module(function)
-    subject = Subject(
+    subject = Computation(
         call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True
     )
     proof = prove(subject, value.shape[dim], [part])

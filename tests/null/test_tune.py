@@ -27,8 +27,8 @@ from tightfit.tuning.candidate_settings import (
 )
 from tightfit.tuning.program import Program
 from tightfit.tuning.search_settings import tune
+from tightfit.tuning.settings_search import SettingsSearch
 from tightfit.tuning.static_placement import place_statically
-from tightfit.tuning.sweeps import Search
 from tightfit.units import KIB, MIB
 
 REAL = sorted((Path(__file__).parents[3] / "shared/data/snapshots").glob("*.pickle"))
@@ -334,7 +334,7 @@ class TestOtherSizes:
         script.malloc(*[32 * MIB] * 30)
         for size in (33, 37, 40):
             script.free(script.malloc(size * MIB))
-        search = Search([script.program()], capacity_bytes=None, deadline=math.inf, allows_expandable=True)
+        search = SettingsSearch([script.program()], capacity_bytes=None, deadline=math.inf, allows_expandable=True)
         assert search.try_always("").peak_reserved_bytes == 1072 * MIB
         assert search.try_always("roundup_power2_divisions:4").peak_reserved_bytes == 1000 * MIB
         search.try_always("expandable_segments:True")

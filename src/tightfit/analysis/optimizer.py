@@ -1,6 +1,6 @@
 """The optimizer steps of a tape: the gradients and states they use, their temporaries, and their seconds.
 
-A `Stretch` is a range of consecutive operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. `optimizer_algorithm` finds which
+A `OptimizerRange` is a range of consecutive operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. `optimizer_algorithm` finds which
 implementation ran, `gradient_readers` what else reads the gradients.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class OptimizerRange:
     """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated `seconds`."""
 
     begin: int
@@ -45,10 +45,10 @@ class OptimizerProfile:
         # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
         self.stretches = self._find_stretches()
 
-    def _find_stretches(self) -> tuple[Stretch, ...]:
+    def _find_stretches(self) -> tuple[OptimizerRange, ...]:
         runs = runs_of(self.tape.operators.phase == Phase.OPTIMIZER)
         return tuple(
-            Stretch(
+            OptimizerRange(
                 begin=begin,
                 end=end,
                 begin_event=int(self.modules.event_of(begin)),
@@ -67,7 +67,7 @@ class OptimizerProfile:
         return max(float(self.operator_seconds[begin:end].sum()), issued)
 
     @property
-    def steady(self) -> tuple[Stretch, ...]:
+    def steady(self) -> tuple[OptimizerRange, ...]:
         """The optimizer steps of the last step of the user's loop, which stands for all: the first one allocates the states as well."""
         spans = self.tape.spans
         begins = spans.begin[spans.kind == SpanKind.STEP]
@@ -79,16 +79,16 @@ class OptimizerProfile:
         """Seconds of the optimizers per step of the user's loop."""
         return sum(s.seconds for s in self.steady)
 
-    def names(self, stretch: Stretch) -> list[str]:
+    def names(self, stretch: OptimizerRange) -> list[str]:
         """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
         at = np.flatnonzero(self.is_kernel[stretch.begin : stretch.end]) + stretch.begin
         return [self.tape.strings[n].split(".")[1] for n in self.tape.operators.name[at].tolist()]
 
-    def gradients(self, stretch: Stretch) -> Column:
+    def gradients(self, stretch: OptimizerRange) -> Column:
         """The gradients, as indices of storages, that are allocated when an optimizer step begins."""
         return self._alive(stretch.begin_event, Category.GRADIENTS)
 
-    def state(self, stretch: Stretch) -> Column:
+    def state(self, stretch: OptimizerRange) -> Column:
         """The optimizer states, as indices of storages, that are allocated when an optimizer step ends."""
         return self._alive(stretch.end_event, Category.OPTIMIZER_STATE)
 
@@ -96,7 +96,7 @@ class OptimizerProfile:
         of_kind = self.tape.storages.category == category
         return np.flatnonzero(of_kind & (self.born < event) & (self.died >= event))
 
-    def held(self, stretch: Stretch) -> list[tuple[int, int, int]]:
+    def held(self, stretch: OptimizerRange) -> list[tuple[int, int, int]]:
         """The optimizer's temporaries during a step, states not included: (begin event, end event, bytes), disjoint, in order."""
         inside = (self.born >= stretch.begin_event) & (self.died <= stretch.end_event)
         temporary = np.flatnonzero(inside & (self.tape.storages.category == Category.TEMPORARIES))
@@ -110,7 +110,7 @@ def seconds_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int)
     return max(traffic + num_kernels * efficiency.launch_seconds, num_kernels * efficiency.issue_seconds)
 
 
-def seconds_of_kernels(run: OptimizerProfile, stretch: Stretch, num_kernels: int) -> float:
+def seconds_of_kernels(run: OptimizerProfile, stretch: OptimizerRange, num_kernels: int) -> float:
     """Seconds of an optimizer step if it did the same with this many kernels."""
     efficiency = efficiency_of(run.device)
     more = num_kernels - int(run.is_kernel[stretch.begin : stretch.end].sum())

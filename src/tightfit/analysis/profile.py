@@ -11,7 +11,7 @@ from tightfit.analysis.attention import ScoreRun, score_runs
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
-from tightfit.analysis.recomputable import Block, blocks
+from tightfit.analysis.recomputable import RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.roofline import is_kernel, operator_seconds
@@ -57,7 +57,7 @@ class Profile:
         return ModuleCalls(self.tape)
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RecomputableBlock, ...]:
         """The modules that are worth recomputing, outermost first."""
         return tuple(blocks(self.modules))
 

@@ -25,7 +25,7 @@ SMALLEST_SHARE = 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class RecomputableBlock:
     """A module that could be recomputed, with all its calls; `alike` names its equivalence class."""
 
     path: str
@@ -34,7 +34,7 @@ class Block:
     slots: frozenset[str]
 
 
-def blocks(module_calls: ModuleCalls) -> list[Block]:
+def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
     """The candidates of a run, outermost first."""
     total = module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
     found = []
@@ -50,12 +50,14 @@ def blocks(module_calls: ModuleCalls) -> list[Block]:
             continue
         if calls and module_calls.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
             slots = frozenset(f"activations@{module}" for module in inside)
-            found.append(Block(path=path, alike=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots))
+            found.append(
+                RecomputableBlock(path=path, alike=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots)
+            )
     return found
 
 
 def recompute_option(
-    technique: str, profile: "Profile", block: Block, kept: Callable[[ModuleCall], Column] | None = None
+    technique: str, profile: "Profile", block: RecomputableBlock, kept: Callable[[ModuleCall], Column] | None = None
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks.
 

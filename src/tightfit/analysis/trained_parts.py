@@ -23,7 +23,7 @@ MIN_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class NumberedModules:
     """Modules in a list, `path.0` to `path.(number - 1)`, each called once per forward pass, and the modules that run before the first of them."""
 
     path: str
@@ -81,7 +81,7 @@ class TrainedParts:
         return found
 
     @cached_property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> NumberedModules | None:
         """The longest list of blocks that run one after another; None without one."""
         counts: dict[str, int] = {}
         for path in self.module_calls.paths:
@@ -89,13 +89,13 @@ class TrainedParts:
             if parent and last.isdigit():
                 counts[parent] = max(counts.get(parent, 0), int(last) + 1)
         long = [path for path, number in counts.items() if number >= MIN_BLOCKS]
-        best: Blocks | None = None
+        best: NumberedModules | None = None
         for path in sorted(long, key=lambda p: (-counts[p], p.count("."))):
             calls = [self.module_calls.calls(f"{path}.{i}") for i in range(counts[path])]
             in_order = all(calls) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(calls))
             # A list inside of a numbered block (layers.0.experts) repeats within each layer and is no stack of layers.
             if in_order and not any(part.isdigit() for part in path.split(".")):
-                best = Blocks(path=path, number=counts[path], before=self._before(calls[0][0].begin))
+                best = NumberedModules(path=path, number=counts[path], before=self._before(calls[0][0].begin))
                 break
         return best
 

@@ -27,7 +27,7 @@ from tightfit.errors.program_errors import one_line
 from tightfit.tape import Coverage, Tape
 
 
-class Session:
+class CaptureSession:
     """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
     watched too. `used_bytes` of the card are held by other processes."""
 

@@ -7,8 +7,8 @@ import dataclasses
 
 import numpy as np
 
-from tightfit.diagnosis.timeline import Step
-from tightfit.recordings.frames import Place
+from tightfit.diagnosis.timeline import StepSpan
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category
 
@@ -32,7 +32,7 @@ class Growth:
     num_bytes: int
 
 
-def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ...]) -> tuple[Growth, ...]:
+def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]) -> tuple[Growth, ...]:
     """The sites that grow, fastest first; empty with fewer than `MIN_STEPS` steps."""
     if len(steps) < MIN_STEPS:
         return ()
@@ -40,7 +40,7 @@ def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ..
     ends = [step.end - 1 for step in steps[1:]]
     lasting = np.flatnonzero((blocks.died > ends[0]) & (blocks.category != Category.GRADIENTS))
     # By allocation site: a list that grows gets a new block in each step, all from one line.
-    held: dict[tuple[Place, int], list[int]] = {}
+    held: dict[tuple[AllocationSite, int], list[int]] = {}
     for block in lasting.tolist():
         held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)
     found = []

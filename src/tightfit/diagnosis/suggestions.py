@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category, Column
 from tightfit.units import MIB
@@ -66,7 +66,9 @@ class Costs:
     forward_seconds: dict[str, float]
 
 
-def remedies_of(history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> list[Remedy]:
+def remedies_of(
+    history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
+) -> list[Remedy]:
     """Suggestions that lower the allocated peak, best first. `places` has an entry per stack, `phases` (`Phase`) one per block."""
     if not len(history.blocks) or not history.num_events:
         return []
@@ -87,7 +89,9 @@ def remedies_of(history: History, places: tuple[Place, ...], phases: Column, cos
 class _Seen:
     """A history prepared for the checks behind each suggestion."""
 
-    def __init__(self, history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> None:
+    def __init__(
+        self, history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
+    ) -> None:
         self.history, self.places, self.phases, self.costs = history, places, phases, costs
         self.blocks = history.blocks
         self.steps = steps_of(history, kinds=("step",))
@@ -103,7 +107,7 @@ class _Seen:
             self.history, blocks.block_bytes[chosen], begins[chosen], blocks.died[chosen], kept_bytes=kept_bytes
         )
 
-    def place_of(self, block: int) -> Place:
+    def place_of(self, block: int) -> AllocationSite:
         """The allocation site of a block."""
         return self.places[int(self.blocks.stack[block])]
 

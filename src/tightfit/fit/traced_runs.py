@@ -19,7 +19,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import CaptureError
 from tightfit.fit.extent import Extent
-from tightfit.fit.progress import ProgressLog
+from tightfit.fit.planning_progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate, needed_bytes

@@ -45,7 +45,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """Buffers to be placed below `capacity` bytes, each at a multiple of `alignment`; no capacity means as low as possible."""
 
     buffers: tuple[Buffer, ...]
@@ -78,7 +78,7 @@ class Crowd:
     names: tuple[str, ...]
 
 
-def worst_crowd(problem: Problem) -> Crowd:
+def worst_crowd(problem: PlacementProblem) -> Crowd:
     """The lower bound of the height of any placement.
 
     Buffers stacked at multiples of the alignment each take their size rounded up, except the one on top; leaving out the largest such
@@ -96,7 +96,7 @@ def worst_crowd(problem: Problem) -> Crowd:
     return worst
 
 
-def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> Problem:
+def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> PlacementProblem:
     """The problem in a CSV file with the columns `id,lower,upper,size` in any order; a column `offset` is ignored.
 
     Raises:
@@ -113,10 +113,10 @@ def read_problem(path: Path | str, *, capacity: int | None = None, alignment: in
         raise UsageError(
             f"{path} is not a text file; a CSV file with the columns id,lower,upper,size is needed"
         ) from None
-    return Problem(buffers=buffers, capacity=capacity, alignment=alignment)
+    return PlacementProblem(buffers=buffers, capacity=capacity, alignment=alignment)
 
 
-def write_solution(path: Path | str, problem: Problem, offsets: Mapping[str, int]) -> None:
+def write_solution(path: Path | str, problem: PlacementProblem, offsets: Mapping[str, int]) -> None:
     """Writes the buffers in their order with the column `offset`, in bytes from the start of the arena.
 
     Raises:

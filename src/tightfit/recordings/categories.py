@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.recordings.read import Annotation
 from tightfit.simulate.history import UNKNOWN, HistorySpan
 from tightfit.tape import Category, Column
@@ -37,7 +37,7 @@ class Lives:
     num_events: int
 
 
-def phases_of(places: Sequence[Place], lives: Lives) -> Column:
+def phases_of(places: Sequence[AllocationSite], lives: Lives) -> Column:
     """The phase in which each block was allocated.
 
     Autograd's device thread has no Python frames, so in a recording of Python frames only an allocation without a stack is of the backward pass.
@@ -97,7 +97,9 @@ def annotated_spans(
     )
 
 
-def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], spans: Sequence[HistorySpan]) -> Column:
+def guess_categories(
+    lives: Lives, phases: Column, places: Sequence[AllocationSite], spans: Sequence[HistorySpan]
+) -> Column:
     """The most likely category of each block; `spans` are the steps."""
     born, died = lives.born, lives.died
     asked = {phase: born[(phases == phase) & (born >= 0)] for phase in (_FORWARD, _BACKWARD, _OPTIMIZER)}

@@ -11,7 +11,7 @@ from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
-from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
+from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
 from tightfit.simulate.timeline_bytes import Levels, levels_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
@@ -106,7 +106,7 @@ def _moment(tape: Tape, at: int) -> PeakMoment:
     )
 
 
-def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ...]:
+def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[SiteAtPeak, ...]:
     """The largest allocation sites. Storages of one category, line and operator are grouped; numbers in module paths become `*`."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     operators, strings = tape.operators, tape.strings
@@ -124,7 +124,7 @@ def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ..
         group[1] += int(block_bytes[storage])
     largest = sorted(groups.items(), key=lambda item: -item[1][1])[:NUM_HOLDERS]
     return tuple(
-        Holder(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
+        SiteAtPeak(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
         for (c, m, o, l), (n, b) in largest
     )
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
-from tightfit.techniques.wrappers.replaced_methods import Layer
+from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
 
 Undo = Callable[[], object]
 CHECK_STEPS = 2
@@ -137,7 +137,7 @@ class Session:
         # Only what the object itself has: an attribute of its class is found again once ours is deleted.
         had, before = name in own, own.get(name)
         if callable(value) and not isinstance(value, type | torch.nn.Module):
-            value = Layer(holder, name, value, before)
+            value = MethodReplacement(holder, name, value, before)
             self.when_undone(value.take_off)
         else:
             self.when_undone(lambda: _put_back(holder, name, value, had=had, before=before))

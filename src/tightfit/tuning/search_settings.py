@@ -15,8 +15,8 @@ from tightfit.errors import UsageError
 from tightfit.recordings.read import Recording
 from tightfit.tuning.candidate_settings import Refused, keys_of, known_bad, needs, spelled, without_effect
 from tightfit.tuning.program import Program
+from tightfit.tuning.settings_search import MIN_GAIN, SettingsSearch
 from tightfit.tuning.static_placement import StaticPlacement, place_statically
-from tightfit.tuning.sweeps import MIN_GAIN, Search
 
 _SEARCHED_BY, _CHECKED_BY = 0.6, 0.75
 """The parts of the time after which the search and the checks of its result end; the rest is for the static placement."""
@@ -28,7 +28,7 @@ synthetic workloads, 1 % instead chose worse than expandable segments alone in 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TriedSettings:
     """One set of settings; the empty text is torch's default.
 
     `saved_bytes` is relative to the default, and `recovered_share` is its share of what the default reserves above the peak of allocated bytes;
@@ -61,12 +61,12 @@ class Tuning:
     search ended before its time limit.
     """
 
-    default: Row
-    as_recorded: Row | None
-    given: Row | None
-    rows: tuple[Row, ...]
+    default: TriedSettings
+    as_recorded: TriedSettings | None
+    given: TriedSettings | None
+    rows: tuple[TriedSettings, ...]
     refused: tuple[Refused, ...]
-    recommended: Row | None
+    recommended: TriedSettings | None
     reason: str
     live_bytes: int
     static: StaticPlacement
@@ -113,7 +113,7 @@ def tune(
     """
     began = time.monotonic()
     programs = _programs(recording, device)
-    search = Search(
+    search = SettingsSearch(
         programs,
         capacity_bytes=capacity_bytes,
         deadline=began + seconds * _SEARCHED_BY,
@@ -186,20 +186,20 @@ def _refusal(text: str, *, is_windows: bool) -> tuple[Refused, ...]:
 class _Rows:
     """The trials of a search as rows."""
 
-    def __init__(self, search: Search, capacity_bytes: int | None) -> None:
+    def __init__(self, search: SettingsSearch, capacity_bytes: int | None) -> None:
         self._search = search
         self._has_limit = capacity_bytes is not None
         default = search.trials[""]
         self._default_bytes = default.peak_reserved_bytes if default.oom_event is None else None
 
-    def of(self, text: str) -> Row:
+    def of(self, text: str) -> TriedSettings:
         """One row."""
         trial = self._search.trials[text]
         saved_bytes = None
         if self._default_bytes is not None and trial.oom_event is None:
             saved_bytes = self._default_bytes - trial.peak_reserved_bytes
         spare_bytes = (self._default_bytes or 0) - self._search.live_bytes
-        return Row(
+        return TriedSettings(
             settings=text,
             peak_reserved_bytes=trial.peak_reserved_bytes,
             saved_bytes=saved_bytes,
@@ -212,7 +212,7 @@ class _Rows:
             note=without_effect(text, has_limit=self._has_limit),
         )
 
-    def best(self, always: Iterable[str]) -> tuple[Row, ...]:
+    def best(self, always: Iterable[str]) -> tuple[TriedSettings, ...]:
         """The rows of `always`, and the best of each combination of keys that beats every shown one with fewer keys."""
         trials = self._search.trials
         always = set(always)
@@ -234,7 +234,7 @@ class _Rows:
 class _Choice:
     """Chooses the recommendation."""
 
-    def __init__(self, search: Search, rows: _Rows, recorded: str, *, is_windows: bool, until: float) -> None:
+    def __init__(self, search: SettingsSearch, rows: _Rows, recorded: str, *, is_windows: bool, until: float) -> None:
         self._search = search
         self._rows = rows
         # Recorded settings that are known to be bad are no baseline.
@@ -243,7 +243,7 @@ class _Choice:
         self._is_windows = is_windows
         self._until = until
 
-    def make(self) -> tuple[Row | None, str]:
+    def make(self) -> tuple[TriedSettings | None, str]:
         """The row to recommend, and the sentence that says why."""
         trials = self._search.trials
         sound = [

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
-from tightfit.capture.dispatch.data_reads import Reads
+from tightfit.capture.dispatch.data_reads import ReadPolicy
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
 from tightfit.capture.dispatch.operators import OperatorFacts, facts, tensors, written
@@ -71,7 +71,7 @@ class VirtualGpu(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
-        self.reads = Reads(self.attribution.where, recorder.assume)
+        self.reads = ReadPolicy(self.attribution.where, recorder.assume)
         self.shadows = Shadows()
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real

@@ -22,7 +22,7 @@ from tightfit.capture.after_steps import frameworks
 from tightfit.capture.after_steps.fast_forward import FastForward
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.replace import replace
-from tightfit.capture.steps.effects.watch import EffectWatch
+from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.repetition import Repetition
 from tightfit.capture.steps.weak_sequence import WeakSequence

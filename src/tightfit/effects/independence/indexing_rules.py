@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.independence.row_flow import Call, Flow, Result
+from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.rules import only, rule
 
 
 @rule("gather scatter scatter_add scatter_reduce take_along_dim")
-def gather(flow: Flow, call: Call) -> Result:
+def gather(flow: Flow, call: OperatorCall) -> Result:
     """Gathers or scatters along another dimension than the rows', with all arguments row by row."""
     dim = call["dim"] % call["self"].dim()
     tensors = [t for t in call.tensors if t.dim()]
@@ -25,7 +25,7 @@ def gather(flow: Flow, call: Call) -> Result:
 
 
 @rule("index_select")
-def select(flow: Flow, call: Call) -> Result:
+def select(flow: Flow, call: OperatorCall) -> Result:
     """Selects along another dimension than the rows', or looks rows up in a shared table."""
     table, index, dim = call["self"], call["index"], call["dim"] % max(1, call["self"].dim())
     mine, its = flow.layout(table), flow.layout(index)
@@ -82,13 +82,13 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
 
 
 @rule("index _unsafe_index")
-def index(flow: Flow, call: Call) -> Result:
+def index(flow: Flow, call: OperatorCall) -> Result:
     """Indexes other dimensions than the rows', a shared table by rows, or each row by its own number."""
     return indexed(flow, call["self"], call["indices"])[0]
 
 
 @rule("index_put _index_put_impl _unsafe_index_put")
-def index_put(flow: Flow, call: Call) -> Result:
+def index_put(flow: Flow, call: OperatorCall) -> Result:
     """Writes to the elements that `index` would return."""
     layout, num_dims = indexed(flow, call["self"], call["indices"])
     rows, values = flow.layout(call["self"]), call["values"]
@@ -102,7 +102,7 @@ def index_put(flow: Flow, call: Call) -> Result:
 
 
 @rule("searchsorted")
-def search(flow: Flow, call: Call) -> Result:
+def search(flow: Flow, call: OperatorCall) -> Result:
     """Searches in one table for all rows, or in each row's own."""
     table, values = call["sorted_sequence"], call["self"]
     if not isinstance(values, torch.Tensor):
@@ -116,14 +116,14 @@ def search(flow: Flow, call: Call) -> Result:
 
 
 @rule("isin")
-def isin(flow: Flow, call: Call) -> Result:
+def isin(flow: Flow, call: OperatorCall) -> Result:
     """Tests each element against one set for all rows."""
     only(flow, call, "elements")
     return flow.layout(call["elements"])
 
 
 @rule("index_fill")
-def index_fill(flow: Flow, call: Call) -> Result:
+def index_fill(flow: Flow, call: OperatorCall) -> Result:
     """Writes one number to what `index` would give; torch 2.15 makes this of `x[torch.arange(len(x)), 0] = 0`."""
     rows, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
     if rows is None or (isinstance(call["value"], torch.Tensor) and flow.layout(call["value"]) is not None):
@@ -133,7 +133,7 @@ def index_fill(flow: Flow, call: Call) -> Result:
 
 
 @rule("index_add index_copy")
-def write_along(flow: Flow, call: Call) -> Result:
+def write_along(flow: Flow, call: OperatorCall) -> Result:
     """Writes along another dimension, at the same positions for all rows."""
     layout, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
     source = call.get("source")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.independence.row_flow import Flow
 from tightfit.effects.reach import is_users_class
-from tightfit.effects.state import Difference, Snapshot, differences
+from tightfit.effects.state import Snapshot, StateDifference, differences
 
 # Code, and names of things: nothing that is computed.
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType, torch.dtype)
@@ -26,7 +26,7 @@ _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type,
 class Left:
     """The changes of one run: `found` in words, `filled` the caches that were filled, and the new `values` by path."""
 
-    found: list[Difference] = dataclasses.field(default_factory=list)
+    found: list[StateDifference] = dataclasses.field(default_factory=list)
     filled: list[str] = dataclasses.field(default_factory=list)
     values: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 

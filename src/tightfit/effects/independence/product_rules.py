@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.independence.row_flow import Call, Flow, Result, Uniform
+from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result, Uniform
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.rules import behind, only, rule
 
@@ -35,21 +35,21 @@ def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int
 
 
 @rule("mm _int_mm")
-def mm(flow: Flow, call: Call) -> Result:
+def mm(flow: Flow, call: OperatorCall) -> Result:
     """A matrix product: rows are those of the left operand, or columns of the right one."""
     left, right = call.tensors[:2]
     return _product(flow, left, right, 0)
 
 
 @rule("bmm")
-def bmm(flow: Flow, call: Call) -> Result:
+def bmm(flow: Flow, call: OperatorCall) -> Result:
     """A batched matrix product: rows may also be in the batch dimension."""
     left, right = call.tensors[:2]
     return _product(flow, left, right, 1)
 
 
 @rule("mv")
-def mv(flow: Flow, call: Call) -> Result:
+def mv(flow: Flow, call: OperatorCall) -> Result:
     """A matrix-vector product: rows are those of the matrix."""
     only(flow, call, "self")
     layout = flow.layout(call["self"])
@@ -59,7 +59,7 @@ def mv(flow: Flow, call: Call) -> Result:
 
 
 @rule("addmm baddbmm addbmm_ _addmm_activation addmv")
-def addmm(flow: Flow, call: Call) -> Result:
+def addmm(flow: Flow, call: OperatorCall) -> Result:
     """A matrix product with an added tensor."""
     tensors = call.tensors
     added, left, right = tensors[:3]
@@ -84,14 +84,14 @@ def addmm(flow: Flow, call: Call) -> Result:
 
 
 @rule("linear")
-def linear(flow: Flow, call: Call) -> Result:
+def linear(flow: Flow, call: OperatorCall) -> Result:
     """A linear layer, which sums over the last dimension."""
     only(flow, call, "input")
     return behind(flow, call["input"], 1)
 
 
 @rule("_cdist_forward cdist")
-def distances(flow: Flow, call: Call) -> Result:
+def distances(flow: Flow, call: OperatorCall) -> Result:
     """Pairwise distances: of rows to shared points, or within each matrix of a batch."""
     x1, x2 = call["x1"], call["x2"]
     mine, its = flow.layout(x1), flow.layout(x2)
@@ -107,7 +107,7 @@ def distances(flow: Flow, call: Call) -> Result:
 @rule(
     "linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh linalg_lu_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp"
 )
-def matrices(flow: Flow, call: Call) -> Result:
+def matrices(flow: Flow, call: OperatorCall) -> Result:
     """Decompositions and inverses of each matrix of a batch."""
     layout = behind(flow, call.tensors[0], 2)
     return [layout if layout is not None and o.dim() > layout.dim else None for o in call.outputs]
@@ -119,7 +119,7 @@ _scaled_dot_product_attention_math_for_mps scaled_dot_product_attention"""
 
 
 @rule(_ATTENTION)
-def attention(flow: Flow, call: Call) -> Result:
+def attention(flow: Flow, call: OperatorCall) -> Result:
     """Attention within each batch element and head; queries may be rows if keys and values are shared."""
     query, key, value = call["query"], call["key"], call["value"]
     layout = flow.layout(query)
@@ -145,7 +145,7 @@ def attention(flow: Flow, call: Call) -> Result:
 
 
 @rule("_cudnn_rnn miopen_rnn")
-def recurrent(flow: Flow, call: Call) -> Result:
+def recurrent(flow: Flow, call: OperatorCall) -> Result:
     """A recurrent layer over the time steps of each sequence."""
     layout = flow.layout(call["input"])
     batch = 0 if call["batch_first"] else 1
@@ -162,7 +162,7 @@ def recurrent(flow: Flow, call: Call) -> Result:
 
 
 @rule("mkldnn_rnn_layer")
-def recurrent_on_host(flow: Flow, call: Call) -> Result:
+def recurrent_on_host(flow: Flow, call: OperatorCall) -> Result:
     """One recurrent layer on the host, over the time steps of each sequence."""
     layout = flow.layout(call["input"])
     if layout is None or layout.dim != (0 if call["batch_first"] else 1) or call["batch_sizes"]:
@@ -177,7 +177,7 @@ def recurrent_on_host(flow: Flow, call: Call) -> Result:
 
 
 @rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
-def cell(flow: Flow, call: Call) -> Result:
+def cell(flow: Flow, call: OperatorCall) -> Result:
     """One time step of each sequence."""
     gates: Sequence[torch.Tensor] = [call["input_gates"], call["hidden_gates"]]
     state = call.get("cx") if call.get("cx") is not None else call.get("hx")

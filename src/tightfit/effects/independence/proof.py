@@ -29,7 +29,7 @@ from tightfit.effects.ambient import saved_apart
 from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.operations import compare
-from tightfit.effects.independence.row_flow import Flow, Functions, NeedsValues, Run
+from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.rules import RULES
 from tightfit.effects.reach import is_users_class, is_users_file
@@ -40,7 +40,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class FollowedRun:
     """The run with all rows, its inputs and its result."""
 
     flow: Flow
@@ -52,13 +52,13 @@ class Leaves(Mixes):
     """A side effect that does not depend on the rows, such as a cache that the first call fills: `proof` holds for that call, and later calls need
     another proof."""
 
-    def __init__(self, message: str, proof: Proof) -> None:
+    def __init__(self, message: str, proof: FollowedRun) -> None:
         super().__init__(message)
         self.proof = proof
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Computation:
     """The subject of a proof: `call(inputs)`, where `dims` has for each of `inputs` the dimension of its rows, or None.
 
     `module` is the module that it runs, `around` a context for each run, whose value is passed to `call` too.
@@ -71,14 +71,14 @@ class Subject:
     is_contiguous: bool = False
     allows_randomness: bool = False
     allows_votes: bool = False
-    around: Callable[[Run], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+    around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
 
 
 class Unfollowed(Mixes):
     """The run ended with an error of its own, or fake tensors cannot replace the tensors that it works on."""
 
 
-def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> Proof:
+def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> FollowedRun:
     """Runs the subject on fake tensors with each of these numbers of rows.
 
     Raises:
@@ -96,16 +96,16 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
         "allows_randomness": subject.allows_randomness,
         "allows_votes": subject.allows_votes,
     }
-    runs, lefts = list[Run](), list[Left]()
+    runs, lefts = list[FakeRun](), list[Left]()
     for size in sizes:
-        runs.append(Run(size, **settings))
+        runs.append(FakeRun(size, **settings))
         lefts.append(_run(subject, runs[-1], num_rows)[2])
         compare(runs[0], runs[-1])
     flow = Flow(num_rows, runs[0], RULES, **settings)
     inputs, result, left = _run(subject, flow, num_rows)
     for run in runs:
         compare(flow, run)
-    proof = Proof(flow=flow, inputs=inputs, result=result)
+    proof = FollowedRun(flow=flow, inputs=inputs, result=result)
     told = next((str(each) for each in [*lefts, left] if str(each)), "")
     if told:
         why = depends_on_rows(flow, [*lefts, left])
@@ -115,7 +115,7 @@ def prove(subject: Subject, num_rows: int, parts: Iterable[int], reads: Sequence
     return proof
 
 
-def _run(subject: Subject, run: Run, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
+def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
     """The inputs, the result, and the state that was changed."""
     with (
         _as_it_was(subject.module) as left,
@@ -158,7 +158,7 @@ def _line(error: BaseException) -> str:
     return f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
 
 
-def _input(run: Run, tensor: torch.Tensor, dim: int | None, num_rows: int, is_contiguous: bool) -> torch.Tensor:
+def _input(run: FakeRun, tensor: torch.Tensor, dim: int | None, num_rows: int, is_contiguous: bool) -> torch.Tensor:
     if dim is None:
         return tensor
     strides = (

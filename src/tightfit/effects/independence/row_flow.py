@@ -53,7 +53,7 @@ State = Pattern | Mixed | Total | Uniform
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class OperatorCall:
     """One operator call: its arguments by the names of its schema, and its output tensors."""
 
     func: OpOverload
@@ -80,7 +80,7 @@ class Call:
 
 Place = Layout | Uniform | None
 Result = Place | Sequence[Place]
-Rule = Callable[["Flow", Call], Result]
+Rule = Callable[["Flow", OperatorCall], Result]
 
 
 def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def key_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class Run(TorchDispatchMode):
+class FakeRun(TorchDispatchMode):
     """One run on fake tensors, with `num_rows` rows; its operators are in `operations`. A subclass follows the rows."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Run(TorchDispatchMode):
                 self._born.add(key_of(output))
         if not self._is_atom:
             self._note(operation_of(func, arguments, outputs))
-            self.follow(Call(func=func, arguments=arguments, outputs=outputs), known)
+            self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
         return out
 
     def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -203,7 +203,7 @@ class Run(TorchDispatchMode):
     def _note(self, operation: Operation) -> None:
         self.operations.append(operation)
 
-    def follow(self, call: Call, known: set[int]) -> None:
+    def follow(self, call: OperatorCall, known: set[int]) -> None:
         """Follows the rows through one operator; `known` are the storages of its arguments."""
 
     def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -246,10 +246,10 @@ def _at() -> str:
     return f" at {line}" if line else ""
 
 
-class Flow(Run):
+class Flow(FakeRun):
     """The run with all rows, which follows them; `other` is an earlier run with a part of the rows."""
 
-    def __init__(self, num_rows: int, other: Run, rules: Mapping[str, Rule], **settings: Any) -> None:
+    def __init__(self, num_rows: int, other: FakeRun, rules: Mapping[str, Rule], **settings: Any) -> None:
         super().__init__(num_rows, **settings)
         self.other = other
         self._rules = rules
@@ -357,7 +357,7 @@ class Flow(Run):
         except Mixes as error:
             raise self.fail(f"{error}{_at()}") from None
 
-    def follow(self, call: Call, known: set[int]) -> None:
+    def follow(self, call: OperatorCall, known: set[int]) -> None:
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
         made = [o for o in call.outputs if key_of(o) not in known]
         changed = [o for o in call.outputs if key_of(o) in written]
@@ -395,7 +395,7 @@ class Flow(Run):
             except Mixes as error:
                 self._states[key_of(output)] = self._poison(call, inputs, str(error))
 
-    def _follow_unreturned(self, call: Call) -> None:
+    def _follow_unreturned(self, call: OperatorCall) -> None:
         """Marks what an operator writes to and does not return (`_foreach_add_`, many operators of programs): no rule is asked about it."""
         returned = {key_of(output) for output in call.outputs}
         unreturned = [t for t in _written(call.func, call.arguments) if key_of(t) not in returned]
@@ -404,7 +404,7 @@ class Flow(Run):
             state = self._poison(call, inputs, "has no rule that says what it does to rows")
             self._states.update((key_of(target), state) for target in unreturned)
 
-    def _poison(self, call: Call, inputs: Sequence[torch.Tensor], why: str) -> State:
+    def _poison(self, call: OperatorCall, inputs: Sequence[torch.Tensor], why: str) -> State:
         states = [self.state(t) for t in inputs]
         # The first reason is passed on, so that the error names the operator where rows came together and not
         # the last one after it.
@@ -415,7 +415,7 @@ class Flow(Run):
             return Mixed(reason=f"{call.func} {why}{_at()}", is_vote=call.name in ("all", "any"))
         return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
 
-    def _results(self, call: Call, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
+    def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
         follows = any(self.state(t) is not None or id(t) in self._scaled for t in inputs)
         if not follows:
             return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
@@ -432,7 +432,7 @@ class Flow(Run):
         its = self.other.operations[len(self.operations) - 1].shapes[number]
         return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
 
-    def _constant(self, call: Call, output: torch.Tensor, number: int) -> Layout | Uniform | None:
+    def _constant(self, call: OperatorCall, output: torch.Tensor, number: int) -> Layout | Uniform | None:
         """The layout of an output that no row goes into: it is the same for every number of rows, or repeated for each row."""
         grown = self.grown(number, output)
         if not grown:
@@ -457,7 +457,7 @@ class Flow(Run):
                 return None
         raise Mixes("depends on the number of rows")
 
-    def _view(self, output: torch.Tensor, call: Call) -> None:
+    def _view(self, output: torch.Tensor, call: OperatorCall) -> None:
         """A view of a constant may repeat it for each row."""
         state = self.state(output)
         if state is not None and not isinstance(state, Total):
@@ -478,7 +478,7 @@ class Flow(Run):
             return
         self._states[key_of(output)] = Mixed(reason=f"{call.func} depends on the number of rows{_at()}")
 
-    def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: Call) -> None:
+    def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: OperatorCall) -> None:
         state = self.state(output)
         if isinstance(state, Mixed):
             raise Mixes(state.reason)
@@ -543,7 +543,7 @@ _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 class Functions(TorchFunctionMode):
     """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
 
-    def __init__(self, run: Run, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
+    def __init__(self, run: FakeRun, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
         super().__init__()
         self._run = run
         self._atoms = atoms

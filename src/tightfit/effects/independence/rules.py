@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.independence.row_flow import UNIFORM, Call, Flow, Result, Rule, Uniform
+from tightfit.effects.independence.row_flow import UNIFORM, Flow, OperatorCall, Result, Rule, Uniform
 from tightfit.effects.independence.rows import Layout, Mixes
 
 RULES: dict[str, Rule] = {}
@@ -32,7 +32,7 @@ def rule(names: str) -> Callable[[Rule], Rule]:
     contiguous complex polar resolve_conj resolve_neg prelu _prelu_kernel rrelu_with_noise glu_pointwise _conj_physical lerp addcmul addcdiv
     conj_physical nan_to_num logical_not hardswish log_sigmoid_forward floor_divide special_i0"""
 )
-def pointwise(flow: Flow, call: Call) -> Result:
+def pointwise(flow: Flow, call: OperatorCall) -> Result:
     """Elementwise operators, with broadcasting."""
     out = call.outputs[0]
     found = flow.broadcast(call.tensors, out.dim())
@@ -45,7 +45,7 @@ def pointwise(flow: Flow, call: Call) -> Result:
 
 
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
-def new(flow: Flow, call: Call) -> Result:
+def new(flow: Flow, call: OperatorCall) -> Result:
     """A factory that takes only dtype and device from a tensor."""
     found: list[Layout | Uniform | None] = []
     for number, output in enumerate(call.outputs):
@@ -55,7 +55,7 @@ def new(flow: Flow, call: Call) -> Result:
 
 
 @rule("squeeze unsqueeze t transpose swapaxes swapdims detach as_strided")
-def same_memory(flow: Flow, call: Call) -> Result:
+def same_memory(flow: Flow, call: OperatorCall) -> Result:
     """In-place views: the same memory with another shape."""
     return [flow.layout(output) for output in call.outputs]
 
@@ -66,7 +66,9 @@ def dims_of(value: Any, num_dims: int) -> list[int] | None:
     return sorted({d % max(1, num_dims) for d in dims}) if dims else None
 
 
-def worked_on(flow: Flow, call: Call, name: str = "dim", subject: str = "self") -> tuple[Layout | None, list[int]]:
+def worked_on(
+    flow: Flow, call: OperatorCall, name: str = "dim", subject: str = "self"
+) -> tuple[Layout | None, list[int]]:
     """The layout of the rows in the first tensor, and the dimensions that the operator works along.
 
     Raises:
@@ -83,7 +85,7 @@ def worked_on(flow: Flow, call: Call, name: str = "dim", subject: str = "self") 
     return layout, dims
 
 
-def only(flow: Flow, call: Call, *names: str) -> None:
+def only(flow: Flow, call: OperatorCall, *names: str) -> None:
     """Raises Mixes if rows are in arguments other than `names`."""
     mine = {id(t) for n in names for t in tree_leaves(call.get(n)) if isinstance(t, torch.Tensor)}
     for tensor in call.tensors:
@@ -95,7 +97,7 @@ def only(flow: Flow, call: Call, *names: str) -> None:
     """sum mean amax amin prod all any var std logsumexp linalg_vector_norm norm argmax argmin max min median nanmedian mode kthvalue nansum
     std_mean var_mean aminmax count_nonzero"""
 )
-def reduction(flow: Flow, call: Call) -> Result:
+def reduction(flow: Flow, call: OperatorCall) -> Result:
     """Reductions over other dimensions than the rows'; `max` and `min` of two tensors are pointwise."""
     if call.name in ("max", "min") and isinstance(call.get("other"), torch.Tensor):
         return pointwise(flow, call)
@@ -110,7 +112,7 @@ def reduction(flow: Flow, call: Call) -> Result:
     """_softmax _log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp glu topk sort argsort flip renorm diff _cummax_helper
     _softmax_backward_data tril_along"""
 )
-def along(flow: Flow, call: Call) -> Result:
+def along(flow: Flow, call: OperatorCall) -> Result:
     """Operators along other dimensions than the rows' that keep the shape."""
     only(flow, call, "self")
     if "dims" in call.arguments:
@@ -119,13 +121,13 @@ def along(flow: Flow, call: Call) -> Result:
 
 
 @rule("roll")
-def roll(flow: Flow, call: Call) -> Result:
+def roll(flow: Flow, call: OperatorCall) -> Result:
     """Rolls the named dimensions; without any, the tensor is flattened first."""
     return worked_on(flow, call, "dims")[0]
 
 
 @rule("tril triu")
-def triangle(flow: Flow, call: Call) -> Result:
+def triangle(flow: Flow, call: OperatorCall) -> Result:
     """Triangles of the last two dimensions."""
     return behind(flow, call["self"], 2)
 
@@ -151,7 +153,7 @@ _NUM_SPATIAL = {
 
 
 def _spatial(num_last: int) -> Rule:
-    def pool(flow: Flow, call: Call) -> Result:
+    def pool(flow: Flow, call: OperatorCall) -> Result:
         """Pooling, resampling and padding of the last dimensions."""
         (first, *_) = call.tensors
         only(flow, call, "self", "input")
@@ -165,7 +167,7 @@ for _number, _names in _NUM_SPATIAL.items():
 
 
 @rule("constant_pad_nd")
-def pad(flow: Flow, call: Call) -> Result:
+def pad(flow: Flow, call: OperatorCall) -> Result:
     """Pads other dimensions than the rows'."""
     layout, padding = flow.layout(call["self"]), call["pad"]
     if layout is not None:
@@ -177,7 +179,7 @@ def pad(flow: Flow, call: Call) -> Result:
 
 
 @rule("cat concat concatenate")
-def cat(flow: Flow, call: Call) -> Result:
+def cat(flow: Flow, call: OperatorCall) -> Result:
     """Concatenates along another dimension; all tensors have their rows in the same dimension."""
     # torch.cat ignores tensors of shape (0,), whatever the dimensions of the others.
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
@@ -190,7 +192,7 @@ def cat(flow: Flow, call: Call) -> Result:
 
 
 @rule("stack")
-def stack(flow: Flow, call: Call) -> Result:
+def stack(flow: Flow, call: OperatorCall) -> Result:
     """Stacks along a new dimension."""
     tensors = call["tensors"]
     found = flow.broadcast(tensors, tensors[0].dim())
@@ -200,7 +202,7 @@ def stack(flow: Flow, call: Call) -> Result:
 
 
 @rule("repeat")
-def repeat(flow: Flow, call: Call) -> Result:
+def repeat(flow: Flow, call: OperatorCall) -> Result:
     """Along other dimensions."""
     layout, times = flow.layout(call["self"]), call["repeats"]
     if layout is None:
@@ -212,14 +214,14 @@ def repeat(flow: Flow, call: Call) -> Result:
 
 
 @rule("native_layer_norm _fused_rms_norm rms_norm layer_norm")
-def layer_norm(flow: Flow, call: Call) -> Result:
+def layer_norm(flow: Flow, call: OperatorCall) -> Result:
     """Over the last dimensions."""
     only(flow, call, "input")
     return behind(flow, call["input"], len(call["normalized_shape"]))
 
 
 @rule("native_group_norm group_norm")
-def group_norm(flow: Flow, call: Call) -> Result:
+def group_norm(flow: Flow, call: OperatorCall) -> Result:
     """Group norm, over all dimensions but the first."""
     only(flow, call, "input")
     layout = flow.layout(call["input"])
@@ -232,7 +234,7 @@ def group_norm(flow: Flow, call: Call) -> Result:
     """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training cudnn_batch_norm
     miopen_batch_norm _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional"""
 )
-def batch_norm(flow: Flow, call: Call) -> Result:
+def batch_norm(flow: Flow, call: OperatorCall) -> Result:
     """Batch norm: pointwise with given statistics; with those of the batch per channel, and rows may be channels (instance norm)."""
     subject = call["input"]
     rest = [t for n in ("weight", "bias", "running_mean", "running_var") if isinstance(t := call.get(n), torch.Tensor)]
@@ -253,7 +255,7 @@ def batch_norm(flow: Flow, call: Call) -> Result:
 
 
 @rule("convolution _convolution cudnn_convolution mkldnn_convolution convolution_overrideable conv_depthwise3d")
-def convolution(flow: Flow, call: Call) -> Result:
+def convolution(flow: Flow, call: OperatorCall) -> Result:
     """Each image by itself; rows in a spatial dimension only where the kernel has size 1 there."""
     subject = call.tensors[0]
     only(flow, call, "input", "self")
@@ -276,7 +278,7 @@ def convolution(flow: Flow, call: Call) -> Result:
 
 
 @rule("embedding")
-def embedding(flow: Flow, call: Call) -> Result:
+def embedding(flow: Flow, call: OperatorCall) -> Result:
     """Looks up a row of the table for each index."""
     only(flow, call, "indices")
     # The counts are over the indices of one call, which for a part are fewer.
@@ -289,13 +291,13 @@ def embedding(flow: Flow, call: Call) -> Result:
 
 
 @rule("_fft_r2c _fft_c2r _fft_c2c fft_r2c")
-def fft(flow: Flow, call: Call) -> Result:
+def fft(flow: Flow, call: OperatorCall) -> Result:
     """Along other dimensions."""
     return worked_on(flow, call)[0]
 
 
 @rule("nll_loss_forward nll_loss2d_forward")
-def nll_loss(flow: Flow, call: Call) -> Result:
+def nll_loss(flow: Flow, call: OperatorCall) -> Result:
     """Unreduced."""
     only(flow, call, "self", "target")
     layout, target = flow.layout(call["self"]), flow.layout(call["target"])
@@ -311,7 +313,7 @@ def nll_loss(flow: Flow, call: Call) -> Result:
 
 
 @rule("mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits")
-def element_loss(flow: Flow, call: Call) -> Result:
+def element_loss(flow: Flow, call: OperatorCall) -> Result:
     """Unreduced."""
     if call.get("reduction", 1) != 0:
         raise Mixes("takes the rows together")
@@ -319,7 +321,7 @@ def element_loss(flow: Flow, call: Call) -> Result:
 
 
 @rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback grid_sampler cudnn_grid_sampler")
-def grid(flow: Flow, call: Call) -> Result:
+def grid(flow: Flow, call: OperatorCall) -> Result:
     """Samples each image with its own grid."""
     found = [flow.layout(t) for t in call.tensors]
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:

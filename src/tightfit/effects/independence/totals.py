@@ -14,7 +14,7 @@ from tightfit.effects.independence.rows import Mixes, Pattern
 from tightfit.effects.reads import line_of_code
 
 if TYPE_CHECKING:
-    from tightfit.effects.independence.row_flow import Call, Flow
+    from tightfit.effects.independence.row_flow import Flow, OperatorCall
 
 ROWS = -1
 """Among the `means` of a `Total`: the mean over rows, each of which counts as much."""
@@ -42,14 +42,14 @@ def is_sum(state: Any) -> bool:
     return isinstance(state, Total) and not state.means
 
 
-def divides_by_rows(flow: "Flow", call: "Call") -> bool:
+def divides_by_rows(flow: "Flow", call: "OperatorCall") -> bool:
     """Whether the current operator divides by a number that depends on the number of rows."""
     if call.name != "div":
         return False
     return list(operation_of(call.func, call.arguments, call.outputs).sizes) != list(flow.its_sizes())
 
 
-def total_of(flow: "Flow", call: "Call") -> Total | None:
+def total_of(flow: "Flow", call: "OperatorCall") -> Total | None:
     """The state of a linear function of sums or means over rows; None if the operator's result is none.
 
     Raises:
@@ -71,7 +71,7 @@ def total_of(flow: "Flow", call: "Call") -> Total | None:
     return _together(flow, call, totals, constants)
 
 
-def _of_rows(flow: "Flow", call: "Call") -> Total | None:
+def _of_rows(flow: "Flow", call: "OperatorCall") -> Total | None:
     """A sum or mean over a dimension that includes the rows."""
     if call.name not in ("sum", "mean") or not isinstance(flow.state(call["self"]), Pattern):
         return None
@@ -88,7 +88,7 @@ def _of_rows(flow: "Flow", call: "Call") -> Total | None:
     return Total(means=means, reason=f"{call.func} works along the rows{f' at {line}' if line else ''}")
 
 
-def _is_linear(flow: "Flow", call: "Call", num_totals: int) -> bool:
+def _is_linear(flow: "Flow", call: "OperatorCall", num_totals: int) -> bool:
     name = call.name
     if name == "mul":
         return num_totals == 1
@@ -97,7 +97,7 @@ def _is_linear(flow: "Flow", call: "Call", num_totals: int) -> bool:
     return name in _OF_ONE or name in _TOGETHER or name in _ADDS
 
 
-def _together(flow: "Flow", call: "Call", totals: Sequence[Total], constants: Sequence[Any]) -> Total:
+def _together(flow: "Flow", call: "OperatorCall", totals: Sequence[Total], constants: Sequence[Any]) -> Total:
     first = totals[0]
     if call.name == "div" and divides_by_rows(flow, call):
         return dataclasses.replace(first, means=frozenset({ROWS}))

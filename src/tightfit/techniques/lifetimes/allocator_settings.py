@@ -18,7 +18,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 @final
-class AllocatorSettings(AbstractTechnique):
+class ExpandableSegments(AbstractTechnique):
     """Costs nothing: the same blocks at other addresses."""
 
     name = "allocator_settings"

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.independence.proof import Leaves, Proof, Subject, check_graph, check_hooks, prove
-from tightfit.effects.independence.row_flow import Flow, Mixed, NeedsValues, Run
+from tightfit.effects.independence.proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_flow import FakeRun, Flow, Mixed, NeedsValues
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.state import RegionState, Snapshot, differences, restore
 from tightfit.techniques.micro_batches.batches import AbstractBatch
-from tightfit.techniques.micro_batches.loss_means import Term, Watch
+from tightfit.techniques.micro_batches.loss_means import LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
 from tightfit.techniques.tiling.tile_checks import structural
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -168,7 +168,7 @@ class BatchProofs:
             args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
             return forward(*args, **kwargs), watch
 
-        subject = Subject(
+        subject = Computation(
             call=call,
             inputs=split,
             dims=[0] * len(split),
@@ -186,11 +186,11 @@ class BatchProofs:
         return dataclasses.replace(self._judged(proof, model), is_of_first=may_leave)
 
     @contextlib.contextmanager
-    def _watched(self, run: Run) -> "Iterator[_ProofWatch]":
+    def _watched(self, run: FakeRun) -> "Iterator[_ProofWatch]":
         with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
             yield watch
 
-    def _judged(self, proof: Proof, model: torch.nn.Module) -> Proved:
+    def _judged(self, proof: FollowedRun, model: torch.nn.Module) -> Proved:
         output, _ = proof.result
         loss_key, loss = find_loss(output)
         state = proof.flow.state(loss)
@@ -223,10 +223,10 @@ def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
         restore(now)
 
 
-class _ProofWatch(Watch):
+class _ProofWatch(LossWatch):
     """Marks losses over rows in the run of a proof."""
 
-    def __init__(self, run: Run, *, allows_randomness: bool) -> None:
+    def __init__(self, run: FakeRun, *, allows_randomness: bool) -> None:
         super().__init__(run.num_rows, allows_randomness=allows_randomness)
         self._run = run
 

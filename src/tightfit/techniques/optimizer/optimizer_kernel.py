@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TENSORS_PER_FUSED_KERNEL = 30
 
 
-SecondsOf = Callable[[OptimizerProfile, Stretch], float]
+SecondsOf = Callable[[OptimizerProfile, OptimizerRange], float]
 
 
 @final
@@ -75,7 +75,7 @@ class OptimizerKernel(AbstractTechnique):
         apply_optimizer_kernel(session, chosen)
 
 
-def seconds_of_fused(run: OptimizerProfile, stretch: Stretch, num_kernels: int = 0) -> float:
+def seconds_of_fused(run: OptimizerProfile, stretch: OptimizerRange, num_kernels: int = 0) -> float:
     """The time of `num_kernels` fused kernels, or of the fewest possible: gradients are read, parameters and states read and written, once."""
     updated = run.gradients(stretch)
     parameter_bytes = int(run.block_bytes[updated].sum())
@@ -123,12 +123,12 @@ def _all_at_once(run: OptimizerProfile) -> tuple[Change, ...]:
     return tuple(found)
 
 
-def _seconds_of_loop(run: OptimizerProfile, stretch: Stretch) -> float:
+def _seconds_of_loop(run: OptimizerProfile, stretch: OptimizerRange) -> float:
     num_tensors = max(1, len(run.gradients(stretch)))
     num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
     return seconds_of_kernels(run, stretch, num_kernels)
 
 
-def _seconds_of_foreach(run: OptimizerProfile, stretch: Stretch) -> float:
+def _seconds_of_foreach(run: OptimizerProfile, stretch: OptimizerRange) -> float:
     num_kernels = len(run.names(stretch)) / max(1, len(run.gradients(stretch)))
     return seconds_of_kernels(run, stretch, round(num_kernels) + 1)

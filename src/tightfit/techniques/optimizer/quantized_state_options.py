@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import readers_of_gradients
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of, implementation_of
 from tightfit.analysis.updates import (
     BACKWARD_SLOT,
@@ -119,7 +119,7 @@ def _fraction_kept(run: OptimizerProfile, coding: Coding) -> float:
     return min(1.0, coding.bytes_kept / element_bytes_of(run))
 
 
-def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
+def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: OptimizerRange, *, is_fused: bool) -> Column:
     """The temporaries besides gradients and quantised states while each parameter with a gradient is updated, in bytes."""
     size = element_bytes_of(run)
     gradients = run.gradients(stretch)

@@ -29,9 +29,9 @@ from tightfit.effects.ambient import (
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.state import (
-    Difference,
     RegionState,
     Snapshot,
+    StateDifference,
     again,
     differences,
     restore,
@@ -134,9 +134,9 @@ class Recomputed:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_call: Callable[["Call"], None] = lambda _: None,
+        on_call: Callable[["RecomputedCall"], None] = lambda _: None,
     ) -> Any:
-        """Calls `forward`; `on_call` is called before with the `Call`, which can run it once more."""
+        """Calls `forward`; `on_call` is called before with the `RecomputedCall`, which can run it once more."""
         if not torch.is_grad_enabled() or self.is_left_alone():
             return forward(*args, **kwargs)
         args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
@@ -154,7 +154,7 @@ class Recomputed:
             raise self.refusal(
                 "runs where the program has switched off hooks for saved tensors, which a second run needs"
             )
-        call = Call(self, args, kwargs)
+        call = RecomputedCall(self, args, kwargs)
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
@@ -271,7 +271,7 @@ class Recomputed:
         return self._is_first
 
 
-class Call:
+class RecomputedCall:
     """One call of a module: the state at its first run, for every later run of the same call."""
 
     def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -389,7 +389,7 @@ class Call:
                     restore(held)
                 kept.clear()
 
-    def _refuse_lost(self, changed: Sequence[Difference]) -> None:
+    def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
             is_own = difference.tensor is None and difference.path in self._own_writes
             if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
@@ -444,9 +444,9 @@ class Call:
 
 
 class _Again:
-    """A context for each run of a call after the first: `Call.restored`, and `inner` inside of it."""
+    """A context for each run of a call after the first: `RecomputedCall.restored`, and `inner` inside of it."""
 
-    def __init__(self, call: Call, inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, call: RecomputedCall, inner: AbstractContextManager[Any]) -> None:
         self._call = call
         self._inner = inner
         self._stacks: list[ExitStack] = []

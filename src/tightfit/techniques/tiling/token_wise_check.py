@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.independence.proof import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences
@@ -33,7 +33,7 @@ def check_token_wise(
         Mixes: it is not proved. The message names the operator and the line.
     """
     check_hooks(module)
-    subject = Subject(
+    subject = Computation(
         call=lambda inputs: run(inputs[0]),
         inputs=[value.detach()],
         dims=[dim],

@@ -4,8 +4,8 @@ import errno
 from typing import Any
 
 from tightfit.capture.processes.containment import namespaces, redirection
+from tightfit.capture.processes.containment.network_watch import NetworkWatch, rename_folders_by_copying
 from tightfit.capture.processes.containment.policy import containment_of, note_drops
-from tightfit.capture.processes.containment.watch import Watch, rename_folders_by_copying
 from tightfit.errors.faults import chain
 
 # What libraries say that have given up on the network, or that were told that there is none.
@@ -18,7 +18,7 @@ class ClosedIn:
 
     def __init__(self, fields: dict[str, Any] | None) -> None:
         self._containment = None if fields is None else containment_of(fields)
-        self._watch: Watch | None = None
+        self._watch: NetworkWatch | None = None
         if self._containment is not None and not self._containment.policy.allow_writes:
             note_drops()
 
@@ -27,7 +27,7 @@ class ClosedIn:
         if self._containment is None:
             return
         policy = self._containment.policy
-        self._watch = Watch(policy)
+        self._watch = NetworkWatch(policy)
         if not policy.allow_writes:
             if namespaces.is_inside():
                 rename_folders_by_copying()

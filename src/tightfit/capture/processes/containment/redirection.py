@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.capture.processes.containment import landlock
-from tightfit.capture.processes.containment.copies import WRITES, Copies
+from tightfit.capture.processes.containment.file_copies import WRITES, FileCopies
 from tightfit.capture.processes.containment.policy import (
     DROPPED,
     LANDLOCK,
@@ -57,7 +57,9 @@ def begin(containment: Containment) -> None:
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
-    copies = Copies(place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys"))
+    copies = FileCopies(
+        place / UPPER, (os.path.realpath(containment.shared), containment.shared, "/dev", "/proc", "/sys")
+    )
     _replace_functions(copies)
     mechanism = forced_mechanism()
     is_by_kernel = mechanism != PYTHON and landlock.restrict(os.path.realpath(containment.shared))
@@ -85,7 +87,7 @@ def notes() -> list[tuple[str, str]]:
     ]
 
 
-def _refuse(copies: Copies, is_by_kernel: bool, event: str, arguments: tuple[Any, ...]) -> None:
+def _refuse(copies: FileCopies, is_by_kernel: bool, event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, mode, flags = arguments
         # Files that are opened by C code of Python's own have no flags.
@@ -100,7 +102,7 @@ def _refuse(copies: Copies, is_by_kernel: bool, event: str, arguments: tuple[Any
         )
 
 
-def _refuse_writing(copies: Copies, path: Any) -> None:
+def _refuse_writing(copies: FileCopies, path: Any) -> None:
     if _ended or path in (":memory:", b":memory:", "") or isinstance(path, int):
         return
     with copies.asking():
@@ -125,7 +127,7 @@ def _spawning(real: Callable[..., int]) -> Callable[..., int]:
     return spawn
 
 
-def _replace_functions(copies: Copies) -> None:
+def _replace_functions(copies: FileCopies) -> None:
     for name in _READ & vars(os).keys():
         _lead(copies, os, name, copies.seen)
     for name in _CHANGED & vars(os).keys():
@@ -145,7 +147,7 @@ def _replace_functions(copies: Copies) -> None:
     replace(shutil, _use_fd_functions=False)
 
 
-def _lead(copies: Copies, owner: Any, name: str, to: Callable[[str], str]) -> None:
+def _lead(copies: FileCopies, owner: Any, name: str, to: Callable[[str], str]) -> None:
     """Replaces a function whose first argument is a path."""
     real = getattr(owner, name)
 
@@ -157,7 +159,7 @@ def _lead(copies: Copies, owner: Any, name: str, to: Callable[[str], str]) -> No
     setattr(owner, name, led)
 
 
-def _found(copies: Copies, path: Any, options: dict[str, Any], to: Callable[[str], str]) -> str | None:
+def _found(copies: FileCopies, path: Any, options: dict[str, Any], to: Callable[[str], str]) -> str | None:
     if copies.is_asking or _ended or options.get("dir_fd") is not None or path in (":memory:", ""):
         return None
     with copies.asking():
@@ -174,7 +176,7 @@ def _named(path: Any, found: str, real: Callable[..., Any], *arguments: Any, **o
         raise
 
 
-def _answer(copies: Copies, name: str, answer: Callable[..., Any]) -> None:
+def _answer(copies: FileCopies, name: str, answer: Callable[..., Any]) -> None:
     """Replaces a function of `os` by one that gets the place."""
     real = getattr(os, name)
 
@@ -193,7 +195,7 @@ def _answer(copies: Copies, name: str, answer: Callable[..., Any]) -> None:
     setattr(os, name, answered)
 
 
-def _remove(copies: Copies, real: Callable[[str], None], place: str) -> None:
+def _remove(copies: FileCopies, real: Callable[[str], None], place: str) -> None:
     copies.remove(place, real)
 
 
@@ -244,11 +246,11 @@ class _Entries(list[Any]):
         return self.pop(0)
 
 
-def _scan(copies: Copies, place: str) -> Any:
+def _scan(copies: FileCopies, place: str) -> Any:
     return _Entries(_Entry(place, name) for name in copies.names(place))
 
 
-def _of_two(copies: Copies, name: str, real: Callable[..., None]) -> Callable[..., None]:
+def _of_two(copies: FileCopies, name: str, real: Callable[..., None]) -> Callable[..., None]:
     def of_two(src: Any, dst: Any, *arguments: Any, **options: Any) -> None:
         source, target = (_found(copies, path, {}, lambda place: place) for path in (src, dst))
         if target is None and source is None:
@@ -271,7 +273,7 @@ def _of_two(copies: Copies, name: str, real: Callable[..., None]) -> Callable[..
     return functools.wraps(real)(of_two)
 
 
-def _opening(copies: Copies, real: Callable[..., Any]) -> Callable[..., Any]:
+def _opening(copies: FileCopies, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def opening(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         is_written = bool(set(mode) & set("wax+"))
@@ -285,7 +287,7 @@ def _opening(copies: Copies, real: Callable[..., Any]) -> Callable[..., Any]:
     return opening
 
 
-def _opening_descriptor(copies: Copies, real: Callable[..., int]) -> Callable[..., int]:
+def _opening_descriptor(copies: FileCopies, real: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(real)
     def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
@@ -300,7 +302,7 @@ def _opening_descriptor(copies: Copies, real: Callable[..., int]) -> Callable[..
     return opening
 
 
-def _opened(copies: Copies, place: str, is_written: bool, is_empty: bool, is_new: bool) -> str:
+def _opened(copies: FileCopies, place: str, is_written: bool, is_empty: bool, is_new: bool) -> str:
     if not is_written:
         return copies.seen(place)
     if is_new and os.path.lexists(copies.seen(place)):

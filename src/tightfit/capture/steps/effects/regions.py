@@ -20,7 +20,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.steps.effects.lines import line_of, line_of_function
 from tightfit.effects.reach import is_users_class
-from tightfit.effects.state import Difference, RegionState, Snapshot, differences
+from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
 from tightfit.tape import Effect, EffectKind, Phase
 
 # Calls whose backward pass may still come: those of this step and of the one before it.
@@ -158,7 +158,7 @@ class RegionWatch:
             self._note(Effect(module=path, kind=EffectKind.PARAMETRIZED, what=what))
         return _Region(path=path, state=RegionState() if has_own_code and not is_script else None)
 
-    def _differs(self, region: _Region, module: torch.nn.Module, difference: Difference, before: Snapshot) -> None:
+    def _differs(self, region: _Region, module: torch.nn.Module, difference: StateDifference, before: Snapshot) -> None:
         tensor = difference.tensor
         if tensor is not None:
             self._written_to.add(id(tensor))

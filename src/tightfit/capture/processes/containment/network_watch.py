@@ -25,7 +25,7 @@ _LOCAL_SERVICES = ("/run/systemd/", "/run/nscd/", "/var/run/nscd/", "/var/lib/ss
 _CLOCK_SECONDS = 0.1
 
 
-class Watch:
+class NetworkWatch:
     """What was seen since `begin`. There is one in a process: hooks stay for good."""
 
     def __init__(self, policy: Policy) -> None:

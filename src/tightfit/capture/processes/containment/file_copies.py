@@ -15,7 +15,7 @@ from typing import Any
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class Copies:
+class FileCopies:
     """The copies, below `root`. `real` are the folders whose files are written for real."""
 
     def __init__(self, root: Path, real: tuple[str, ...]) -> None:

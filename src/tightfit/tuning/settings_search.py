@@ -38,7 +38,7 @@ _SPLIT, _NON_SPLIT = "max_split_size_mb", "max_non_split_rounding_mb"
 _LARGE, _ROUNDUP, _PAGED = "large_segment_size_mb", "roundup_power2_divisions", "expandable_segments"
 
 
-class Search:
+class SettingsSearch:
     """The trials of one or several programs, by the text of the settings."""
 
     def __init__(
