@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from tightfit.effects.independence.proof import Computation, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.row_proof import Computation, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
 
 torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 Techniques derive their options from a profile, so that a tape is analysed in one place and not anew by each of them.
 """
 
+import dataclasses
 from functools import cached_property
 
 import numpy as np
@@ -20,13 +21,14 @@ from tightfit.devices.device import Device
 from tightfit.tape import Column, EventKind, Tape
 
 
-# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head.
+# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head. No slots,
+# as cached properties are kept in the instance's dict.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
     """The analyses of a run; each is computed on first use and cached."""
 
-    def __init__(self, tape: Tape, device: Device) -> None:
-        self.tape = tape
-        self.device = device
+    tape: Tape
+    device: Device
 
     @cached_property
     def seconds(self) -> Column:

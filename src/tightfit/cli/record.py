@@ -148,7 +148,7 @@ def _run_script(script: "Script", recording: "ActiveRecording", num_steps: int |
         hooks = recording.recorder.hooks
 
         def stop_when_over() -> None:
-            if num_steps is not None and hooks.num_steps >= num_steps:
+            if num_steps is not None and hooks.steps.num_steps >= num_steps:
                 raise Enough
 
         # Between two turns of the loop, so that a recorded step is always a whole one.

@@ -65,6 +65,10 @@ class Costs:
     block_seconds: Column
     forward_seconds: dict[str, float]
 
+    def forward_seconds_of(self, group: str) -> float:
+        """The seconds of the modules of one group, numbered children of one module."""
+        return sum(seconds for module, seconds in self.forward_seconds.items() if _group_of(module) == group)
+
 
 def remedies_of(
     history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
@@ -138,9 +142,11 @@ class _Seen:
         chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
         rows = [
             # From the next step's begin until backward would allocate it anyway, at the same age as in its own step.
-            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + self._age(b), later.end))
+            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + age, later.end))
             for b in chosen.tolist()
-            for later in steps[int(self.step_of[b]) + 1 :]
+            for own in [int(self.step_of[b])]
+            for age in [int(blocks.born[b]) - steps[own].begin]
+            for later in steps[own + 1 :]
             if later.begin < blocks.died[b]
         ]
         if rows:
@@ -155,10 +161,6 @@ class _Seen:
                 note="gradients stay allocated through the next forward pass; not where they are accumulated over steps",
                 is_one_line=True,
             )
-
-    def _age(self, block: int) -> int:
-        """The number of events between the begin of its step and the allocation of a block."""
-        return int(self.blocks.born[block]) - self.steps[int(self.step_of[block])].begin
 
     def optimizer_temporaries(self) -> Iterable[Remedy]:
         """Temporaries that foreach optimizers allocate for a whole list of tensors at once."""
@@ -255,7 +257,7 @@ class _Seen:
                 where=f"{group}*",
                 saves="allocated",
                 saves_bytes=self.saved(inside & ~outputs, kept_bytes=largest_bytes),
-                adds_seconds=None if self.costs is None else self._forward_seconds(group),
+                adds_seconds=None if self.costs is None else self.costs.forward_seconds_of(group),
                 is_exact=True,
                 note="runs their forward pass twice",
             )
@@ -283,10 +285,6 @@ class _Seen:
             outputs[visit[-1]] = True
             largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
         return outputs, largest_bytes
-
-    def _forward_seconds(self, group: str) -> float:
-        assert self.costs is not None, "only asked where the costs are known"
-        return sum(seconds for module, seconds in self.costs.forward_seconds.items() if _group_of(module) == group)
 
 
 def _repeated(module: str) -> tuple[str, int] | None:

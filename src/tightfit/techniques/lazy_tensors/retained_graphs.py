@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient
+from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
@@ -77,7 +77,7 @@ class KeptPass:
                 # As an addition to zeros would: negative zeros become positive ones.
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
             self.gradients[parameter] = deferred
-            deferred.put(parameter)
+            defer_gradient(parameter, deferred)
 
         try:
             with told_of_gradients(parameters, keep):
@@ -143,7 +143,7 @@ class KeptPass:
             update(parameter)
             updated[parameter] = None
             deferred.is_used(why, norm)
-            deferred.put(parameter)
+            defer_gradient(parameter, deferred)
 
         def used(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
@@ -151,7 +151,7 @@ class KeptPass:
             self.check_same()
             if parameter in mine and through_host:
                 on_host[parameter] = gradient.cpu()
-                deferred.put(parameter)
+                defer_gradient(parameter, deferred)
             elif parameter not in mine or is_held_elsewhere(parameter):
                 deferred.is_made(gradient)
             else:
@@ -184,7 +184,7 @@ class KeptPass:
             deferred = waiting[parameter]
             assert parameter.grad is not None
             self._compare(parameter, parameter.grad, deferred)
-            deferred.put(parameter)
+            defer_gradient(parameter, deferred)
             # As an update would: a node that still needs this parameter raises torch's error about its version,
             # or gives other gradients.
             bits, key = _bits_and_key(parameter)

@@ -69,7 +69,8 @@ class Origin:
         self.parameter = linear.weight
         self.weight: torch.Tensor = linear.weight
         self.bias: torch.Tensor | None = linear.bias
-        self._num_classes = len(linear.weight)
+        self.num_classes = len(linear.weight)
+        """The size of the vocabulary."""
         self.chunks = chunks
         self.counted = counted
         device = hidden.device.type
@@ -81,11 +82,6 @@ class Origin:
         self._version = linear.weight._version + hidden._version
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
-
-    @property
-    def num_classes(self) -> int:
-        """The size of the vocabulary."""
-        return self._num_classes
 
     def join(self, member: "DeferredLogits") -> None:
         """Registers a tensor that is derived from these logits, so that it is materialised before they are changed in place."""

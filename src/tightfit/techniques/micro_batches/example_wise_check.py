@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.independence.proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Mixed, NeedsValues
+from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.state import RegionState, Snapshot, differences, restore

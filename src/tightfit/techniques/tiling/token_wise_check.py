@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.independence.proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.row_proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences
 from tightfit.techniques.wrappers.forwards import plain_forwards

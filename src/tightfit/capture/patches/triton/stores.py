@@ -64,6 +64,19 @@ def _followed(kernel: Any, known: dict[int, Accesses]) -> Accesses:
     return _Reader(definition, scope, known).read()
 
 
+def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets and values of all assignments, of loops and contexts too."""
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
+            yield node.target, node.value
+        elif isinstance(node, ast.For | ast.comprehension):
+            yield node.target, node.iter
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            yield node.optional_vars, node.context_expr
+
+
 class _Reader:
     """Follows pointers through one function."""
 
@@ -79,7 +92,7 @@ class _Reader:
 
     def read(self) -> Accesses:
         """What the function accesses."""
-        assignments = list(self._assignments())
+        assignments = list(_assignments(self._nodes))
         # A name of the function's own is none of its module's.
         for target, _ in assignments:
             for node in ast.walk(target):
@@ -109,17 +122,6 @@ class _Reader:
                     return True
         return False
 
-    def _assignments(self) -> Iterator[tuple[ast.expr, ast.expr]]:
-        for node in self._nodes:
-            if isinstance(node, ast.Assign):
-                yield from ((target, node.value) for target in node.targets)
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
-                yield node.target, node.value
-            elif isinstance(node, ast.For | ast.comprehension):
-                yield node.target, node.iter
-            elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-                yield node.optional_vars, node.context_expr
-
     def _assign(self, assignments: list[tuple[ast.expr, ast.expr]]) -> bool:
         changed = False
         for target, value in assignments:
@@ -130,18 +132,18 @@ class _Reader:
                     changed = True
         return changed
 
-    def _of(self, expression: ast.AST) -> frozenset[str]:
-        """The parameters whose memory an expression may point into."""
+    def _of(self, *expressions: ast.AST) -> frozenset[str]:
+        """The parameters whose memory one of the expressions may point into."""
+        return frozenset().union(*map(self._of_one, expressions))
+
+    def _of_one(self, expression: ast.AST) -> frozenset[str]:
         if isinstance(expression, ast.Name):
             return self._sources.get(expression.id, frozenset())
         if isinstance(expression, ast.Compare):
             return frozenset()
         if isinstance(expression, ast.Call) and _accesses(expression, _RETURN_VALUES) and not self._inner(expression):
             return frozenset()
-        return frozenset().union(*map(self._of, ast.iter_child_nodes(expression)))
-
-    def _of_all(self, expressions: Iterable[ast.expr]) -> frozenset[str]:
-        return frozenset().union(*map(self._of, expressions))
+        return self._of(*ast.iter_child_nodes(expression))
 
     def _call(self, call: ast.Call, read: set[str], written: set[str]) -> bool:
         """Adds what a call reads and writes; whether it could be followed."""
@@ -152,29 +154,18 @@ class _Reader:
             target = self._target(call)
             written |= target if _accesses(call, _STORES) else frozenset()
             read |= target if _accesses(call, _LOADS) else frozenset()
-        elif not self._is_harmless(call):
-            given = self._of_all([call.func, *call.args, *(keyword.value for keyword in call.keywords)])
+        elif not _is_harmless(call, self._resolved(call.func)):
+            given = self._of(call.func, *call.args, *(keyword.value for keyword in call.keywords))
             written |= given
             read |= given
         return True
 
-    def _is_harmless(self, call: ast.Call) -> bool:
-        """Whether a call accesses no memory: one of triton's functions, a builtin, or a method of its values."""
-        if _name(call) in _OPAQUE:
-            return False
-        called = self._resolved(call.func)
-        if called is None:
-            language = sys.modules["triton.language"]
-            is_method = isinstance(call.func, ast.Attribute)
-            return is_method and any(hasattr(kind, _name(call)) for kind in (language.tensor, language.dtype))
-        return _is_of(called, "triton") or _is_of(called, "builtins")
-
     def _target(self, call: ast.Call) -> frozenset[str]:
         """Where an access goes: the first argument of a function, or the descriptor whose method it is. A copy goes to any of its arguments."""
         if _accesses(call, ("copy", "tensormap")):
-            return self._of_all([call.func, *call.args, *(keyword.value for keyword in call.keywords)])
+            return self._of(call.func, *call.args, *(keyword.value for keyword in call.keywords))
         named = [k.value for k in call.keywords if k.arg in (None, "pointer", "ptr", "desc")]
-        return self._of_all([call.func, *call.args[:1], *named])
+        return self._of(call.func, *call.args[:1], *named)
 
     def _inner(self, call: ast.Call) -> Any:
         """The program's own function for the card that a call is of, or None."""
@@ -212,6 +203,17 @@ def _name(call: ast.Call) -> str:
 
 def _accesses(call: ast.Call, parts: Iterable[str]) -> bool:
     return any(part in _name(call) for part in parts)
+
+
+def _is_harmless(call: ast.Call, called: Any) -> bool:
+    """Whether a call, of `called` where that is known, accesses no memory: one of triton's functions, a builtin, or a method of its values."""
+    if _name(call) in _OPAQUE:
+        return False
+    if called is None:
+        language = sys.modules["triton.language"]
+        is_method = isinstance(call.func, ast.Attribute)
+        return is_method and any(hasattr(kind, _name(call)) for kind in (language.tensor, language.dtype))
+    return _is_of(called, "triton") or _is_of(called, "builtins")
 
 
 def _is_of(value: Any, package: str) -> bool:

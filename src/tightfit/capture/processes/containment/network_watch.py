@@ -40,7 +40,7 @@ class NetworkWatch:
         if not policy.allow_network:
             self._answers |= {"socket.connect": self._connect, "socket.sendto": self._connect}
             self._answers |= {"socket.sendmsg": self._connect, "socket.getaddrinfo": self._look_up}
-            self._answers |= {"socket.gethostbyname": self._look_up_name}
+            self._answers |= {"socket.gethostbyname": self._look_up}
         self._answers_now = True
 
     def begin(self) -> None:
@@ -99,9 +99,6 @@ class NetworkWatch:
     def _look_up(self, host: Any, *_: Any) -> None:
         if host and not _is_local(host):
             self._refuse(_text(host), socket.gaierror)
-
-    def _look_up_name(self, host: Any) -> None:
-        self._look_up(host)
 
     def _refuse(self, host: str, kind: type[OSError]) -> None:
         self.refused[host] = None

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.steps.effects.lines import line_of, line_of_function
+from tightfit.capture.steps.effects.storage_writes import StorageWrites
 from tightfit.effects.reach import is_users_class
 from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
 from tightfit.tape import Effect, EffectKind, Phase
@@ -61,12 +61,9 @@ class RegionWatch:
     def __init__(self, gpu: VirtualGpu) -> None:
         self._recorder = gpu.recorder
         self._path_of = gpu.attribution.path_of
-        self._index_of = gpu.index_of
-        gpu.on_write = self.wrote
+        self._writes = StorageWrites(gpu)
         # Tensors that forwards write to, by `id`: a second run gets copies of them.
         self._written_to: set[int] = set()
-        # Of each storage, the operators that wrote to it besides optimizers, and their lines.
-        self._writes: dict[int, list[tuple[int, int]]] = {}
         self._regions: weakref.WeakKeyDictionary[torch.nn.Module, _Region] = weakref.WeakKeyDictionary()
         self._calls: list[_Call] = []
         self._found: dict[Effect, None] = {}
@@ -86,7 +83,7 @@ class RegionWatch:
         if region is None:
             region = self._regions[module] = self._region(module)
         before = None if region.state is None else region.state.snapshot(module, is_kept=True)
-        inputs = self._storages((args, kwargs)) if region.state is not None else frozenset[int]()
+        inputs = self._writes.storages((args, kwargs)) if region.state is not None else frozenset[int]()
         # Autograd numbers nodes in the order in which a thread makes them: the nodes of a call are those
         # numbered while it runs, and a backward pass that meets one of them reaches the call.
         begin, operator = torch.autograd._get_sequence_nr(), self._recorder.num_operators
@@ -108,37 +105,17 @@ class RegionWatch:
             operator=operator,
             operator_end=self._recorder.num_operators,
             inputs=inputs,
-            outputs=self._storages(out) if region.state is not None else frozenset[int](),
+            outputs=self._writes.storages(out) if region.state is not None else frozenset[int](),
             module=weakref.ref(module),
             parameters={} if self._depth else _parameters(module),
         )
         self._calls.append(call)
-        line = self._written(inputs, operator, call.operator_end)
+        line = self._writes.line(inputs, operator, call.operator_end)
         if line is not None:
             self._note(
                 Effect(module=region.path, kind=EffectKind.INPUT, what="writes to its input in place", line=line)
             )
         return out
-
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The last operator has written to these tensors."""
-        # Optimizers write to parameters in every step; that is their business.
-        if self._recorder.phase in (Phase.FORWARD, Phase.OTHER):
-            place = self._recorder.num_operators - 1, int(self._recorder.operators["line"][-1])
-            for tensor in tensors:
-                storage = self._index_of(tensor)
-                if storage is not None:
-                    self._writes.setdefault(storage, []).append(place)
-
-    def _storages(self, values: Any) -> frozenset[int]:
-        found = (self._index_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor))
-        return frozenset(storage for storage in found if storage is not None)
-
-    def _written(self, storages: Iterable[int], begin: int, end: int) -> str | None:
-        """The line of the first operator in `range(begin, end)` that writes to one of these; None if there is none."""
-        places = (place for storage in storages for place in self._writes.get(storage, ()))
-        lines = [line for operator, line in places if begin <= operator < end]
-        return self._recorder.texts[lines[0]] if lines else None
 
     def _region(self, module: torch.nn.Module) -> _Region:
         path = self._recorder.texts[self._path_of(module)]
@@ -193,7 +170,7 @@ class RegionWatch:
                 what = "is run backwards with create_graph=True, so that its gradients are differentiated"
                 self._note(Effect(module=call.path, kind=EffectKind.CREATE_GRAPH, what=what, line=user_line()))
             for kind, storages in ((EffectKind.INPUT, call.inputs), (EffectKind.OUTPUT, call.outputs)):
-                line = self._written(storages, call.operator_end, self._recorder.num_operators)
+                line = self._writes.line(storages, call.operator_end, self._recorder.num_operators)
                 if line is not None:
                     what = f"has its {kind} written to in place later"
                     self._note(Effect(module=call.path, kind=kind, what=what, line=line))
@@ -218,7 +195,7 @@ class RegionWatch:
         self._step += 1
         self._calls = [call for call in self._calls if call.step > self._step - _STEPS_KEPT]
         begin = min((call.operator for call in self._calls), default=self._recorder.num_operators)
-        self._writes = {s: kept for s, places in self._writes.items() if (kept := [p for p in places if p[0] >= begin])}
+        self._writes.forget_before(begin)
 
     def effects(self) -> Iterable[Effect]:
         """All effects that were observed."""
