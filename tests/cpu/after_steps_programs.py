@@ -355,3 +355,95 @@ for i in range(3):
     step()
 """,
 }
+
+WEIGHTS = """
+import contextlib
+import torch
+from torch import nn
+
+num_begun = num_ended = num_closed = 0
+model = nn.Linear(4096, 4096, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@contextlib.contextmanager
+def counted():
+    global num_closed
+    try:
+        yield
+    finally:
+        num_closed += 1
+
+
+def step():
+    global num_ended
+    loss = model(torch.randn(8, 4096, device="cuda")).sum()
+    loss.backward()
+    optimizer.step()
+    num_ended += 1
+
+"""
+"""What the programs of `LEFT_EARLY` begin with; their weights are of `LARGE_BYTES`."""
+
+LEFT_EARLY = {
+    "gradients are dropped at the head of a turn": """
+for i in range(TURNS):
+    optimizer.zero_grad()
+    step()
+""",
+    "gradients are dropped at its end": """
+for i in range(TURNS):
+    step()
+    optimizer.zero_grad()
+""",
+    "gradients are zeroed, not dropped": """
+for i in range(TURNS):
+    optimizer.zero_grad(set_to_none=False)
+    step()
+""",
+    "a loop over micro-batches in each turn": """
+for i in range(TURNS):
+    optimizer.zero_grad()
+    for part in range(2):
+        model(torch.randn(8, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    num_ended += 1
+""",
+    "a handler that catches everything": """
+for i in range(TURNS):
+    optimizer.zero_grad()
+    try:
+        step()
+    except:
+        num_begun += 1
+""",
+    "contexts and clean-up around the step": """
+for i in range(TURNS):
+    with counted(), torch.autocast("cuda", torch.bfloat16):
+        optimizer.zero_grad()
+        try:
+            step()
+        finally:
+            del i
+""",
+    "a while loop in a function that is a generator": """
+def steps():
+    i = 0
+    while i < TURNS:
+        optimizer.zero_grad()
+        step()
+        i += 1
+        yield i
+
+for i in steps():
+    pass
+""",
+    "an else of the loop": """
+for i in range(TURNS):
+    optimizer.zero_grad()
+    step()
+else:
+    kept = torch.empty(1 << 20, device="cuda")
+""",
+}
+"""Training loops that are left before their fourth step, `TURNS` to be replaced: what follows finds what the end of a whole turn leaves."""

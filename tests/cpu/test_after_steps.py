@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, MODULE, NAMED, PLAIN, PRELUDE
+from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, LEFT_EARLY, MODULE, NAMED, PLAIN, PRELUDE, WEIGHTS
 
 from tightfit import estimate
 from tightfit.reports.results import Estimate
@@ -12,9 +12,9 @@ from tightfit.reports.text.estimates import verdict_words
 CARD = "RTX 4090"
 
 
-def estimated(folder: Path, program: str, **settings: object) -> Estimate:
+def estimated(folder: Path, program: str, *, prelude: str = PRELUDE, **settings: object) -> Estimate:
     script = folder / "train.py"
-    script.write_text(PRELUDE + program)
+    script.write_text(prelude + program)
     (folder / "another.py").write_text(MODULE)
     return estimate(str(script), CARD, **settings)  # type: ignore[arg-type]
 
@@ -52,3 +52,16 @@ def test_a_program_with_nothing_after_its_steps_just_fits(tmp_path: Path, name: 
     assert [span.peak_allocated_bytes for span in found.spans if span.kind == "step"] == [
         span.peak_allocated_bytes for span in three.spans if span.kind == "step"
     ]
+
+
+@pytest.mark.parametrize("name", LEFT_EARLY)
+def test_a_loop_that_is_left_before_its_next_step_leaves_what_a_whole_turn_leaves(tmp_path: Path, name: str) -> None:
+    def program(num_turns: int) -> str:
+        end = "\nassert num_ended == 3, num_ended\nlast = [torch.empty(1 << 26, device='cuda') for _ in range(4)]\n"
+        return LEFT_EARLY[name].replace("TURNS", str(num_turns)) + end
+
+    found = estimated(tmp_path, program(100), prelude=WEIGHTS)
+    by_itself = estimated(tmp_path, program(3), prelude=WEIGHTS)
+    assert not found.coverage.stopped
+    assert found.peak.allocated_bytes == by_itself.peak.allocated_bytes
+    assert found.moment.span.startswith("after the steps")

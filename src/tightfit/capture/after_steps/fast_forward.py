@@ -1,22 +1,24 @@
 """The trace of a script after the steps asked for: training loops are left, and what comes later is traced, within a bound.
 
-A loop in which enough training steps have ended is left when its next turn begins; the loop around it is left at its own next turn, so that the
-end of an epoch runs once. A loop around that goes through a list of things (stages, folds, image sizes) goes on until two of its turns were alike.
+A loop in which enough training steps have ended is left in its next turn, where that turn's step would begin, or else when the turn after it begins;
+the loop around it is left at its own next turn, so that the end of an epoch runs once. A loop around that goes through a list of things (stages, folds,
+image sizes) goes on until two of its turns were alike.
 The bound is a number of operators, not a time, so that two traces are the same.
 """
 
 import dataclasses
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 import torch
 
-from tightfit.capture.after_steps.rewritten_program import RewrittenProgram
+from tightfit.capture.after_steps.rewritten_program import LoopLeft, RewrittenProgram
 from tightfit.capture.after_steps.unreached import RunningLine, not_reached
 from tightfit.capture.dispatch.virtual import VirtualGpu
-from tightfit.capture.observe.attribution import is_user_file, short
+from tightfit.capture.observe.attribution import is_of_another_library, is_user_file, short
 from tightfit.tape import Coverage, NotReached, SpanKind
 from tightfit.units import format_bytes
 
@@ -34,7 +36,6 @@ MIN_TURNS_ALIKE = 100
 MIN_GROWTH_BYTES = 1024
 MAX_TURNS_AROUND = 8
 """A loop that goes through stages is left after this many turns even if no two were alike."""
-_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
 
 
@@ -71,6 +72,7 @@ class FastForward:
         num_steps: int,
         *,
         settle: Callable[[], None],
+        parameters: Callable[[], Iterable[torch.Tensor]],
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
     ) -> None:
@@ -82,6 +84,8 @@ class FastForward:
         self._gpu = gpu
         self._num_steps = num_steps
         self._settle = settle
+        self._parameters = parameters
+        self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._follows = follows
         self._max_operators = self._max_later = sys.maxsize
         self._num_turns = 0
@@ -139,23 +143,45 @@ class FastForward:
             is_user = is_user_file(file)
             if is_user and not self.program.is_rewritten(file):
                 return 0
-            is_library |= "site-packages" in file and not os.path.realpath(file).startswith((_OF_TORCH, _OURS))
+            is_library |= is_of_another_library(file)
             frame = frame.f_back
         if is_library and not is_stoppable:
             return 0
         return self._num_steps + MAX_UNSEEN_STEPS
 
-    def training_begins(self) -> bool:
-        """A forward pass with gradients, a backward pass or an optimizer's step begins after the steps. Returns whether it opened a span.
+    def training_begins(self, *, is_call: bool) -> bool:
+        """A forward pass with gradients (`is_call`), a backward pass or an optimizer's step begins after the steps. Returns whether it opened a span.
 
         Raises:
             EndOfCapture: training goes on and on, in a loop that cannot be left.
+            LoopLeft: the step after those asked for would begin; the loop is left instead.
         """
         self.num_calls += 1
         self._check(times=2)
+        # Before a backward pass that no module's call preceded, a forward pass has run, and would be held on to.
+        if is_call and self._is_in_last_step():
+            self._leave_before_step(sys._getframe(1))
         if self._num_ended_since_left >= self._max_ended_since_left:
             self.stop("its training loop cannot be left")
         return self._span("training")
+
+    def _leave_before_step(self, frame: FrameType | None) -> None:
+        """Leaves the training loop where its next step would begin, if the user's code can be left there.
+
+        After the loop the gradients are there that a whole turn would have left behind: what its head has dropped is allocated again.
+        """
+        number = self.program.loop_to_leave(frame, self._num_steps)
+        if number is None or number not in self._with_gradients:
+            return
+        running = list(self.program.around(frame))
+        around = running[running.index(number) + 1 :]
+        had_gradients = [p for p in (reference() for reference in self._with_gradients[number]) if p is not None]
+        self._leave(number, around)
+        for parameter in had_gradients:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        self.program.leaving = number
+        raise LoopLeft
 
     def call_begins(self) -> None:
         """A module is called without gradients after the steps."""
@@ -214,8 +240,8 @@ class FastForward:
 
     def _leaves(self, number: int) -> bool:
         """Whether the loop is left now, asked at the beginning of each of its turns."""
-        if self._stopped:
-            # A bare `except:` has caught the end of the trace: each loop ends, so that the program does.
+        if self._stopped or self.program.steps[number] < 0:
+            # A bare `except:` has caught the end of the trace, or of this loop: each loop ends, so that the program does.
             return True
         if not self.is_on:
             return False
@@ -229,15 +255,27 @@ class FastForward:
         if not program.steps[number]:
             return self._is_cut(number)
         around = [n for n in program.around(sys._getframe(1)) if n != number]
-        if not self._has_enough(number, around):
+        if self._is_in_last_step():
+            self._note_gradients(number)
             return False
-        loop = program.loops[number]
-        if number in self._outer and not loop.is_counting and not self._has_turned_alike(number):
+        waits = number in self._outer and not program.loops[number].is_counting
+        if not self._has_enough(number, around) or (waits and not self._has_turned_alike(number)):
             return False
+        self._leave(number, around)
+        return True
+
+    def _leave(self, number: int, around: Iterable[int]) -> None:
+        loop = self.program.loops[number]
         self.program.steps[number] = -1
         self._left.setdefault(number)
         self._training_left(f"{short(loop.file)}:{loop.line}", around)
-        return True
+
+    def _note_gradients(self, number: int) -> None:
+        """Notes which parameters have gradients as a turn of a loop begins that may be left before it ends."""
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        # Only dense gradients are known to be as large as their parameters.
+        if all(p.grad is not None and p.grad.layout == torch.strided for p in parameters):
+            self._with_gradients[number] = [weakref.ref(p) for p in parameters]
 
     def framework_leaves(self) -> bool:
         """Whether the training loop of a framework, which has taken enough steps, is to end before its time."""
@@ -252,8 +290,6 @@ class FastForward:
         return self._gpu.recorder.spans[-1][1] == SpanKind.STEP
 
     def _has_enough(self, number: int, around: Sequence[int]) -> bool:
-        if self._is_in_last_step():
-            return False
         steps, loops = self.program.steps, self.program.loops
         enough = [n for n in (number, *around) if steps[n] >= self._num_steps]
         # A loop through stages has as many steps as all of its stages; each stage needs its own.

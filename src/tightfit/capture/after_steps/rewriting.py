@@ -1,7 +1,7 @@
 """Compiles a user's source so that its loops can be left from outside, and so that it is known which branches ran.
 
-Each `for` and `while` body begins with `if __tightfit_leave__[N] and __tightfit_left__(N): break`; each branch and function marks itself once in
-`__tightfit_seen__`. Lines stay where they are, so that tracebacks, `inspect.getsource` and attribution see the file as it is. Functions that
+Each `for` and `while` body begins with `if __tightfit_leave__[N] and __tightfit_left__(N): break`, and stands in a `try` whose handler catches an
+exception of ours for that loop alone, and breaks; each branch and function marks itself once in `__tightfit_seen__`. Lines stay where they are, so that tracebacks, `inspect.getsource` and attribution see the file as it is. Functions that
 another compiler reads (`numba.njit`, `triton.jit`) are left alone, and so are loops in the body of a class.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 LEAVE, LEFT, STEPS, SEEN = "__tightfit_leave__", "__tightfit_left__", "__tightfit_steps__", "__tightfit_seen__"
-UNTIL = "__tightfit_until__"
+UNTIL, LEAVING = "__tightfit_until__", "__tightfit_leaving__"
 
 _OTHER_COMPILERS = re.compile(r"jit|numba|vectorize|stencil|kernel", re.IGNORECASE)
 # Iterables that only count: further turns of such a loop are further epochs.
@@ -146,7 +146,12 @@ class Rewriter:
         )
         inside = dataclasses.replace(around, loops=(*around.loops, number))
         check = _parsed(f"if {LEAVE}[{number}] and {LEFT}({number}): break", loop.body[0])
-        loop.body = [check, *self._block(loop.body, inside)]
+        # What is to be caught is asked for only when there is an exception.
+        turn = _parsed(f"try: pass\nexcept {LEAVING}({number}): break", loop.body[0])
+        assert isinstance(turn, ast.Try)
+        turn.end_lineno = loop.body[-1].end_lineno
+        turn.body = [check, *self._block(loop.body, inside)]
+        loop.body = [turn]
         begin = _parsed(f"{STEPS}[{number}] = 0", loop)
         if not loop.orelse:
             return [begin, loop]

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType
 
-from tightfit.capture.after_steps.rewriting import LEAVE, LEFT, SEEN, STEPS, UNTIL, Branch, Rewriter, UserLoop
-from tightfit.capture.observe.attribution import is_user_file
+from tightfit.capture.after_steps.rewriting import LEAVE, LEAVING, LEFT, SEEN, STEPS, UNTIL, Branch, Rewriter, UserLoop
+from tightfit.capture.observe.attribution import is_of_another_library, is_user_file
 from tightfit.capture.replace import replace
 
 _FOR_ITER = dis.opmap["FOR_ITER"]
+
+
+class LoopLeft(BaseException):
+    """Leaves a loop in the middle of its turn. A BaseException, so that a script's `except Exception` does not catch it."""
 
 
 class RewrittenProgram:
@@ -31,6 +35,8 @@ class RewrittenProgram:
         self.leave = bytearray()
         self.seen = bytearray()
         self.steps: list[int] = []
+        self.leaving = -1
+        """The loop that a `LoopLeft` is on its way to."""
         self._asks = 0
         self._of_file: dict[str, list[tuple[int, UserLoop]]] = {}
 
@@ -44,6 +50,7 @@ class RewrittenProgram:
             (STEPS, self.steps),
             (SEEN, self.seen),
             (UNTIL, reached),
+            (LEAVING, self._caught_by),
         ):
             setattr(builtins, name, value)
         plain = SourceFileLoader.get_code
@@ -54,6 +61,10 @@ class RewrittenProgram:
             return plain(loader, fullname) if code is None else code
 
         replace(SourceFileLoader, get_code=get_code)
+
+    def _caught_by(self, number: int) -> type[LoopLeft] | tuple[()]:
+        """What the handler of a loop catches."""
+        return LoopLeft if number == self.leaving else ()
 
     def compiled(self, source: bytes, path: str) -> CodeType | None:
         """The code of a file with its checks; None if it cannot be parsed."""
@@ -87,6 +98,19 @@ class RewrittenProgram:
         while frame is not None:
             yield from reversed(self._in_frame(frame))
             frame = frame.f_back
+
+    def loop_to_leave(self, frame: FrameType | None, num_steps: int) -> int | None:
+        """The innermost loop of the user's in which so many training steps have ended, if nothing but the user's code, torch and Python is called
+        from there on: what else is in between may not expect a `LoopLeft`."""
+        while frame is not None:
+            for number in reversed(self._in_frame(frame)):
+                if self.steps[number]:
+                    return number if self.steps[number] >= num_steps else None
+            file = frame.f_code.co_filename
+            if not self.is_rewritten(file) and (is_user_file(file) or is_of_another_library(file)):
+                return None
+            frame = frame.f_back
+        return None
 
     def _in_frame(self, frame: FrameType) -> list[int]:
         code, line = frame.f_code, frame.f_lineno

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.flops import formula
 
@@ -16,6 +17,7 @@ class OperatorFacts:
     """`is_view`: returns aliases of the same storage and runs no kernel. `resizes`: may change the storage size of an argument.
 
     `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
+    `updates_lists`: one of `torch._foreach_*_`, which writes to its first list and returns nothing.
     """
 
     name: str
@@ -24,6 +26,7 @@ class OperatorFacts:
     resizes: bool
     creates: bool
     is_composite: bool
+    updates_lists: bool
     flops: Callable[..., int] | None
 
 
@@ -47,6 +50,7 @@ def facts(operator: OpOverload) -> OperatorFacts:
         creates=any(alias is None for alias in returns),
         is_composite=operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
+        updates_lists=schema.name.startswith("aten::_foreach_") and not schema.returns,
         flops=formula(operator),
     )
 
@@ -69,6 +73,25 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
             for item in value:
                 if isinstance(item, torch.Tensor):
                     yield item
+
+
+def are_alike(args: Sequence[Any]) -> bool:
+    """Whether all lists of tensors among `args`, of which the first is one, have the same shapes and real numbers on one device."""
+    lists = [
+        value for value in args if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor)
+    ]
+    first = lists[0] if lists else ()
+    if not first or any(len(other) != len(first) for other in lists):
+        return False
+    shapes, device = [tensor.shape for tensor in first], first[0].device
+    return all(
+        isinstance(tensor, FakeTensor)
+        and tensor.shape == shape
+        and tensor.is_floating_point()
+        and tensor.device == device
+        for other in lists
+        for tensor, shape in zip(other, shapes, strict=True)
+    )
 
 
 def written(operator: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

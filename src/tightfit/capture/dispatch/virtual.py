@@ -18,7 +18,7 @@ from tightfit.capture.dispatch import fallback, one_card, program_operators, spa
 from tightfit.capture.dispatch.data_reads import ReadPolicy
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows, Unknown, limit
-from tightfit.capture.dispatch.operators import OperatorFacts, facts, tensors, written
+from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
 from tightfit.capture.dispatch.unknown_conditions import Truths
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
@@ -147,7 +147,10 @@ class VirtualGpu(TorchDispatchMode):
             kwargs = {**kwargs, "generator": None}
         lifted = [self.lift(a) if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) else a for a in args]
         try:
-            out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
+            # Lists as long as a model has parameters, which torch's fake tensors would go through for nothing.
+            out = None
+            if not (known.updates_lists and are_alike(lifted)):
+                out = self.fake.dispatch(func, (FakeTensor,), lifted, kwargs)
         except (*fallback.UNSUPPORTED, RuntimeError) as error:
             if not isinstance(error, fallback.UNSUPPORTED) and not program_operators.lacks_fake(error):
                 raise

@@ -141,6 +141,11 @@ def is_users_or_other(filename: str) -> bool:
     return not os.path.realpath(filename).startswith(_OF_TORCH)
 
 
+def is_of_another_library(filename: str) -> bool:
+    """Whether code in `filename` is that of an installed package other than torch and ours."""
+    return "site-packages" in filename and is_users_or_other(filename)
+
+
 def short(filename: str) -> str:
     """A file name for display: relative to the working folder if it is inside of it."""
     relative = os.path.relpath(filename)

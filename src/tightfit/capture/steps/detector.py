@@ -58,7 +58,13 @@ class StepWatch:
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
         self.has_ended = False
-        self.after = None if by_yield else FastForward(gpu, num_steps, settle=self.settle, follows=follows, until=until)
+        self.after = (
+            None
+            if by_yield
+            else FastForward(
+                gpu, num_steps, settle=self.settle, parameters=self._parameters, follows=follows, until=until
+            )
+        )
         self._by_yield = by_yield
         self._on_end = on_end
         # What a program drops is freed, also while it is watched.
@@ -207,7 +213,7 @@ class StepWatch:
         recorder = self.gpu.recorder
         recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
         if torch.is_grad_enabled():
-            if self._begin_step():
+            if self._begin_step(is_call=True):
                 self._first_operator = recorder.num_operators
         elif self.after is not None and self.after.is_on:
             self.after.call_begins()
@@ -216,9 +222,9 @@ class StepWatch:
             if recorder.spans[-1][0] != name:
                 recorder.span(name, SpanKind.ASIDE)
 
-    def _begin_step(self) -> bool:
+    def _begin_step(self, *, is_call: bool = False) -> bool:
         if self.after is not None and self.after.is_on:
-            return self.after.training_begins()
+            return self.after.training_begins(is_call=is_call)
         recorder = self.gpu.recorder
         name = f"step {self.num_ended + 1}"
         if self._by_yield or recorder.spans[-1][0] == name:
