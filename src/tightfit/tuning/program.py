@@ -189,7 +189,7 @@ class Program:
                 else:
                     allocator.free(found)
             elif step == Step.FREE_LATER:
-                allocator.record_stream(live[block], _SOME_OTHER_STREAM)
+                live[block].record_stream(_SOME_OTHER_STREAM)
                 allocator.free(live[block])
             elif step == Step.COMPLETE:
                 allocator.complete(live.pop(block))
