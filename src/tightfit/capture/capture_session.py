@@ -16,7 +16,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.kernel_memory import KernelMemory
-from tightfit.capture.observe.recorder import LiveMemory, Recorder
+from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
 from tightfit.capture.patches import eager, loaders, native, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
@@ -72,7 +72,7 @@ class CaptureSession:
         self._tape: Tape | None = None
 
     def _take(self) -> None:
-        tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
         coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
         self._tape = dataclasses.replace(tape, effects=self.watch.effects(), coverage=coverage)
 

@@ -343,7 +343,7 @@ class FastForward:
 
     def _alive_bytes(self) -> int:
         num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[reference.index] for reference in self._gpu.references.values())
+        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _turned(self, number: int, *, counts_alive: bool) -> _Turns:
         """The turns of a loop, brought up to date as one of them begins; alike turns leave as much allocated, with `counts_alive`."""

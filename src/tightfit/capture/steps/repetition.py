@@ -117,7 +117,7 @@ class Repetition:
 
     def _alive_bytes(self) -> int:
         num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[reference.index] for reference in self._gpu.references.values())
+        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _trace(self, history: _History, alive: int, run: Callable[[], Any]) -> Any:
         recorder = self._gpu.recorder
@@ -148,7 +148,7 @@ class Repetition:
         outputs = self._outputs(leaves, alive)
         if outputs is None:
             return None
-        held = {self._gpu.index_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
+        held = {self._gpu.storages.index_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
         num_bytes = recorder.storages["num_bytes"]
         kept = tuple(num_bytes[s] for s in sorted(alive - held))
         if kept and not torch.is_autocast_enabled("cuda"):
@@ -169,7 +169,7 @@ class Repetition:
                     return None
                 outputs.append(_Output(group=-1, num_elements=0, size=(), stride=(), offset=0, dtype=None, value=leaf))
                 continue
-            index = self._gpu.index_of(leaf)
+            index = self._gpu.storages.index_of(leaf)
             # Outputs with known values decide over control flow (a token that ends a generation); such a call
             # is always run.
             if index is None or index not in alive or self._gpu.shadows.known(leaf):

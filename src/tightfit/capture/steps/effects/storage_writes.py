@@ -15,7 +15,7 @@ class StorageWrites:
 
     def __init__(self, gpu: VirtualGpu) -> None:
         self._recorder = gpu.recorder
-        self._index_of = gpu.index_of
+        self._index_of = gpu.storages.index_of
         self._writes: dict[int, list[tuple[int, int]]] = {}
         gpu.on_write = self._wrote
 
