@@ -32,8 +32,8 @@ def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) ->
         call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True
     )
     proof = prove(subject, value.shape[dim], [part])
-    layout = proof.flow.layout(proof.result)
-    if layout is None or proof.flow.is_uniform(proof.result):
+    layout = proof.flow.rows.layout(proof.result)
+    if layout is None or proof.flow.rows.is_uniform(proof.result):
         raise Mixes("no row in the result")
     return layout
 

@@ -38,7 +38,15 @@ _SPLIT, _NON_SPLIT = "max_split_size_mb", "max_non_split_rounding_mb"
 _LARGE, _ROUNDUP, _PAGED = "large_segment_size_mb", "roundup_power2_divisions", "expandable_segments"
 
 
-class SettingsSearch:
+class _Enough(Exception):
+    """Raised when there is nothing left to gain."""
+
+
+class _TimeOver(Exception):
+    """Raised when the time limit is reached."""
+
+
+class Trials:
     """The trials of one or several programs, by the text of the settings."""
 
     def __init__(
@@ -48,22 +56,22 @@ class SettingsSearch:
         self.num_trials = 0
         self.live_bytes = sum(program.peak_live_bytes() for program in programs)
         self._programs = programs
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._deadline = deadline
         self._allows_expandable = allows_expandable
         self._settings: dict[str, AllocatorSettings] = {}
         self._copies: dict[int, Sequence[Program]] = {}
         self._copied: dict[tuple[int, str], Trial] = {}
-        self._requests: dict[int, int] = {}
+        self.requests: dict[int, int] = {}
         for program in programs:
             for num_bytes, count in program.requests_by_size().items():
-                self._requests[num_bytes] = self._requests.get(num_bytes, 0) + count
+                self.requests[num_bytes] = self.requests.get(num_bytes, 0) + count
 
     def try_always(self, text: str, settings: AllocatorSettings | None = None) -> Trial:
         """The trial of `text`, run to its end whatever time is left; `settings` is its meaning where the text cannot be parsed."""
         if text not in self.trials:
             self._settings[text] = AllocatorSettings.parse(text) if settings is None else settings
-            self.trials[text] = self._play(self._settings[text])
+            self.trials[text] = self.play(self._settings[text])
         return self.trials[text]
 
     def lasts(self, text: str, baselines: Sequence[str], *, until: float) -> bool:
@@ -83,6 +91,77 @@ class SettingsSearch:
                 return False
         return True
 
+    def _trial_of_copy(self, copy: int, text: str) -> Trial:
+        if (copy, text) not in self._copied:
+            if copy not in self._copies:
+                is_same = copy == _DOWNWARDS
+                self._copies[copy] = [p if is_same else p.with_other_sizes(copy) for p in self._programs]
+            # Copies are cached by seed, so that every candidate is compared on the same altered programs.
+            self._copied[copy, text] = self.play(
+                self._settings[text], programs=self._copies[copy], places_downwards=copy == _DOWNWARDS
+            )
+        return self._copied[copy, text]
+
+    def play(
+        self,
+        settings: AllocatorSettings,
+        *,
+        programs: Sequence[Program] | None = None,
+        cut_above_bytes: int | None = None,
+        places_downwards: bool = False,
+    ) -> Trial:
+        self.num_trials += 1
+        return Trial.sum_of(
+            [
+                program.play(
+                    settings,
+                    capacity_bytes=self.capacity_bytes,
+                    cut_above_bytes=cut_above_bytes,
+                    places_downwards=places_downwards,
+                )
+                for program in programs or self._programs
+            ]
+        )
+
+    def try_out(self, *parts: str) -> None:
+        """Tries the combination of the parts, unless it is invalid or was tried before."""
+        text = joined(*parts)
+        if text is None or text in self.trials or (EXPANDABLE in text and not self._allows_expandable):
+            return
+        if time.monotonic() > self._deadline:
+            raise _TimeOver
+        self._settings[text] = AllocatorSettings.parse(text)
+        # Trials of the search may be cut; those that are shown in any case (try_always) may not.
+        trial = self.trials[text] = self.play(self._settings[text], cut_above_bytes=self._cut_above_bytes())
+        near_bytes = self.live_bytes + _NEAR_ENOUGH * self.trials[""].peak_reserved_bytes
+        if trial.is_calm and trial.peak_reserved_bytes <= near_bytes:
+            raise _Enough
+
+    def _cut_above_bytes(self) -> int | None:
+        """The bound above which a trial is stopped; None for several devices, whose sum says nothing of one, or if the default itself failed."""
+        default = self.trials[""]
+        if len(self._programs) > 1 or default.oom_event is not None:
+            return None
+        return int(_CUT_ABOVE * default.peak_reserved_bytes)
+
+    def best(self, *keys: str) -> str | None:
+        """The best trial with exactly these keys."""
+        return self.best_of(text for text in self.trials if keys_of(text).keys() == set(keys))
+
+    def best_of(self, texts: Iterable[str]) -> str | None:
+        """The best of some trials, the first of equals; None where each was cut or ran out of memory."""
+        sound = [text for text in texts if not self.trials[text].is_cut and self.trials[text].oom_event is None]
+        return min(sound, key=lambda text: self.trials[text].badness, default=None)
+
+
+class SettingsSearch:
+    """Sweeps, refinements and combinations of settings, of which each is tried in `trials`."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._try = trials.try_out
+        self._requests = trials.requests
+
     def run(self) -> bool:
         """Runs the search after the default was tried; False if the time was over first."""
         try:
@@ -97,66 +176,13 @@ class SettingsSearch:
             return False
         return True
 
-    def _trial_of_copy(self, copy: int, text: str) -> Trial:
-        if (copy, text) not in self._copied:
-            if copy not in self._copies:
-                is_same = copy == _DOWNWARDS
-                self._copies[copy] = [p if is_same else p.with_other_sizes(copy) for p in self._programs]
-            # Copies are cached by seed, so that every candidate is compared on the same altered programs.
-            self._copied[copy, text] = self._play(
-                self._settings[text], programs=self._copies[copy], places_downwards=copy == _DOWNWARDS
-            )
-        return self._copied[copy, text]
-
-    def _play(
-        self,
-        settings: AllocatorSettings,
-        *,
-        programs: Sequence[Program] | None = None,
-        cut_above_bytes: int | None = None,
-        places_downwards: bool = False,
-    ) -> Trial:
-        self.num_trials += 1
-        return Trial.sum_of(
-            [
-                program.play(
-                    settings,
-                    capacity_bytes=self._capacity_bytes,
-                    cut_above_bytes=cut_above_bytes,
-                    places_downwards=places_downwards,
-                )
-                for program in programs or self._programs
-            ]
-        )
-
-    def _try(self, *parts: str) -> None:
-        """Tries the combination of the parts, unless it is invalid or was tried before."""
-        text = joined(*parts)
-        if text is None or text in self.trials or (EXPANDABLE in text and not self._allows_expandable):
-            return
-        if time.monotonic() > self._deadline:
-            raise _TimeOver
-        self._settings[text] = AllocatorSettings.parse(text)
-        # Trials of the search may be cut; those that are shown in any case (try_always) may not.
-        trial = self.trials[text] = self._play(self._settings[text], cut_above_bytes=self._cut_above_bytes())
-        near_bytes = self.live_bytes + _NEAR_ENOUGH * self.trials[""].peak_reserved_bytes
-        if trial.is_calm and trial.peak_reserved_bytes <= near_bytes:
-            raise _Enough
-
-    def _cut_above_bytes(self) -> int | None:
-        """The bound above which a trial is stopped; None for several devices, whose sum says nothing of one, or if the default itself failed."""
-        default = self.trials[""]
-        if len(self._programs) > 1 or default.oom_event is not None:
-            return None
-        return int(_CUT_ABOVE * default.peak_reserved_bytes)
-
     def _sweep(self) -> None:
         """Tries one setting at a time, and those that are valid with expandable segments on top of them."""
         # First, because it recovers nearly all of the waste in most programs (docs/tuning.md), and may end the search at once.
         self._try(EXPANDABLE)
-        default = self.trials[""]
+        default = self._trials.trials[""]
         # The default is within 1 % of the lower bound already.
-        if default.is_calm and default.peak_reserved_bytes * (1 - MIN_GAIN) <= self.live_bytes:
+        if default.is_calm and default.peak_reserved_bytes * (1 - MIN_GAIN) <= self._trials.live_bytes:
             raise _Enough
         for text in large_segments(is_expandable=True):
             self._try(EXPANDABLE, text)
@@ -173,26 +199,26 @@ class SettingsSearch:
         """Tries split thresholds around the best one, then values of `max_non_split_rounding_mb` for it."""
         values = split_thresholds_mib(self._requests)
         for _ in range(_NUM_REFINEMENTS):
-            best = self._best(_SPLIT)
+            best = self._trials.best(_SPLIT)
             if best is None:
                 return
             # A grid refinement between the neighbours of the best threshold: the peak is not monotonic in it.
             at = int(keys_of(best)[_SPLIT])
-            tried = [int(keys_of(text)[_SPLIT]) for text in self.trials if _SPLIT in keys_of(text)]
+            tried = [int(keys_of(text)[_SPLIT]) for text in self._trials.trials if _SPLIT in keys_of(text)]
             below = max((value for value in tried if value < at), default=0)
             above = min((value for value in tried if value > at), default=_ABOVE_ALL)
             for value in thinned([value for value in values if below < value < above], _NUM_BETWEEN):
                 self._try(f"{_SPLIT}:{value}")
-        best = self._best(_SPLIT)
+        best = self._trials.best(_SPLIT)
         if best is not None:
             for text in non_split_roundings(int(keys_of(best)[_SPLIT])):
                 self._try(best, text)
 
     def _combine(self) -> None:
         """Tries the best of each setting in pairs and triples."""
-        splits = [self._best(_SPLIT), self._best(_SPLIT, _NON_SPLIT)]
-        others = [self._best(_ROUNDUP), self._best(_LARGE)]
-        paged = [self._best(_PAGED, _ROUNDUP), self._best(_PAGED, _LARGE)]
+        splits = [self._trials.best(_SPLIT), self._trials.best(_SPLIT, _NON_SPLIT)]
+        others = [self._trials.best(_ROUNDUP), self._trials.best(_LARGE)]
+        paged = [self._trials.best(_PAGED, _ROUNDUP), self._trials.best(_PAGED, _LARGE)]
         for parts in (paged, *itertools.product(splits, others), others, *((split, *others) for split in splits)):
             texts = [text for text in parts if text is not None]
             # A setting without a sound trial takes part in no combination.
@@ -203,9 +229,9 @@ class SettingsSearch:
         """Coordinate descent over the divisions of each size interval, on top of the best settings without rounding."""
         # Both, as expandable segments may not be available where the settings are used.
         for is_paged in (True, False):
-            base = self._best_of(
+            base = self._trials.best_of(
                 text
-                for text in self.trials
+                for text in self._trials.trials
                 if _ROUNDUP not in keys_of(text) and (EXPANDABLE in text) == is_paged and known_bad(text) is None
             )
             if base is None:
@@ -217,31 +243,14 @@ class SettingsSearch:
                     changed = (*unrounded[:interval], count, *unrounded[interval + 1 :])
                     text = joined(base, divisions_text(changed))
                     self._try(base, divisions_text(changed))
-                    if text in self.trials and self._best_of((best, text)) != best:
+                    if text in self._trials.trials and self._trials.best_of((best, text)) != best:
                         best, divisions = text, changed
 
     def _collect_garbage(self) -> None:
         """Tries garbage collection where memory is limited; without a limit torch never collects."""
-        if self._capacity_bytes is None:
+        if self._trials.capacity_bytes is None:
             return
-        base = self._best_of(text for text in self.trials if EXPANDABLE not in text)
+        base = self._trials.best_of(text for text in self._trials.trials if EXPANDABLE not in text)
         for threshold in _COLLECTION_THRESHOLDS:
             self._try(f"garbage_collection_threshold:{threshold}")
             self._try(base or "", f"garbage_collection_threshold:{threshold}")
-
-    def _best(self, *keys: str) -> str | None:
-        """The best trial with exactly these keys."""
-        return self._best_of(text for text in self.trials if keys_of(text).keys() == set(keys))
-
-    def _best_of(self, texts: Iterable[str]) -> str | None:
-        """The best of some trials, the first of equals; None where each was cut or ran out of memory."""
-        sound = [text for text in texts if not self.trials[text].is_cut and self.trials[text].oom_event is None]
-        return min(sound, key=lambda text: self.trials[text].badness, default=None)
-
-
-class _Enough(Exception):
-    """Raised when there is nothing left to gain."""
-
-
-class _TimeOver(Exception):
-    """Raised when the time limit is reached."""

@@ -59,13 +59,54 @@ _NO_STATISTICS: dict[str, Any] = {
 """Every figure of `torch.cuda.memory_stats`; a script may ask for one that is not simulated."""
 
 
+class MemoryApi:
+    """The answers about memory: from the simulated allocator, and of a card of which other processes hold `used_bytes`."""
+
+    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int) -> None:
+        self.recorder = recorder
+        self.live = live
+        self.device = device
+        self.used_bytes = used_bytes
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        """`torch.cuda.memory_stats`."""
+        return _NO_STATISTICS | self.live.allocator().memory_stats()
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """`torch.cuda.reset_peak_memory_stats`."""
+        self.live.allocator().reset_peaks()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """`torch.cuda.mem_get_info`: free and total bytes of the card."""
+        used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
+        return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
+
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """By the names of `torch.cuda.memory`."""
+        return {
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_max_memory_allocated": self.reset_peak_memory_stats,
+            "reset_max_memory_cached": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "mem_get_info": self.mem_get_info,
+            "empty_cache": self.recorder.empty_cache,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
+            "memory_snapshot": lambda *_args, **_kwargs: [],
+            "_record_memory_history": lambda *_args, **_kwargs: None,
+            "_dump_snapshot": lambda *_args, **_kwargs: None,
+            "_set_allocator_settings": lambda settings: None,
+            "get_allocator_backend": lambda: "native",
+        }
+
+
 class CudaApi:
     """The answers, as methods; `install` replaces torch's functions with them. `used_bytes` of the card are held by other processes."""
 
     def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0) -> None:
-        self.used_bytes = used_bytes
+        self.memory = MemoryApi(recorder, live, device, used_bytes)
         self.recorder = recorder
-        self.live = live
         self.device = device
         self.properties = DeviceProperties(
             name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
@@ -82,19 +123,6 @@ class CudaApi:
             # A register has 4 bytes.
             regs_per_multiprocessor=device.register_file_bytes // 4,
         )
-
-    def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """`torch.cuda.memory_stats`."""
-        return _NO_STATISTICS | self.live.allocator().memory_stats()
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
-        self.live.allocator().reset_peaks()
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """`torch.cuda.mem_get_info`: free and total bytes of the card."""
-        used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
-        return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """`torch.cuda.get_device_capability`."""
@@ -152,41 +180,6 @@ class CudaApi:
             "_maybe_exchange_device": lambda device: 0,
         }
 
-    def _memory_answers(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "memory_stats": self.memory_stats,
-            "reset_peak_memory_stats": self.reset_peak_memory_stats,
-            "reset_max_memory_allocated": self.reset_peak_memory_stats,
-            "reset_max_memory_cached": self.reset_peak_memory_stats,
-            "reset_accumulated_memory_stats": lambda device=None: None,
-            "mem_get_info": self.mem_get_info,
-            "empty_cache": self.recorder.empty_cache,
-            "set_per_process_memory_fraction": lambda fraction, device=None: None,
-            "get_per_process_memory_fraction": lambda device=None: 1.0,
-            "memory_snapshot": lambda *_args, **_kwargs: [],
-            "_record_memory_history": lambda *_args, **_kwargs: None,
-            "_dump_snapshot": lambda *_args, **_kwargs: None,
-            "_set_allocator_settings": lambda settings: None,
-            "get_allocator_backend": lambda: "native",
-        }
-
-    @staticmethod
-    def _random_answers() -> dict[str, Callable[..., Any]]:
-        return {
-            "manual_seed": lambda seed: None,
-            "manual_seed_all": lambda seed: None,
-            "seed": lambda: None,
-            "seed_all": lambda: None,
-            "initial_seed": lambda: 0,
-            # The card's Philox state: a seed and an offset of 8 bytes each
-            # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `get_state`). Programs save and restore it, and nothing
-            # is drawn from it.
-            "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-            "set_rng_state": lambda state, device="cuda": None,
-            "set_rng_state_all": lambda states: None,
-        }
-
     def _accelerator_answers(self) -> dict[str, Callable[..., Any]]:
         return {
             "is_available": lambda: True,
@@ -200,14 +193,14 @@ class CudaApi:
             "set_stream": streams.set_stream,
             "synchronize": lambda device=None: self.recorder.synchronize(),
             "empty_cache": self.recorder.empty_cache,
-            "memory_stats": self.memory_stats,
-            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "memory_stats": self.memory.memory_stats,
+            "reset_peak_memory_stats": self.memory.reset_peak_memory_stats,
             "reset_accumulated_memory_stats": lambda device=None: None,
-            "memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.current"],
-            "max_memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.peak"],
-            "memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.current"],
-            "max_memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.peak"],
-            "get_memory_info": self.mem_get_info,
+            "memory_allocated": lambda device=None: self.memory.memory_stats()["allocated_bytes.all.current"],
+            "max_memory_allocated": lambda device=None: self.memory.memory_stats()["allocated_bytes.all.peak"],
+            "memory_reserved": lambda device=None: self.memory.memory_stats()["reserved_bytes.all.current"],
+            "max_memory_reserved": lambda device=None: self.memory.memory_stats()["reserved_bytes.all.peak"],
+            "get_memory_info": self.memory.mem_get_info,
             "device_index": _NoScope,
         }
 
@@ -215,8 +208,8 @@ class CudaApi:
         """Replaces torch's functions; a process that has done this is not used for anything else."""
         streams.VirtualStream.recorder = self.recorder
         _replace((torch.cuda,), self._answers())
-        _replace((torch.cuda, torch.cuda.memory), self._memory_answers())
-        _replace((torch.cuda, torch.cuda.random), self._random_answers())
+        _replace((torch.cuda, torch.cuda.memory), self.memory.answers())
+        _replace((torch.cuda, torch.cuda.random), _random_answers())
         _replace((torch.accelerator, torch.accelerator.memory), self._accelerator_answers())
         _replace(
             (torch.cuda.nvtx,),
@@ -232,6 +225,23 @@ class CudaApi:
         torch.backends.cudnn.version = lambda: CUDNN_VERSION
         torch.backends.cudnn.is_available = lambda: True
         torch.backends.cuda.is_built = lambda: True
+
+
+def _random_answers() -> dict[str, Callable[..., Any]]:
+    return {
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "seed": lambda: None,
+        "seed_all": lambda: None,
+        "initial_seed": lambda: 0,
+        # The card's Philox state: a seed and an offset of 8 bytes each
+        # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `get_state`). Programs save and restore it, and nothing
+        # is drawn from it.
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "set_rng_state": lambda state, device="cuda": None,
+        "set_rng_state_all": lambda states: None,
+    }
 
 
 class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]

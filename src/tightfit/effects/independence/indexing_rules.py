@@ -14,8 +14,8 @@ def gather(flow: Flow, call: OperatorCall) -> Result:
     """Gathers or scatters along another dimension than the rows', with all arguments row by row."""
     dim = call["dim"] % call["self"].dim()
     tensors = [t for t in call.tensors if t.dim()]
-    sized = [t for t in tensors if not flow.is_uniform(t)]
-    found = {flow.layout(t) for t in sized}
+    sized = [t for t in tensors if not flow.rows.is_uniform(t)]
+    found = {flow.rows.layout(t) for t in sized}
     layout = next((each for each in found if each is not None), None)
     if layout is None or found != {layout} or layout.dim == dim:
         raise Mixes("looks rows up among others")
@@ -28,8 +28,8 @@ def gather(flow: Flow, call: OperatorCall) -> Result:
 def select(flow: Flow, call: OperatorCall) -> Result:
     """Selects along another dimension than the rows', or looks rows up in a shared table."""
     table, index, dim = call["self"], call["index"], call["dim"] % max(1, call["self"].dim())
-    mine, its = flow.layout(table), flow.layout(index)
-    if any(map(flow.is_uniform, (table, index))) or flow.counts_rows(index):
+    mine, its = flow.rows.layout(table), flow.rows.layout(index)
+    if any(map(flow.rows.is_uniform, (table, index))) or flow.rows.counts_rows(index):
         raise Mixes("looks up what there is for each row")
     if mine is None and its is not None:
         return its.at(dim)
@@ -47,7 +47,7 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     given = {dim: index for dim, index in enumerate(indices) if index is not None}
     if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
         raise Mixes("has a size that depends on values")
-    if flow.is_uniform(subject) or any(map(flow.is_uniform, given.values())):
+    if flow.rows.is_uniform(subject) or any(map(flow.rows.is_uniform, given.values())):
         raise Mixes("looks up what there is for each row")
     num_index = max(index.dim() for index in given.values())
     dims = sorted(given)
@@ -58,9 +58,9 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
     num_dims = subject.dim() - len(given) + num_index
     # `x[torch.arange(n), y]` takes one position of each row: position numbers of the rows index their own
     # dimension.
-    counting = {dim: index for dim, index in given.items() if flow.counts_rows(index)}
-    rows = flow.layout(subject)
-    of_index = flow.broadcast([i for d, i in given.items() if d not in counting], num_index)
+    counting = {dim: index for dim, index in given.items() if flow.rows.counts_rows(index)}
+    rows = flow.rows.layout(subject)
+    of_index = flow.rows.broadcast([i for d, i in given.items() if d not in counting], num_index)
     if not counting:
         if rows is None and of_index is not None:
             return of_index.at(place + of_index.dim), num_dims
@@ -91,10 +91,10 @@ def index(flow: Flow, call: OperatorCall) -> Result:
 def index_put(flow: Flow, call: OperatorCall) -> Result:
     """Writes to the elements that `index` would return."""
     layout, num_dims = indexed(flow, call["self"], call["indices"])
-    rows, values = flow.layout(call["self"]), call["values"]
+    rows, values = flow.rows.layout(call["self"]), call["values"]
     if rows is None:
         raise Mixes("writes rows to what they share")
-    along = flow.broadcast([values], num_dims)
+    along = flow.rows.broadcast([values], num_dims)
     dim = layout.dim - (num_dims - values.dim())
     if along != layout if along is not None else dim >= 0 and values.shape[dim] != 1 and values.stride(dim) != 0:
         raise Mixes("writes rows over others")
@@ -107,7 +107,7 @@ def search(flow: Flow, call: OperatorCall) -> Result:
     table, values = call["sorted_sequence"], call["self"]
     if not isinstance(values, torch.Tensor):
         raise Mixes("looks rows up among others")
-    mine, its = flow.layout(table), flow.layout(values)
+    mine, its = flow.rows.layout(table), flow.rows.layout(values)
     if its is None or (mine is None and table.dim() != 1) or (mine is not None and mine != its):
         raise Mixes("looks rows up among others")
     if mine is not None and mine.dim == table.dim() - 1:
@@ -119,14 +119,14 @@ def search(flow: Flow, call: OperatorCall) -> Result:
 def isin(flow: Flow, call: OperatorCall) -> Result:
     """Tests each element against one set for all rows."""
     only(flow, call, "elements")
-    return flow.layout(call["elements"])
+    return flow.rows.layout(call["elements"])
 
 
 @rule("index_fill")
 def index_fill(flow: Flow, call: OperatorCall) -> Result:
     """Writes one number to what `index` would give; torch 2.15 makes this of `x[torch.arange(len(x)), 0] = 0`."""
-    rows, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
-    if rows is None or (isinstance(call["value"], torch.Tensor) and flow.layout(call["value"]) is not None):
+    rows, dim = flow.rows.layout(call["self"]), call["dim"] % call["self"].dim()
+    if rows is None or (isinstance(call["value"], torch.Tensor) and flow.rows.layout(call["value"]) is not None):
         raise Mixes("writes rows over others")
     indexed(flow, call["self"], [*[None] * dim, call["index"]])
     return rows
@@ -135,10 +135,10 @@ def index_fill(flow: Flow, call: OperatorCall) -> Result:
 @rule("index_add index_copy")
 def write_along(flow: Flow, call: OperatorCall) -> Result:
     """Writes along another dimension, at the same positions for all rows."""
-    layout, dim = flow.layout(call["self"]), call["dim"] % call["self"].dim()
+    layout, dim = flow.rows.layout(call["self"]), call["dim"] % call["self"].dim()
     source = call.get("source")
-    if layout is None or layout.dim == dim or flow.layout(call["index"]) is not None:
+    if layout is None or layout.dim == dim or flow.rows.layout(call["index"]) is not None:
         raise Mixes("writes rows over others")
-    if isinstance(source, torch.Tensor) and flow.layout(source) != layout and source.shape[layout.dim] != 1:
+    if isinstance(source, torch.Tensor) and flow.rows.layout(source) != layout and source.shape[layout.dim] != 1:
         raise Mixes("writes rows over others")
     return layout

@@ -89,6 +89,6 @@ def _is_same(flow: Flow, values: Sequence[Any]) -> bool:
 
 def _is_same_tensor(flow: Flow, values: Sequence[torch.Tensor]) -> bool:
     last = values[-1]
-    if flow.depends(last) or any(value.shape != last.shape or value.dtype != last.dtype for value in values):
+    if flow.rows.depends(last) or any(value.shape != last.shape or value.dtype != last.dtype for value in values):
         return False
     return isinstance(last, FakeTensor) or all(torch.equal(value, last) for value in values)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result, Uniform
+from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result
+from tightfit.effects.independence.row_states import Uniform
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.rules import behind, only, rule
 
@@ -13,9 +14,9 @@ _CONTRACTS = "sums over the rows"
 
 def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> Layout | None:
     """The layout of the rows in a matrix product whose first `num_batch` dimensions are batch dimensions."""
-    if flow.is_uniform(left) or flow.is_uniform(right):
+    if flow.rows.is_uniform(left) or flow.rows.is_uniform(right):
         raise Mixes("multiplies what is the same for all rows")
-    mine, its = flow.layout(left), flow.layout(right)
+    mine, its = flow.rows.layout(left), flow.rows.layout(right)
     last = num_batch + 1
     if mine is not None and its is not None:
         if mine != its or mine.dim >= num_batch:
@@ -52,7 +53,7 @@ def bmm(flow: Flow, call: OperatorCall) -> Result:
 def mv(flow: Flow, call: OperatorCall) -> Result:
     """A matrix-vector product: rows are those of the matrix."""
     only(flow, call, "self")
-    layout = flow.layout(call["self"])
+    layout = flow.rows.layout(call["self"])
     if layout is None or layout.dim:
         raise Mixes(_CONTRACTS)
     return layout
@@ -70,7 +71,7 @@ def addmm(flow: Flow, call: OperatorCall) -> Result:
         # With beta=0 the added tensor is not read; it is often uninitialised memory.
         return found
     summed = call.outputs[0].dim()
-    dims = flow.broadcast([added], summed)
+    dims = flow.rows.broadcast([added], summed)
     if found is None:
         raise Mixes("adds what there is for each row")
     if dims is not None:
@@ -78,7 +79,7 @@ def addmm(flow: Flow, call: OperatorCall) -> Result:
             raise Mixes("combines rows with others")
         return found
     dim = found.dim - (summed - added.dim())
-    if not flow.is_uniform(added) and dim >= 0 and added.shape[dim] != 1 and added.stride(dim) != 0:
+    if not flow.rows.is_uniform(added) and dim >= 0 and added.shape[dim] != 1 and added.stride(dim) != 0:
         raise Mixes("combines rows with something that varies along them")
     return found
 
@@ -94,7 +95,7 @@ def linear(flow: Flow, call: OperatorCall) -> Result:
 def distances(flow: Flow, call: OperatorCall) -> Result:
     """Pairwise distances: of rows to shared points, or within each matrix of a batch."""
     x1, x2 = call["x1"], call["x2"]
-    mine, its = flow.layout(x1), flow.layout(x2)
+    mine, its = flow.rows.layout(x1), flow.rows.layout(x2)
     if mine is not None and its is not None:
         if mine != its or mine.dim >= x1.dim() - 2 or x1.dim() != x2.dim():
             raise Mixes("compares rows with others")
@@ -122,11 +123,11 @@ _scaled_dot_product_attention_math_for_mps scaled_dot_product_attention"""
 def attention(flow: Flow, call: OperatorCall) -> Result:
     """Attention within each batch element and head; queries may be rows if keys and values are shared."""
     query, key, value = call["query"], call["key"], call["value"]
-    layout = flow.layout(query)
-    others = flow.layout(key), flow.layout(value)
+    layout = flow.rows.layout(query)
+    others = flow.rows.layout(key), flow.rows.layout(value)
     mask = next((t for n in ("attn_bias", "attn_mask") if isinstance(t := call.get(n), torch.Tensor)), None)
     num_dims = query.dim()
-    if any(flow.is_uniform(t) for t in (query, key, value)):
+    if any(flow.rows.is_uniform(t) for t in (query, key, value)):
         raise Mixes("attends to what is the same for all rows")
     if layout is not None and layout.dim < num_dims - 2:
         if any(other != layout for other in others):
@@ -136,10 +137,10 @@ def attention(flow: Flow, call: OperatorCall) -> Result:
     elif layout is None or others != (None, None) or layout.dim != num_dims - 2 or call.get("is_causal", False):
         raise Mixes("attends to other rows")
     if mask is not None:
-        along = flow.broadcast([mask], num_dims)
+        along = flow.rows.broadcast([mask], num_dims)
         dim = layout.dim - (num_dims - mask.dim())
         is_aligned = along == layout if along is not None else dim < 0 or mask.shape[dim] == 1 or mask.stride(dim) == 0
-        if not is_aligned and not flow.is_uniform(mask):
+        if not is_aligned and not flow.rows.is_uniform(mask):
             raise Mixes("combines rows with a mask of others")
     return [layout if o.dim() > layout.dim and o.dim() >= num_dims - 1 and o.numel() else None for o in call.outputs]
 
@@ -147,14 +148,18 @@ def attention(flow: Flow, call: OperatorCall) -> Result:
 @rule("_cudnn_rnn miopen_rnn")
 def recurrent(flow: Flow, call: OperatorCall) -> Result:
     """A recurrent layer over the time steps of each sequence."""
-    layout = flow.layout(call["input"])
+    layout = flow.rows.layout(call["input"])
     batch = 0 if call["batch_first"] else 1
     # Packed sequences mix all of them in one dimension, sorted by length.
     if layout is None or layout.dim != batch or call["batch_sizes"] or call["input"].dim() != 3:
         raise Mixes("takes rows for steps of a sequence")
     for name in ("hx", "cx"):
         state = call.get(name)
-        if isinstance(state, torch.Tensor) and not flow.is_uniform(state) and flow.layout(state) != layout.at(1):
+        if (
+            isinstance(state, torch.Tensor)
+            and not flow.rows.is_uniform(state)
+            and flow.rows.layout(state) != layout.at(1)
+        ):
             raise Mixes("combines rows with others")
     # (layers, batch, width), whatever `batch_first` says.
     states = [layout.at(1) if o.dim() == 3 and o.numel() else None for o in call.outputs[1:3]]
@@ -164,13 +169,13 @@ def recurrent(flow: Flow, call: OperatorCall) -> Result:
 @rule("mkldnn_rnn_layer")
 def recurrent_on_host(flow: Flow, call: OperatorCall) -> Result:
     """One recurrent layer on the host, over the time steps of each sequence."""
-    layout = flow.layout(call["input"])
+    layout = flow.rows.layout(call["input"])
     if layout is None or layout.dim != (0 if call["batch_first"] else 1) or call["batch_sizes"]:
         raise Mixes("takes rows for steps of a sequence")
     found: list[Layout | Uniform | None] = [layout]
     for name in ("hx_", "cx_"):
         state = call[name]
-        if not flow.is_uniform(state) and flow.layout(state) not in (layout.at(0), layout.at(1)):
+        if not flow.rows.is_uniform(state) and flow.rows.layout(state) not in (layout.at(0), layout.at(1)):
             raise Mixes("combines rows with others")
         found.append(layout.at(call.outputs[len(found)].dim() - 2))
     return [*found, *[None] * (len(call.outputs) - 3)]
@@ -181,7 +186,7 @@ def cell(flow: Flow, call: OperatorCall) -> Result:
     """One time step of each sequence."""
     gates: Sequence[torch.Tensor] = [call["input_gates"], call["hidden_gates"]]
     state = call.get("cx") if call.get("cx") is not None else call.get("hx")
-    layout = flow.broadcast([*gates, *([state] if isinstance(state, torch.Tensor) else [])], 2)
+    layout = flow.rows.broadcast([*gates, *([state] if isinstance(state, torch.Tensor) else [])], 2)
     if layout is None or layout.dim:
         raise Mixes("combines rows with others")
     return [layout if o.dim() == 2 else None for o in call.outputs]

@@ -7,7 +7,7 @@ Results that mix rows, or come from an operator without a rule, are marked; the 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,31 +25,16 @@ from tightfit.effects.independence.operations import (
     operation_of,
     schema_of,
 )
+from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
 from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
 from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
-from tightfit.effects.reads import READS, line_of_code
+from tightfit.effects.reads import READS
 
 aten = torch.ops.aten
 
 
 class NeedsValues(Exception):
     """The code reads a value, which fake tensors do not have: run it for real once, inside of `Reads`, and pass in the values read."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
-    """State of a storage in which rows may be mixed. `is_vote`: whether it is the `all` or `any` of something per row."""
-
-    reason: str
-    is_vote: bool = False
-
-
-class Uniform:
-    """State of a storage whose elements are all equal, for any number of rows."""
-
-
-UNIFORM = Uniform()
-State = Pattern | Mixed | Total | Uniform
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +77,6 @@ def _written(func: OpOverload, arguments: Mapping[str, Any]) -> list[torch.Tenso
     """The tensors that an operator writes to."""
     given = [arguments.get(name) for name, _, is_written in schema_of(func) if is_written]
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, as long as it is alive."""
-    return tensor.untyped_storage()._cdata
 
 
 class FakeRun(TorchDispatchMode):
@@ -164,17 +144,17 @@ class FakeRun(TorchDispatchMode):
         """Raises if the operator cannot be followed, before it runs."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
-                raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){_at()}")
+                raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){at_line()}")
         if torch.Tag.nondeterministic_seeded in func.tags and not self._allows_randomness:
             rate = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
             is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
             if not is_off:
-                raise self.fail(f"{func} draws random numbers{_at()}")
+                raise self.fail(f"{func} draws random numbers{at_line()}")
         for leaf in _written(func, arguments):
             # A write to what was there before the run (a buffer, a global table) happens once for the whole
             # batch, and would happen once for each part.
             if key_of(leaf) not in self._born:
-                raise self.fail(f"{func} writes to a tensor from outside{_at()}")
+                raise self.fail(f"{func} writes to a tensor from outside{at_line()}")
 
     def _with_written(
         self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]
@@ -184,7 +164,7 @@ class FakeRun(TorchDispatchMode):
         if not written:
             return outputs
         if len(written) != 1 or len(outputs) != 1:
-            raise self.fail(f"{func} writes to several tensors{_at()}")
+            raise self.fail(f"{func} writes to several tensors{at_line()}")
         return written
 
     def _read(self, func: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -194,7 +174,7 @@ class FakeRun(TorchDispatchMode):
         if self._reads is None:
             raise NeedsValues
         if not self._reads:
-            raise self.fail(f"values are read in another order than before{_at()}")
+            raise self.fail(f"values are read in another order than before{at_line()}")
         return self._reads.pop(0)
 
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -241,9 +221,17 @@ def _moved(func: OpOverload, arguments: Mapping[str, Any]) -> torch.Tensor:
     return torch.empty(source.shape, dtype=arguments["dtype"] or source.dtype, device=arguments["device"])
 
 
-def _at() -> str:
-    line = line_of_code()
-    return f" at {line}" if line else ""
+def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
+    """The state of what an operator makes of rows that it mixes."""
+    states = [rows.state(t) for t in call.tensors]
+    # The first reason is passed on, so that the error names the operator where rows came together and not
+    # the last one after it.
+    mixed = next((s for s in states if isinstance(s, Mixed)), None)
+    if mixed is None:
+        mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
+    if mixed is None:
+        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in ("all", "any"))
+    return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
 
 
 class Flow(FakeRun):
@@ -253,109 +241,31 @@ class Flow(FakeRun):
         super().__init__(num_rows, **settings)
         self.other = other
         self._rules = rules
-        self._states: dict[int, State] = {}
-        # Of constants, the dimensions with as many elements as there are rows: expanded, or counting them.
-        # Kept by tensor and not by storage: an expanded constant shares the storage of the one that is not.
-        self._scaled: dict[int, tuple[torch.Tensor, tuple[int, ...], bool]] = {}
-
-    # Queries of the rules.
-
-    def state(self, tensor: torch.Tensor) -> State | None:
-        """The state of a tensor's storage; None for a constant."""
-        return self._states.get(key_of(tensor))
-
-    def layout(self, tensor: torch.Tensor) -> Layout | None:
-        """The layout of the rows in a tensor; None if it has none.
-
-        Raises:
-            Mixes: they are mixed in it.
-        """
-        state = self.state(tensor)
-        if isinstance(state, Mixed | Total):
-            raise Mixes(state.reason)
-        if isinstance(state, Pattern):
-            return state.layout_in(tensor)
-        found = self._scaled.get(id(tensor))
-        if found is not None and not found[2]:
-            return Layout(dim=found[1][0])
-        return None
-
-    def is_uniform(self, tensor: torch.Tensor) -> bool:
-        """Whether all its elements are equal."""
-        return isinstance(self.state(tensor), Uniform)
-
-    def counts_rows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is 0, 1, 2, ... along the rows."""
-        found = self._scaled.get(id(tensor))
-        return found is not None and found[2]
+        self.rows = RowStates(num_rows)
 
     def its_sizes(self) -> Sequence[Any]:
         """The size arguments of the current operator in the run with the other number of rows."""
         return self.other.operations[len(self.operations) - 1].sizes
 
-    def depends(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may have other values, or another size, for other rows."""
-        return self.state(tensor) is not None or id(tensor) in self._scaled
-
-    def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
-        """The layout of the rows in a pointwise result of `tensors` with `num_dims` dimensions.
-
-        Raises:
-            Mixes: in some they lie elsewhere, or something else varies along them.
-        """
-        tensors = [t for t in tensors if not self.is_uniform(t)]
-        found: Layout | None = None
-        for tensor in tensors:
-            layout = self.layout(tensor)
-            if layout is None:
-                continue
-            layout = layout.at(layout.dim + num_dims - tensor.dim())
-            if found is not None and found != layout:
-                raise Mixes("combines rows with others")
-            found = layout
-        if found is None:
-            return None
-        for tensor in tensors:
-            dim = found.dim - (num_dims - tensor.dim())
-            if self.layout(tensor) is None and dim >= 0 and tensor.shape[dim] != 1 and tensor.stride(dim) != 0:
-                raise Mixes("combines rows with something that varies along them")
-        return found
-
-    # What happens at each operator.
-
-    def put(self, tensor: torch.Tensor, layout: Layout) -> None:
-        """Sets the layout of the rows in a tensor, such as an input."""
-        self._kept.append((tensor, tensor.untyped_storage()))
-        self._states[key_of(tensor)] = pattern_of(tensor, layout, self.num_rows)
-
-    def put_total(self, tensor: torch.Tensor, index: int | None) -> None:
-        """Marks a tensor as the loss number `index`, which is a mean; without a number, as a sum over rows."""
-        means = frozenset[int]() if index is None else frozenset({index})
-        self._states[key_of(tensor)] = Total(means=means, reason=f"a loss is combined with something else{_at()}")
-
-    def put_mixed(self, tensor: torch.Tensor, reason: str) -> None:
-        """Marks a tensor as mixing rows."""
-        self._states[key_of(tensor)] = Mixed(reason=reason)
-
     def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         if self._is_atom:
             return
         for tensor in tensors:
-            state = self.state(tensor)
+            state = self.rows.state(tensor)
             is_vote = self._allows_votes and isinstance(state, Mixed) and state.is_vote
-            if (state is not None and not is_vote) or id(tensor) in self._scaled:
-                raise self.fail(f"Python reads a value that depends on the rows{_at()}")
+            if (state is not None and not is_vote) or self.rows.is_scaled(tensor):
+                raise self.fail(f"Python reads a value that depends on the rows{at_line()}")
 
     def _note(self, operation: Operation) -> None:
         number = len(self.operations)
         super()._note(operation)
         add_left_out(self, self.other, number)
         if number >= len(self.other.operations):
-            raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{_at()}")
+            raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{at_line()}")
         try:
             compare_one(operation, self.other.operations[number], self.num_rows, self.other.num_rows)
         except Mixes as error:
-            raise self.fail(f"{error}{_at()}") from None
+            raise self.fail(f"{error}{at_line()}") from None
 
     def follow(self, call: OperatorCall, known: set[int]) -> None:
         written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
@@ -371,21 +281,22 @@ class Flow(FakeRun):
             return
         # Dividing a sum by the number of rows makes a mean; dividing anything else by it makes another result
         # for each part.
-        if divides_by_rows(self, call) and not is_sum(self.state(call["self"])):
-            raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{_at()}")
+        if divides_by_rows(self, call) and not is_sum(self.rows.state(call["self"])):
+            raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{at_line()}")
         inputs = call.tensors
         try:
             total = total_of(self, call)
             if total is not None:
-                self._states.update((key_of(target), total) for target in targets)
+                for target in targets:
+                    self.rows.set(target, total)
                 return
             results = self._results(call, inputs)
         except Mixes as error:
             # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
             # logged).
-            state: State = self._poison(call, inputs, str(error))
+            state: State = _poisoned(self.rows, call, str(error))
             for target in targets:
-                self._states[key_of(target)] = state
+                self.rows.set(target, state)
             return
         for output, result in zip(call.outputs, results, strict=True):
             if key_of(output) in known - written or not output.numel():
@@ -393,30 +304,20 @@ class Flow(FakeRun):
             try:
                 self._assign(output, result, call)
             except Mixes as error:
-                self._states[key_of(output)] = self._poison(call, inputs, str(error))
+                self.rows.set(output, _poisoned(self.rows, call, str(error)))
 
     def _follow_unreturned(self, call: OperatorCall) -> None:
         """Marks what an operator writes to and does not return (`_foreach_add_`, many operators of programs): no rule is asked about it."""
         returned = {key_of(output) for output in call.outputs}
         unreturned = [t for t in _written(call.func, call.arguments) if key_of(t) not in returned]
         inputs = call.tensors
-        if unreturned and any(self.state(t) is not None or id(t) in self._scaled for t in inputs):
-            state = self._poison(call, inputs, "has no rule that says what it does to rows")
-            self._states.update((key_of(target), state) for target in unreturned)
-
-    def _poison(self, call: OperatorCall, inputs: Sequence[torch.Tensor], why: str) -> State:
-        states = [self.state(t) for t in inputs]
-        # The first reason is passed on, so that the error names the operator where rows came together and not
-        # the last one after it.
-        mixed = next((s for s in states if isinstance(s, Mixed)), None)
-        if mixed is None:
-            mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
-        if mixed is None:
-            return Mixed(reason=f"{call.func} {why}{_at()}", is_vote=call.name in ("all", "any"))
-        return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
+        if unreturned and any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs):
+            state = _poisoned(self.rows, call, "has no rule that says what it does to rows")
+            for target in unreturned:
+                self.rows.set(target, state)
 
     def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
-        follows = any(self.state(t) is not None or id(t) in self._scaled for t in inputs)
+        follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
         if not follows:
             return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
         rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
@@ -438,7 +339,7 @@ class Flow(FakeRun):
         if not grown:
             return None
         if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
-            self._scaled[id(output)] = output, grown, False
+            self.rows.scale(output, grown, counts=False)
             return None
         if call.name in _UNIFORM:
             is_plain = len(grown) == 1 and output.shape[grown[0]] == self.num_rows
@@ -453,13 +354,13 @@ class Flow(FakeRun):
         if call.name == "arange" and output.dim() == 1 and len(output) == self.num_rows:
             step = call.get("step", 1)
             if call.get("start", 0) in (0, None) and step in (1, None):
-                self._scaled[id(output)] = output, grown, True
+                self.rows.scale(output, grown, counts=True)
                 return None
         raise Mixes("depends on the number of rows")
 
     def _view(self, output: torch.Tensor, call: OperatorCall) -> None:
         """A view of a constant may repeat it for each row."""
-        state = self.state(output)
+        state = self.rows.state(output)
         if state is not None and not isinstance(state, Total):
             return
         number = next(n for n, o in enumerate(call.outputs) if o is output)
@@ -467,24 +368,24 @@ class Flow(FakeRun):
         if not grown:
             return
         if isinstance(state, Total):
-            self._states[key_of(output)] = Mixed(reason=state.reason)
+            self.rows.set(output, Mixed(reason=state.reason))
             return
         if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
-            self._scaled[id(output)] = output, grown, False
+            self.rows.scale(output, grown, counts=False)
             return
         source = call.tensors[0]
-        if self.counts_rows(source) and output.numel() == self.num_rows:
-            self._scaled[id(output)] = output, grown, True
+        if self.rows.counts_rows(source) and output.numel() == self.num_rows:
+            self.rows.scale(output, grown, counts=True)
             return
-        self._states[key_of(output)] = Mixed(reason=f"{call.func} depends on the number of rows{_at()}")
+        self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
 
     def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: OperatorCall) -> None:
-        state = self.state(output)
+        state = self.rows.state(output)
         if isinstance(state, Mixed):
             raise Mixes(state.reason)
         if isinstance(result, Uniform):
             if state is None or (state is result and call.name in _UNIFORM):
-                self._states[key_of(output)] = result
+                self.rows.set(output, result)
             elif state is not result or call.func._schema.is_mutable:
                 raise Mixes("writes over rows")
             return
@@ -493,9 +394,9 @@ class Flow(FakeRun):
         if result is None:
             if state is not None:
                 raise Mixes("writes over rows")
-            if grown and call.name in _KEEPS_COUNT and self.counts_rows(call.tensors[0]):
-                self._scaled[id(output)] = output, grown, True
-            elif grown and id(output) not in self._scaled:
+            if grown and call.name in _KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
+                self.rows.scale(output, grown, counts=True)
+            elif grown and not self.rows.is_scaled(output):
                 raise Mixes("depends on the number of rows")
             return
         if grown and grown != (result.dim,):
@@ -504,7 +405,7 @@ class Flow(FakeRun):
             if state.layout_in(output) != result:
                 raise Mixes("writes rows over others")
             return
-        self._states[key_of(output)] = pattern_of(output, result, self.num_rows)
+        self.rows.set(output, pattern_of(output, result, self.num_rows))
 
 
 # Random factories are among them: where randomness is allowed at all, one row's draws are as good as another's.
@@ -551,7 +452,7 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
-            raise self._run.fail(f"puts a hook on a gradient{_at()}")
+            raise self._run.fail(f"puts a hook on a gradient{at_line()}")
         atom = self._atoms.get(func)
         if atom is None or self._run._is_atom:
             return func(*args, **kwargs)
@@ -560,7 +461,7 @@ class Functions(TorchFunctionMode):
             try:
                 layout = atom(self._run, *args, **kwargs)
                 if layout is not None:
-                    self._run.put(out, layout)
+                    self._run.rows.put(out, layout)
             except Mixes as error:
-                self._run.put_mixed(out, f"{func.__name__} {error}{_at()}")
+                self._run.rows.set(out, Mixed(reason=f"{func.__name__} {error}{at_line()}"))
         return out

@@ -174,7 +174,7 @@ def _input(run: FakeRun, tensor: torch.Tensor, dim: int | None, num_rows: int, i
             made = made.narrow(dim, 0, run.num_rows)
             made = made.contiguous() if is_contiguous else made
     if isinstance(run, Flow):
-        run.put(made, Layout(dim=dim))
+        run.rows.put(made, Layout(dim=dim))
     return made.requires_grad_(tensor.requires_grad or (is_contiguous and made.is_floating_point()))
 
 
@@ -283,7 +283,7 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
 def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:
     if num_classes < 0:
         raise Mixes("has a size that depends on values")
-    return flow.layout(tensor)
+    return flow.rows.layout(tensor)
 
 
 ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _one_hot}

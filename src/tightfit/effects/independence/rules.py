@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.independence.row_flow import UNIFORM, Flow, OperatorCall, Result, Rule, Uniform
+from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result, Rule
+from tightfit.effects.independence.row_states import UNIFORM, Uniform
 from tightfit.effects.independence.rows import Layout, Mixes
 
 RULES: dict[str, Rule] = {}
@@ -35,12 +36,12 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 def pointwise(flow: Flow, call: OperatorCall) -> Result:
     """Elementwise operators, with broadcasting."""
     out = call.outputs[0]
-    found = flow.broadcast(call.tensors, out.dim())
+    found = flow.rows.broadcast(call.tensors, out.dim())
     if found is None:
-        others = [t for t in call.tensors if not flow.is_uniform(t) and t.dim()]
-        if others and any(flow.is_uniform(t) for t in call.tensors):
+        others = [t for t in call.tensors if not flow.rows.is_uniform(t) and t.dim()]
+        if others and any(flow.rows.is_uniform(t) for t in call.tensors):
             raise Mixes("combines what there is for each row with something else")
-        return UNIFORM if any(flow.is_uniform(t) for t in call.tensors) else None
+        return UNIFORM if any(flow.rows.is_uniform(t) for t in call.tensors) else None
     return [found if o.dim() == out.dim() else None for o in call.outputs]
 
 
@@ -57,7 +58,7 @@ def new(flow: Flow, call: OperatorCall) -> Result:
 @rule("squeeze unsqueeze t transpose swapaxes swapdims detach as_strided")
 def same_memory(flow: Flow, call: OperatorCall) -> Result:
     """In-place views: the same memory with another shape."""
-    return [flow.layout(output) for output in call.outputs]
+    return [flow.rows.layout(output) for output in call.outputs]
 
 
 def dims_of(value: Any, num_dims: int) -> list[int] | None:
@@ -75,11 +76,11 @@ def worked_on(
         Mixes: it works along the rows.
     """
     tensor = call[subject]
-    if any(flow.is_uniform(t) for t in call.tensors):
+    if any(flow.rows.is_uniform(t) for t in call.tensors):
         raise Mixes("takes together what is the same for all rows")
     dims = dims_of(call.get(name), tensor.dim())
     dims = list(range(tensor.dim())) if dims is None else dims
-    layout = flow.layout(tensor)
+    layout = flow.rows.layout(tensor)
     if layout is not None and layout.dim in dims:
         raise Mixes("works along the rows")
     return layout, dims
@@ -89,7 +90,7 @@ def only(flow: Flow, call: OperatorCall, *names: str) -> None:
     """Raises Mixes if rows are in arguments other than `names`."""
     mine = {id(t) for n in names for t in tree_leaves(call.get(n)) if isinstance(t, torch.Tensor)}
     for tensor in call.tensors:
-        if id(tensor) not in mine and (flow.is_uniform(tensor) or flow.layout(tensor) is not None):
+        if id(tensor) not in mine and (flow.rows.is_uniform(tensor) or flow.rows.layout(tensor) is not None):
             raise Mixes("has rows in an argument that all rows share")
 
 
@@ -134,9 +135,9 @@ def triangle(flow: Flow, call: OperatorCall) -> Result:
 
 def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> Layout | None:
     """The layout of the rows in a tensor whose last `num_last` dimensions are worked along."""
-    if flow.is_uniform(tensor):
+    if flow.rows.is_uniform(tensor):
         raise Mixes("works on what is the same for all rows")
-    layout = flow.layout(tensor)
+    layout = flow.rows.layout(tensor)
     if layout is not None and layout.dim >= tensor.dim() - num_last:
         raise Mixes("works along the rows")
     return layout
@@ -169,7 +170,7 @@ for _number, _names in _NUM_SPATIAL.items():
 @rule("constant_pad_nd")
 def pad(flow: Flow, call: OperatorCall) -> Result:
     """Pads other dimensions than the rows'."""
-    layout, padding = flow.layout(call["self"]), call["pad"]
+    layout, padding = flow.rows.layout(call["self"]), call["pad"]
     if layout is not None:
         # The list of paddings begins with the last dimension.
         at = 2 * (call["self"].dim() - 1 - layout.dim)
@@ -183,7 +184,7 @@ def cat(flow: Flow, call: OperatorCall) -> Result:
     """Concatenates along another dimension; all tensors have their rows in the same dimension."""
     # torch.cat ignores tensors of shape (0,), whatever the dimensions of the others.
     tensors = [t for t in call["tensors"] if t.dim() > 1 or t.numel()]
-    found = flow.broadcast(tensors, call.outputs[0].dim())
+    found = flow.rows.broadcast(tensors, call.outputs[0].dim())
     if found is not None and call.get("dim", 0) % call.outputs[0].dim() == found.dim:
         raise Mixes("puts rows together")
     if found is None:
@@ -195,7 +196,7 @@ def cat(flow: Flow, call: OperatorCall) -> Result:
 def stack(flow: Flow, call: OperatorCall) -> Result:
     """Stacks along a new dimension."""
     tensors = call["tensors"]
-    found = flow.broadcast(tensors, tensors[0].dim())
+    found = flow.rows.broadcast(tensors, tensors[0].dim())
     if found is None:
         raise Mixes("puts together what there is for each row")
     return found.at(found.dim + (call.get("dim", 0) % (tensors[0].dim() + 1) <= found.dim))
@@ -204,7 +205,7 @@ def stack(flow: Flow, call: OperatorCall) -> Result:
 @rule("repeat")
 def repeat(flow: Flow, call: OperatorCall) -> Result:
     """Along other dimensions."""
-    layout, times = flow.layout(call["self"]), call["repeats"]
+    layout, times = flow.rows.layout(call["self"]), call["repeats"]
     if layout is None:
         raise Mixes("repeats what there is for each row")
     dim = layout.dim + len(times) - call["self"].dim()
@@ -224,7 +225,7 @@ def layer_norm(flow: Flow, call: OperatorCall) -> Result:
 def group_norm(flow: Flow, call: OperatorCall) -> Result:
     """Group norm, over all dimensions but the first."""
     only(flow, call, "input")
-    layout = flow.layout(call["input"])
+    layout = flow.rows.layout(call["input"])
     if layout is not None and layout.dim:
         raise Mixes("takes the norm over rows")
     return layout
@@ -238,15 +239,15 @@ def batch_norm(flow: Flow, call: OperatorCall) -> Result:
     """Batch norm: pointwise with given statistics; with those of the batch per channel, and rows may be channels (instance norm)."""
     subject = call["input"]
     rest = [t for n in ("weight", "bias", "running_mean", "running_var") if isinstance(t := call.get(n), torch.Tensor)]
-    layout = flow.layout(subject)
+    layout = flow.rows.layout(subject)
     trains = call.get("training", "no_training" not in call.name and "no_update" not in call.name)
     if layout is None:
         raise Mixes("has rows in its statistics")
     if layout.dim == 1:
         for tensor in rest:
-            if flow.layout(tensor) != layout.at(0) and len(tensor) != 1:
+            if flow.rows.layout(tensor) != layout.at(0) and len(tensor) != 1:
                 raise Mixes("combines rows with something that varies along them")
-    elif trains or any(flow.layout(t) is not None for t in rest):
+    elif trains or any(flow.rows.layout(t) is not None for t in rest):
         raise Mixes("takes statistics over the rows")
     # Instance norm is a batch norm of (1, batch * channels, ...) in torch (Normalization.cpp, `instance_norm`):
     # there the rows are channels, and statistics are their own.
@@ -259,8 +260,8 @@ def convolution(flow: Flow, call: OperatorCall) -> Result:
     """Each image by itself; rows in a spatial dimension only where the kernel has size 1 there."""
     subject = call.tensors[0]
     only(flow, call, "input", "self")
-    layout, weight = flow.layout(subject), call["weight"]
-    if layout is None or flow.is_uniform(subject):
+    layout, weight = flow.rows.layout(subject), call["weight"]
+    if layout is None or flow.rows.is_uniform(subject):
         raise Mixes("convolves what there is for each row")
     # An input without a batch dimension, or rows that a grouped convolution would take for channels.
     if subject.dim() != weight.dim() or layout.dim == 1:
@@ -284,7 +285,7 @@ def embedding(flow: Flow, call: OperatorCall) -> Result:
     # The counts are over the indices of one call, which for a part are fewer.
     if call.get("scale_grad_by_freq"):
         raise Mixes("divides gradients by how often a row is looked up")
-    layout = flow.layout(call["indices"])
+    layout = flow.rows.layout(call["indices"])
     if layout is None:
         raise Mixes("looks up what there is for each row")
     return layout
@@ -300,7 +301,7 @@ def fft(flow: Flow, call: OperatorCall) -> Result:
 def nll_loss(flow: Flow, call: OperatorCall) -> Result:
     """Unreduced."""
     only(flow, call, "self", "target")
-    layout, target = flow.layout(call["self"]), flow.layout(call["target"])
+    layout, target = flow.rows.layout(call["self"]), flow.rows.layout(call["target"])
     # A reduced loss takes rows together; sums and means that parts can be put together for are met before the
     # rules (`totals`).
     if call["reduction"] != 0 or layout is None or layout.dim == 1:
@@ -323,7 +324,7 @@ def element_loss(flow: Flow, call: OperatorCall) -> Result:
 @rule("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback grid_sampler cudnn_grid_sampler")
 def grid(flow: Flow, call: OperatorCall) -> Result:
     """Samples each image with its own grid."""
-    found = [flow.layout(t) for t in call.tensors]
+    found = [flow.rows.layout(t) for t in call.tensors]
     if any(layout != found[0] for layout in found) or found[0] is None or found[0].dim:
         raise Mixes("samples one row for another")
     return found[0]

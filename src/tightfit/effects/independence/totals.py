@@ -56,11 +56,11 @@ def total_of(flow: "Flow", call: "OperatorCall") -> Total | None:
         Mixes: it has such an argument, and is not linear in it.
     """
     tensors = call.tensors
-    totals = [state for t in tensors if isinstance(state := flow.state(t), Total)]
+    totals = [state for t in tensors if isinstance(state := flow.rows.state(t), Total)]
     if not totals:
         return _of_rows(flow, call)
-    constants = [t for t in tensors if not isinstance(flow.state(t), Total)]
-    is_known = call.func.namespace == "aten" and not any(map(flow.depends, constants))
+    constants = [t for t in tensors if not isinstance(flow.rows.state(t), Total)]
+    is_known = call.func.namespace == "aten" and not any(map(flow.rows.depends, constants))
     has_grown = any(flow.grown(number, output) for number, output in enumerate(call.outputs))
     is_floating = all(output.is_floating_point() for output in call.outputs)
     if not is_known or has_grown or not is_floating or not _is_linear(flow, call, len(totals)):
@@ -73,10 +73,10 @@ def total_of(flow: "Flow", call: "OperatorCall") -> Total | None:
 
 def _of_rows(flow: "Flow", call: "OperatorCall") -> Total | None:
     """A sum or mean over a dimension that includes the rows."""
-    if call.name not in ("sum", "mean") or not isinstance(flow.state(call["self"]), Pattern):
+    if call.name not in ("sum", "mean") or not isinstance(flow.rows.state(call["self"]), Pattern):
         return None
     tensor = call["self"]
-    layout, dims = flow.layout(tensor), call.get("dim")
+    layout, dims = flow.rows.layout(tensor), call.get("dim")
     assert layout is not None
     dims = [dims] if isinstance(dims, int) else dims
     if dims and layout.dim not in [dim % tensor.dim() for dim in dims]:
@@ -93,7 +93,9 @@ def _is_linear(flow: "Flow", call: "OperatorCall", num_totals: int) -> bool:
     if name == "mul":
         return num_totals == 1
     if name == "div":
-        return num_totals == 1 and isinstance(flow.state(call["self"]), Total) and call.get("rounding_mode") is None
+        return (
+            num_totals == 1 and isinstance(flow.rows.state(call["self"]), Total) and call.get("rounding_mode") is None
+        )
     return name in _OF_ONE or name in _TOGETHER or name in _ADDS
 
 
@@ -102,7 +104,7 @@ def _together(flow: "Flow", call: "OperatorCall", totals: Sequence[Total], const
     if call.name == "div" and divides_by_rows(flow, call):
         return dataclasses.replace(first, means=frozenset({ROWS}))
     # An in-place operator may keep part of the former contents.
-    stays = call.func._schema.is_mutable and not isinstance(flow.state(call["self"]), Total)
+    stays = call.func._schema.is_mutable and not isinstance(flow.rows.state(call["self"]), Total)
     has_constants = stays or (bool(constants) and call.name in _ADDS | _TOGETHER)
     # A constant added to a sum would be added once for each part.
     if any(not each.means for each in totals) and (has_constants or any(each.means for each in totals)):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, told_of_gradients
+from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, runs_own_code, told_of_gradients
 from tightfit.techniques.optimizer.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -305,7 +305,7 @@ class Updates:
         # after its first steps.
         if not self.session.check_steps:
             return True
-        is_uncertain = self._reads_later or kept.runs_own_code()
+        is_uncertain = self._reads_later or runs_own_code(kept.backward)
         if is_uncertain:
             self.session.statistics["backward passes with gradients in host memory"] += 1
             note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"

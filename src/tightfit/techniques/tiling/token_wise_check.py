@@ -56,7 +56,7 @@ def check_token_wise(
     result = proof.result
     if not isinstance(result, torch.Tensor):
         raise Mixes(f"it returns a {type(result).__name__}")
-    if proof.flow.is_uniform(result) or proof.flow.layout(result) != Layout(dim=dim):
+    if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != Layout(dim=dim):
         raise Mixes("its output has not a row for each row of the input")
     reached = check_graph(result, [*proof.inputs, *module.parameters()])
     if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):

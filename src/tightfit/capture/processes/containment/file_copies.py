@@ -15,18 +15,15 @@ from typing import Any
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class FileCopies:
-    """The copies, below `root`. `real` are the folders whose files are written for real."""
+class OwnCalls:
+    """The calls of this thread that are our own: they are not led anywhere."""
 
-    def __init__(self, root: Path, real: tuple[str, ...]) -> None:
-        self._root = str(root)
-        self._real = real
-        self._removed: set[str] = set()
+    def __init__(self) -> None:
         self._own = threading.local()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Calls from within are our own: they are not led anywhere."""
+        """Calls from within are our own."""
         before = self.is_asking
         self._own.is_asking = True
         try:
@@ -39,9 +36,15 @@ class FileCopies:
         """Whether this thread is within `asking`."""
         return getattr(self._own, "is_asking", False)
 
-    def is_real(self, path: str) -> bool:
-        """Whether a file is written for real."""
-        return any(path == folder or path.startswith(f"{folder}/") for folder in self._real)
+
+class FileCopies:
+    """The copies, below `root`. `real` are the folders whose files are written for real."""
+
+    def __init__(self, root: Path, real: tuple[str, ...]) -> None:
+        self._root = str(root)
+        self._real = real
+        self._removed: set[str] = set()
+        self.own_calls = OwnCalls()
 
     def place(self, path: Any) -> str | None:
         """The path that a program means, without links on the way to it; None for what is no path of a file, or is written for real."""
@@ -49,7 +52,8 @@ class FileCopies:
             return None
         absolute = os.path.abspath(os.fsdecode(path))
         found = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
-        return None if self.is_real(found) or self.is_real(absolute) else found
+        is_real = any(p == real or p.startswith(f"{real}/") for real in self._real for p in (found, absolute))
+        return None if is_real else found
 
     def copy_of(self, place: str) -> str:
         """Where its copy is, or would be."""
@@ -133,17 +137,18 @@ class FileCopies:
         """
         if not self._is_there(source):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
-        copy = self._whole(source)
+        copy = _whole(self, source)
         goal = self.written(target, with_content=False)
         os.replace(copy, goal)
         for place in (source, target):
             if os.path.lexists(place):
                 self._removed.add(place)
 
-    def _whole(self, place: str) -> str:
-        """The copy of a file, or of a folder with all that is in it."""
-        copy = self.written(place)
-        if os.path.isdir(copy):
-            for name in self.names(place):
-                self._whole(os.path.join(place, name))
-        return copy
+
+def _whole(copies: FileCopies, place: str) -> str:
+    """The copy of a file, or of a folder with all that is in it."""
+    copy = copies.written(place)
+    if os.path.isdir(copy):
+        for name in copies.names(place):
+            _whole(copies, os.path.join(place, name))
+    return copy

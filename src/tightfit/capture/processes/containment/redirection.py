@@ -105,7 +105,7 @@ def _refuse(copies: FileCopies, is_by_kernel: bool, event: str, arguments: tuple
 def _refuse_writing(copies: FileCopies, path: Any) -> None:
     if _ended or path in (":memory:", b":memory:", "") or isinstance(path, int):
         return
-    with copies.asking():
+    with copies.own_calls.asking():
         place = copies.place(path)
     if place is not None:
         raise _error(place, "was not written, as this way of writing cannot be redirected while the program is traced")
@@ -160,9 +160,9 @@ def _lead(copies: FileCopies, owner: Any, name: str, to: Callable[[str], str]) -
 
 
 def _found(copies: FileCopies, path: Any, options: dict[str, Any], to: Callable[[str], str]) -> str | None:
-    if copies.is_asking or _ended or options.get("dir_fd") is not None or path in (":memory:", ""):
+    if copies.own_calls.is_asking or _ended or options.get("dir_fd") is not None or path in (":memory:", ""):
         return None
-    with copies.asking():
+    with copies.own_calls.asking():
         place = copies.place(path)
         return None if place is None else to(place)
 
@@ -189,7 +189,7 @@ def _answer(copies: FileCopies, name: str, answer: Callable[..., Any]) -> None:
                 if dir_fd is None
                 else real(path, *arguments, dir_fd=dir_fd, **options)
             )
-        with copies.asking():
+        with copies.own_calls.asking():
             return answer(place, *arguments, **options)
 
     setattr(os, name, answered)
@@ -256,7 +256,7 @@ def _of_two(copies: FileCopies, name: str, real: Callable[..., None]) -> Callabl
         if target is None and source is None:
             real(src, dst, *arguments, **options)
             return
-        with copies.asking():
+        with copies.own_calls.asking():
             if name == "symlink":
                 real(src, copies.written(target or dst, with_content=False), *arguments, **options)
             elif name == "link":
