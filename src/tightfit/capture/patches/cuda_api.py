@@ -5,7 +5,7 @@ Memory statistics come from the simulated allocator, so a script that logs `max_
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ _NO_STATISTICS: dict[str, Any] = {
 """Every figure of `torch.cuda.memory_stats`; a script may ask for one that is not simulated."""
 
 
+# Of torch's own recorder and of settings that are changed while a program runs.
+_RECORDER_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "_record_memory_history": lambda *_args, **_kwargs: None,
+    "_dump_snapshot": lambda *_args, **_kwargs: None,
+    "_set_allocator_settings": lambda settings: None,
+}
+
+
 class MemoryApi:
     """The answers about memory: from the simulated allocator, and of a card of which other processes hold `used_bytes`."""
 
@@ -94,10 +102,21 @@ class MemoryApi:
             "set_per_process_memory_fraction": lambda fraction, device=None: None,
             "get_per_process_memory_fraction": lambda device=None: 1.0,
             "memory_snapshot": lambda *_args, **_kwargs: [],
-            "_record_memory_history": lambda *_args, **_kwargs: None,
-            "_dump_snapshot": lambda *_args, **_kwargs: None,
-            "_set_allocator_settings": lambda settings: None,
             "get_allocator_backend": lambda: "native",
+        }
+
+    def accelerator_answers(self) -> dict[str, Callable[..., Any]]:
+        """By the names of `torch.accelerator.memory`."""
+        return {
+            "empty_cache": self.recorder.empty_cache,
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.current"],
+            "max_memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.peak"],
+            "memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.current"],
+            "max_memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.peak"],
+            "get_memory_info": self.mem_get_info,
         }
 
 
@@ -192,31 +211,37 @@ class CudaApi:
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "synchronize": lambda device=None: self.recorder.synchronize(),
-            "empty_cache": self.recorder.empty_cache,
-            "memory_stats": self.memory.memory_stats,
-            "reset_peak_memory_stats": self.memory.reset_peak_memory_stats,
-            "reset_accumulated_memory_stats": lambda device=None: None,
-            "memory_allocated": lambda device=None: self.memory.memory_stats()["allocated_bytes.all.current"],
-            "max_memory_allocated": lambda device=None: self.memory.memory_stats()["allocated_bytes.all.peak"],
-            "memory_reserved": lambda device=None: self.memory.memory_stats()["reserved_bytes.all.current"],
-            "max_memory_reserved": lambda device=None: self.memory.memory_stats()["reserved_bytes.all.peak"],
-            "get_memory_info": self.memory.mem_get_info,
             "device_index": _NoScope,
         }
 
     def install(self) -> None:
         """Replaces torch's functions; a process that has done this is not used for anything else."""
         streams.VirtualStream.recorder = self.recorder
-        _replace((torch.cuda,), self._answers())
-        _replace((torch.cuda, torch.cuda.memory), self.memory.answers())
-        _replace((torch.cuda, torch.cuda.random), _random_answers())
-        _replace((torch.accelerator, torch.accelerator.memory), self._accelerator_answers())
-        _replace(
-            (torch.cuda.nvtx,),
-            {"range_push": lambda message: 0, "range_pop": lambda: 0, "mark": lambda message: None, "range": _no_range},
-        )
-        _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
-        _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
+        memory, accelerator = self.memory, torch.accelerator
+        nvtx = {
+            "range_push": lambda message: 0,
+            "range_pop": lambda: 0,
+            "mark": lambda message: None,
+            "range": _no_range,
+        }
+        missing = [
+            *_replace((torch.cuda,), self._answers()),
+            *_replace((torch.cuda, torch.cuda.memory), memory.answers()),
+            *_replace((torch.cuda.memory,), _RECORDER_ANSWERS),
+            *_replace((torch.cuda, torch.cuda.random), _random_answers()),
+            *_replace((accelerator,), self._accelerator_answers()),
+            *_replace((accelerator, accelerator.memory), memory.accelerator_answers()),
+            *_replace((torch.cuda.nvtx,), nvtx),
+            *_replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None}),
+            *_replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent}),
+        ]
+        # All of these are there in the versions that tightfit was tested on. A program cannot ask for what is not there, but what a
+        # release has in its place would not answer for the virtual card: so the estimate says it.
+        for name in missing:
+            self.recorder.assume(
+                "torch",
+                f"torch {torch.__version__} has no {name}, which the virtual card answers: what replaces it is not answered",
+            )
         # Libraries take the number of the stream from torch's C++ module itself; a CPU build has no such function.
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: streams.current_stream().cuda_stream)  # noqa: B010
         # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
@@ -266,10 +291,13 @@ def _no_range(message: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-def _replace(modules: tuple[Any, ...], answers: dict[str, Callable[..., Any]]) -> None:
+def _replace(modules: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Replaces the functions of these names; returns those that this release of torch lacks."""
+    missing = []
     for module in modules:
         for name, answer in answers.items():
-            # Names come and go between releases of torch (`current_device_idx` became `current_device_index`);
-            # what a release lacks no program can ask for.
             if hasattr(module, name):
                 setattr(module, name, answer)
+            else:
+                missing.append(f"{module.__name__}.{name}")
+    return missing
