@@ -5,5 +5,4 @@ Written by `python -m tests.attacks.report --write`.
 
 # fmt: off
 KNOWN_WRONG: dict[tuple[str, str], str] = {
-    ('path_length', 'pure bf16'): 'crashed: RuntimeError at second_order.py:296: expected dtype c10::BFloat16 for `end` but got dtype float',
 }

@@ -333,6 +333,23 @@ class TestLightAndDark:
         finally:
             report.devtools("Emulation.clearDeviceMetricsOverride")
 
+    @pytest.mark.parametrize("width", [360, 1280])
+    def test_fits_the_window_with_long_names_of_what_comes_after_the_steps(
+        self, chromium: Browser, tmp_path: Path, width: int
+    ) -> None:
+        history = training()
+        names = [f"after the steps: without gradients at train_with_evaluation.py:{46 + at}" for at in range(3)]
+        spans = tuple(dataclasses.replace(span, name=name) for span, name in zip(history.spans, names, strict=True))
+        chromium.devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False
+        )
+        try:
+            chromium.open(write_page(dataclasses.replace(history, spans=spans), tmp_path / "long.html"))
+            assert chromium.run("return document.documentElement.scrollWidth") <= width
+            assert chromium.run("return document.getElementById('steps-table').textContent").count(names[0]) == 1
+        finally:
+            chromium.devtools("Emulation.clearDeviceMetricsOverride")
+
 
 class TestItWithstands:
     def test_a_recording_from_a_stranger(self, chromium: Browser, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, LEFT_EARLY, MOD
 
 from tightfit import estimate
 from tightfit.reports.results import Estimate
-from tightfit.reports.text.estimates import verdict_words
+from tightfit.reports.verdicts import verdict_words
 
 CARD = "RTX 4090"
 
@@ -40,6 +40,18 @@ def test_what_is_not_reached_is_named_in_the_verdict(tmp_path: Path, name: str) 
     for word in words:
         assert word in found.coverage.words
     assert found.coverage.words in found.explain()
+
+
+def test_a_line_that_the_program_never_came_to_is_named(tmp_path: Path) -> None:
+    program = PLAIN["the loop ends by itself"] + "\n\ndef never_called() -> None:\n    print()\n"
+    line = len((PRELUDE + program).splitlines())
+    found = estimated(tmp_path, program, until=line)
+    assert verdict_words(found)[0] == "fits as far as seen"
+    # The program was not left anywhere: it ended.
+    assert found.coverage.words.startswith("not reached: the line of --until at ")
+    assert found.coverage.words.endswith(f"train.py:{line}")
+    # The definition itself is reached.
+    assert estimated(tmp_path, program, until=line - 1).coverage.stopped == "--until"
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -143,7 +143,7 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(
 def test_a_file_that_is_cut_short_is_no_plan(planned: dict[str, Any], tmp_path: Path) -> None:
     text = Path("plan.json").read_text()
     (tmp_path / "half.json").write_text(text[: len(text) // 2])
-    with pytest.raises(PlanError, match=r"half\.json is no plan that can be read"):
+    with pytest.raises(PlanError, match=r"half\.json is not a plan"):
         tightfit.Plan.load(tmp_path / "half.json")
 
 

@@ -84,6 +84,65 @@ def test_a_plan_whose_values_are_those_of_the_plain_run_says_so_with_its_steps(f
     assert proof.what.endswith("bit for bit")
 
 
+def script_of(folder: Path, loop: str, *, counts: bool = False) -> Script:
+    begin = PROGRAM[: PROGRAM.index("def workload")]
+    begin += f"model = Stack({'Counting' if counts else 'Block'}).cuda()\n"
+    begin += "optimizer = torch.optim.AdamW(model.parameters())\n"
+    path = folder / "train.py"
+    path.write_text(begin + loop)
+    return Script(path=str(path), arguments=())
+
+
+LOOP = """
+for step in range(100):
+    loss = model(torch.randn(16, 64, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    open("log.txt", "a").write("x")
+"""
+
+
+def test_a_script_is_proven_by_its_first_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    proof = proven(script_of(tmp_path, LOOP + "raise SystemExit(1)  # not reached"), choice("Stack.blocks.1"))
+    assert isinstance(proof, Proof)
+    assert (proof.kind, proof.steps) == ("values", 3)
+    assert proof.what.endswith("bit for bit")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_a_technique_that_changes_what_a_script_trains_is_named(tmp_path: Path) -> None:
+    (found,) = proven(script_of(tmp_path, LOOP, counts=True), choice("Stack.blocks.1"))
+    assert isinstance(found, Mismatch)
+    assert (found.technique, found.what) == ("checkpointing", "0:Stack.blocks.0.wide.weight ends with other values")
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "words"),
+    [
+        (LOOP.replace("range(100)", "range(2)"), "values", "2 steps on the host"),
+        ("def main():\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "main()\n", "values", ""),
+        (LOOP.replace("    loss = ", "    try:\n        0 / 0\n    except:\n        pass\n    loss = "), "values", ""),
+        (
+            LOOP.replace(
+                "randn(16, 64",
+                "from_numpy(__import__('numpy').random.default_rng().normal(size=(16, 64))).to(torch.get_default_dtype()).to(",
+            ).replace('to(, device="cuda")', 'to("cuda")'),
+            "structure",
+            "two plain runs",
+        ),
+        ("assert torch.cuda.is_available()\n" + LOOP, "structure", "on the host the program raised AssertionError"),
+        ("model(torch.randn(16, 64).cuda()).sum().backward()\n", "structure", "no optimizer of torch.optim stepped"),
+    ],
+    ids=["few steps", "a function", "a bare except", "random from outside", "only with a card", "no optimizer"],
+)
+def test_scripts_are_followed_to_where_their_steps_are_over(tmp_path: Path, loop: str, kind: str, words: str) -> None:
+    found = proven(script_of(tmp_path, loop), choice("Stack.blocks.1"))
+    assert isinstance(found, Proof)
+    assert found.kind == kind, found.what
+    assert words in found.what
+
+
 def test_a_technique_that_changes_values_is_named(file: Path) -> None:
     parameters = {"num_rows": 16, "counts": True}
     target = GeneratorFunction(location=str(file), function="workload", parameters=parameters)
@@ -109,7 +168,7 @@ def test_a_plan_is_made_without_the_technique_whose_values_differ(file: Path, mo
 @pytest.mark.parametrize(
     ("target", "chosen", "flops", "why"),
     [
-        (Script(path="train.py", arguments=()), choice("Net.h.0"), 1.0, "a script is not run for real"),
+        (Script(path="train.py", arguments=()), choice("Net.h.0"), 1e13, "on the host"),
         (GeneratorFunction(location="m.py", function="f", parameters={}), choice("Net.h.0"), 1e13, "on the host"),
         (
             GeneratorFunction(location="m.py", function="f", parameters={}),

@@ -139,8 +139,8 @@ def test_a_script_without_a_model_is_told_so_where_nothing_was_planned(capfd: py
     [
         (["nothing.py"], 2, "there is no script nothing.py; run takes a Python file"),
         (["plan.json"], 2, "there is no script plan.json; run takes a Python file"),
-        (["--plan", "nothing.json", "train.py"], 3, "nothing.json is no plan that can be read"),
-        (["--plan", "train.py", "train.py"], 3, "train.py is no plan that can be read"),
+        (["--plan", "nothing.json", "train.py"], 3, "the plan nothing.json cannot be read: No such file or directory"),
+        (["--plan", "train.py", "train.py"], 3, "train.py is not a plan"),
         (["--plan", "other.json", "train.py"], 3, "this is no plan of schema 1; make one with tightfit plan -o FILE"),
         (["--plan", "lacking.json", "train.py"], 3, "this plan lacks something or has something else: 'baseline'"),
         (["--plan", "unknown.json", "train.py"], 3, "there is no technique 'magic'; there are "),

@@ -76,5 +76,6 @@ def test_what_cannot_be_traced_is_said_in_one_line(tmp_path: Path, script: str, 
     done = estimate(script, tmp_path)
     assert done.returncode == 3
     assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    # On a slow machine there are lines of progress before it.
+    assert len([line for line in done.stderr.splitlines() if " estimate train.py: " not in line]) == 1
     assert not done.stdout

@@ -125,6 +125,27 @@ def test_a_lookup_reads_only_the_rows_it_wants() -> None:
     assert seconds == pytest.approx(2 * rows / (2.039e12 * 0.3) + LAUNCH)
 
 
+def test_a_scatter_writes_only_what_it_is_given() -> None:
+    table, rows, indices = 10**9, 10**6, 10**5
+    read = table + rows + indices
+    [in_place] = operator_seconds(a_tape([("aten.scatter_.src", "float32", 0.0, read, table, 0)]), find("A100"))
+    assert in_place == pytest.approx(2 * (rows + indices) / (2.039e12 * 0.3) + LAUNCH)
+    # Out of place, the table is copied.
+    [copied] = operator_seconds(a_tape([("aten.scatter.src", "float32", 0.0, read, table, 0)]), find("A100"))
+    assert copied == pytest.approx((read + table) / (2.039e12 * 0.3) + LAUNCH)
+
+
+def test_a_loss_over_classes_reads_one_number_per_target_and_its_gradient_is_only_written() -> None:
+    logits, targets = 10**9, 10**4
+    rows: list[Row] = [
+        ("aten.nll_loss_forward", "float32", 0.0, logits + targets, 8, 0),
+        ("aten.nll_loss_backward", "float32", 0.0, logits + targets, logits, 0),
+    ]
+    forward, backward = operator_seconds(a_tape(rows), find("A100"))
+    assert forward < 2 * LAUNCH
+    assert backward == pytest.approx(logits / (2.039e12 * efficiency_of(find("A100")).of_bandwidth["other"]) + LAUNCH)
+
+
 # Medians that Liger-Kernel publishes for torch's own kernels (benchmark data of its repository).
 # Bytes are those that the operator must read and write. The efficiencies were set from these, so this says that one fraction fits all sizes.
 PUBLISHED = [

@@ -87,7 +87,9 @@ class TestANotebook:
     def test_shows_an_estimate_with_it_as_text(self, text: str) -> None:
         found = tightfit.estimate(tape_of([1 << 30], [0], lines=[f"{text}.py:1"]), "RTX 4060").to_json()
         plain = Reader(estimate_fragment(found))
-        page = Reader(estimate_fragment(behind_every_text(found, text) | {"at_peak": found["at_peak"]}))
+        page = Reader(
+            estimate_fragment(behind_every_text(found, text) | {key: found[key] for key in ("at_peak", "margin")})
+        )
         assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
         assert [set(attributes) for _, attributes in page.elements] == [
             set(attributes) for _, attributes in plain.elements

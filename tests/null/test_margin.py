@@ -10,7 +10,8 @@ from tightfit.errors import UsageError
 from tightfit.fit import margin_named
 from tightfit.planner.explain import sentences, verdict
 from tightfit.planner.plan import Plan, Run
-from tightfit.reports.text.estimates import verdict_words
+from tightfit.reports.html.fragment import estimate_fragment
+from tightfit.reports.verdicts import verdict_words
 from tightfit.simulate.estimate import MARGINS, Peak, needed_bytes, verdict_of
 
 GIB = 1 << 30
@@ -41,6 +42,7 @@ def test_the_words_of_an_estimate_and_of_a_plan_are_the_same_and_go_with_the_ans
         estimate = dataclasses.replace(ESTIMATE, peak=PEAK, capacity_bytes=limit * GIB, margin=margin)
         plan = planned(limit, margin)
         assert verdict_of(PEAK, limit * GIB, margin) == verdict_words(estimate)[0] == word
+        assert f"<b>{word}, " in estimate_fragment(estimate.to_json())
         assert estimate.fits == plan.fits == (needed_bytes(PEAK, margin) <= limit * GIB)
         # A plan that fits says with what: between the first word and the rest.
         first, *rest = word.split(" ", 1)

@@ -85,6 +85,7 @@ def recompute_option(
         alike=f"{technique}:{block.alike}",
         changes=tuple(changes),
         seconds=added / profile.num_steps,
+        seconds_in_backward=added / profile.num_steps,
         exact=True,
         slots=block.slots,
     )

@@ -8,7 +8,7 @@ import numpy as np
 from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
 from tightfit.analysis.intervals import changes, levels, runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of
-from tightfit.planner.option import Change
+from tightfit.planner.option import Change, RetainedPass
 from tightfit.tape import Category, Column, EventKind, Phase
 
 # The operators of `torch.nn.utils.clip_grad_norm_`, in its foreach and its for-loop implementation.
@@ -70,14 +70,33 @@ def states_come_early(run: OptimizerProfile, fraction: float = 1.0) -> tuple[Cha
     return (*changes(early, fraction), *changes(late, fraction))
 
 
-def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
-    """The first of two backward passes retains the graph, so activations that it would free stay allocated until its end."""
+def retained_passes(run: OptimizerProfile) -> tuple[RetainedPass, ...]:
+    """The backward passes whose graph is retained while they run for the first time."""
     passes = events_of(run, runs_of(run.tape.operators.phase == Phase.BACKWARD))
     activation = run.tape.storages.category == Category.ACTIVATIONS
-    found: list[Change] = []
+    found = []
     for begin, end in passes:
         freed = np.flatnonzero(activation & (run.born < begin) & (run.died > begin) & (run.died < end))
-        found += changes(levels(run.died[freed], np.full(len(freed), end), run.block_bytes[freed]))
+        freed = freed[np.argsort(run.died[freed], kind="stable")]
+        sizes = np.cumsum(run.block_bytes[freed])
+        found.append(
+            RetainedPass(
+                begin=int(begin),
+                end=int(end),
+                freed_at=tuple(run.died[freed].tolist()),
+                freed_bytes=tuple(sizes.tolist()),
+            )
+        )
+    return tuple(found)
+
+
+def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
+    """The first of two backward passes retains the graph, so activations that it would free stay allocated until its end."""
+    found: list[Change] = []
+    for each in retained_passes(run):
+        sizes = np.diff(each.freed_bytes, prepend=0)
+        freed_at = np.array(each.freed_at, dtype=np.int64)
+        found += changes(levels(freed_at, np.full(len(freed_at), each.end), sizes))
     return tuple(found)
 
 

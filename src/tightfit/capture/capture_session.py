@@ -15,6 +15,7 @@ from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
+from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
 from tightfit.capture.patches import eager, loaders, native, torch_api
@@ -24,7 +25,10 @@ from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
-from tightfit.tape import Coverage, Tape
+from tightfit.tape import Coverage, NotReached, Tape
+
+_REACHED = "--until"
+"""Why a trace has stopped that came to its line (`FastForward`)."""
 
 
 class CaptureSession:
@@ -42,7 +46,7 @@ class CaptureSession:
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
     ) -> None:
-        self.device = find(device)
+        self.device, self._until = find(device), until
         self.recorder = Recorder()
         eager.keep_compiler_out()
         # Host computations are small, and a thread pool costs more than it saves.
@@ -74,6 +78,10 @@ class CaptureSession:
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
         coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
+        if self._until is not None and coverage.stopped != _REACHED:
+            file, line = self._until
+            missed = NotReached(what="the line of --until", where=f"{short(file)}:{line}")
+            coverage = dataclasses.replace(coverage, not_reached=(missed, *coverage.not_reached))
         self._tape = dataclasses.replace(tape, effects=self.watch.effects(), coverage=coverage)
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:

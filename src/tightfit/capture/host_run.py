@@ -12,20 +12,21 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import GeneratorType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from tightfit.capture import targets
 from tightfit.capture.child import prepare, quiet, target_of
+from tightfit.capture.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
-from tightfit.errors import ApplyError, InternalError, faults
+from tightfit.errors import ApplyError, CaptureError, InternalError, apply_error, faults
 from tightfit.errors.program_errors import one_line
 
 _SEED = 0
@@ -48,31 +49,47 @@ def main(path: str, parent: str) -> None:
     """Runs the request at `path` and ends the process; the process also ends as soon as `parent` does."""
     die_with_parent(int(parent))
     request = HostRequest(**json.loads(Path(path).read_text()))
+    closed_in = ClosedIn(request.containment)
+
+    def done(values: Callable[[], dict[str, Any]]) -> None:
+        # Also from within the program: what it would do next is not run.
+        try:
+            _raise_what_was_swallowed()
+            found = values()
+            closed_in.end()
+            torch.save(found, request.values)
+        except BaseException as error:  # noqa: BLE001 - our own, which the program may not catch
+            _leave(path, _failure(error))
+        _leave(path, {"kind": "done"})
+
     try:
         with quiet(show_output=False):
-            closed_in = ClosedIn(request.containment)
-            values = _run(request, closed_in)
-            closed_in.end()
-            torch.save(values, request.values)
-        answer: dict[str, Any] = {"kind": "done"}
-    except ApplyError as error:
-        answer = {
-            "kind": "refused",
-            "message": str(error),
-            "technique": error.technique,
-            "places": list(error.places),
-        }
+            _run(request, closed_in, done)
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        own = faults.noted() or faults.our_error(error, "the run on the host")
-        if isinstance(own, InternalError):
-            answer = {"kind": "internal", "message": str(own), "trace": own.trace}
-        else:
-            answer = {"kind": "failed", "message": one_line("the program", error)}
+        _leave(path, _failure(error))
+
+
+def _leave(path: str, answer: dict[str, Any]) -> NoReturn:
     Path(f"{path}.answer").write_text(json.dumps(answer))
     os._exit(0)
 
 
-def _run(request: HostRequest, closed_in: ClosedIn) -> dict[str, Any]:
+def _failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, ApplyError):
+        return {"kind": "refused", "message": str(error), "technique": error.technique, "places": list(error.places)}
+    own = faults.noted() or faults.our_error(error, "the run on the host")
+    if isinstance(own, InternalError):
+        return {"kind": "internal", "message": str(own), "trace": own.trace}
+    return {"kind": "failed", "message": one_line("the program", error)}
+
+
+def _raise_what_was_swallowed() -> None:
+    swallowed = faults.noted() or apply_error()
+    if swallowed is not None:
+        raise swallowed
+
+
+def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
     eager.keep_compiler_out()
     on_host.install()
     warnings.simplefilter("ignore")
@@ -83,21 +100,36 @@ def _run(request: HostRequest, closed_in: ClosedIn) -> dict[str, Any]:
         # In double precision two correct runs differ by rounding of 1e-16, so a wrong plan stands out from one
         # that only sums in another order.
         torch.set_default_dtype(torch.float64)
+    target = target_of(request.target)
+    if isinstance(target, targets.Script):
+        script = ScriptOnHost(request.num_steps)
+        # Before a plan is put on, as when it is traced.
+        script.install()
+        report = prepare(request.preparation)
+        closed_in.begin()
+        script.run(target, done=lambda: done(lambda: _of_script(script, report)))
+        return
     report = prepare(request.preparation)
     closed_in.begin()
-    target = target_of(request.target)
-    assert not isinstance(target, targets.Script)
     generator = targets.generator_on(target, device="cpu")
     assert isinstance(generator, GeneratorType)
     losses = [_numbers(value) for value in itertools.islice(generator, request.num_steps)]
-    values = {
-        "losses": losses,
-        "weights": {},
-        "buffers": {},
-        "torch": torch.get_rng_state(),
-        "python": repr(random.getstate()),
-        "numpy": repr(np.random.get_state()),
-    }
+    done(lambda: _of_generator(generator, losses, report))
+
+
+def _of_script(script: ScriptOnHost, report: Callable[[], Any]) -> dict[str, Any]:
+    if not script.num_steps_seen:
+        raise CaptureError("no optimizer of torch.optim stepped")
+    values = _values([], script.num_steps_seen)
+    # By name, so a parameter that an optimizer has in common with a model is there twice.
+    values["weights"] = {name: parameter.detach().clone() for name, parameter in script.parameters()}
+    values["buffers"] = {name: buffer.detach().clone() for name, buffer in script.buffers()}
+    report()
+    return values
+
+
+def _of_generator(generator: GeneratorType, losses: list[Any], report: Callable[[], Any]) -> dict[str, Any]:
+    values = _values(losses, len(losses))
     # Those of the generator's own variables, which are there as long as it goes on: what trains has to be among them.
     for path, module in _modules(dict(generator.gi_frame.f_locals) if generator.gi_frame is not None else {}):
         for name, parameter in module.named_parameters():
@@ -106,6 +138,18 @@ def _run(request: HostRequest, closed_in: ClosedIn) -> dict[str, Any]:
             values["buffers"][f"{path}.{name}"] = buffer.detach().clone()
     report()
     return values
+
+
+def _values(losses: list[Any], num_steps: int) -> dict[str, Any]:
+    return {
+        "num_steps": num_steps,
+        "losses": losses,
+        "weights": {},
+        "buffers": {},
+        "torch": torch.get_rng_state(),
+        "python": repr(random.getstate()),
+        "numpy": repr(np.random.get_state()),
+    }
 
 
 def _numbers(value: Any) -> Any:

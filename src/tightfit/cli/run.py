@@ -116,7 +116,7 @@ def _run_virtually(plan: Plan, script: str, arguments: tuple[str, ...]) -> int:
         _say(line)
     steps = [span for span in estimate.spans if span.kind == "step"]
     print(
-        f"{len(steps)} steps ended on a virtual {plan.device}: peak {format_bytes(estimate.peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
+        f"{len(steps)} steps ran on a virtual {plan.device}: peak {format_bytes(estimate.peak.device_bytes)} of {format_bytes(plan.budget_bytes)}"
     )
     return 0 if estimate.peak.device_bytes <= plan.budget_bytes else 1
 

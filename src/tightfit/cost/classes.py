@@ -57,7 +57,12 @@ _FRAGMENTS: tuple[tuple[OperatorClass, tuple[str, ...]], ...] = (
     ("normalisation", ("layer_norm", "batch_norm", "group_norm", "rms_norm", "instance_norm")),
     ("optimizer", ("_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")),
 )
-_LOOKUP = _names("embedding index index_select gather take masked_select")
+_LOOKUP = _names(
+    "embedding index index_select gather take masked_select nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
+)
+# Zeros, but for one number per target (aten/src/ATen/native/cuda/Loss.cu); the log-probabilities, its second input, are not read.
+_ONLY_WRITES = _names("nll_loss_backward nll_loss2d_backward")
+_SCATTERS = _names("scatter_ scatter_add_ scatter_reduce_ index_put_ _index_put_impl_ index_add_ index_copy_")
 _NO_KERNEL = _names(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize set record_stream detach"
 )
@@ -90,6 +95,18 @@ def runs_kernel(name: str) -> bool:
 def is_lookup(name: str) -> bool:
     """Whether the operator reads only as much of its input as it writes, as an embedding does of its table."""
     return _base(name) in _LOOKUP
+
+
+@functools.cache
+def only_writes(name: str) -> bool:
+    """Whether the operator reads next to nothing of its inputs, large as they are."""
+    return _base(name) in _ONLY_WRITES
+
+
+@functools.cache
+def is_scatter(name: str) -> bool:
+    """Whether the operator writes only the rows of its first input that it is given values for, in place."""
+    return (name.split(".")[1] if "." in name else name) in _SCATTERS
 
 
 def _base(name: str) -> str:

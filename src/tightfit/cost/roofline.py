@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.cost.classes import TENSOR_CORE_CLASSES, is_lookup, operator_class, runs_kernel
+from tightfit.cost.classes import TENSOR_CORE_CLASSES, is_lookup, is_scatter, only_writes, operator_class, runs_kernel
 from tightfit.cost.efficiency import Efficiency, efficiency_of
 from tightfit.devices.calibration import Calibration, OperatorClass
 from tightfit.devices.device import Device, DType
@@ -67,7 +67,11 @@ def operator_seconds(
     )
     flops_per_second, bytes_per_second, fixed_seconds = rates[kind_of].T
     looks_up = _by_name(tape, is_lookup)
-    num_bytes = operators.bytes_written + np.where(looks_up, operators.bytes_written, operators.bytes_read)
+    num_bytes_read = np.where(looks_up, operators.bytes_written, operators.bytes_read)
+    num_bytes = operators.bytes_written + np.where(_by_name(tape, only_writes), 0, num_bytes_read)
+    # What is scattered is read and written once, with its indices; the target is among the bytes read and is the bytes written, as a whole.
+    num_scattered_bytes = 2 * np.maximum(0, operators.bytes_read - operators.bytes_written)
+    num_bytes = np.where(_by_name(tape, is_scatter), num_scattered_bytes, num_bytes)
     seconds = np.maximum(operators.flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
     return np.where(is_kernel(tape), seconds, 0.0)
 

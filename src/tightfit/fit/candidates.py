@@ -4,7 +4,7 @@ The solver is asked for the fastest choice within a limit, the workload is trace
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import ApplyError, CaptureError
@@ -13,7 +13,8 @@ from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
-from tightfit.planner.problem import Problem
+from tightfit.planner.problem import Bytes, Problem, total_changes
+from tightfit.planner.retained import with_retained
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import least, solve
 from tightfit.simulate.timeline_bytes import replay_levels
@@ -26,11 +27,15 @@ SOLVER_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A traced run, with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated."""
+    """A run with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated.
+
+    The run was traced, but for options that retain the graph (`tightfit.planner.retained`): with one of these, its figures are predictions.
+    """
 
     run: TracedRun
     problem: Problem
     gap_bytes: int
+    is_predicted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +66,39 @@ class Candidates:
         """Whether `run` is within the budget, at the upper end of its range."""
         return run.needed_bytes <= self._budget_bytes
 
-    def variant(self, run: TracedRun) -> Variant:
-        """The problem of what else to do to `run`, worked out once."""
-        key = (*sorted(option.key for option in run.options), "refused:", *self._offers.refusals)
+    def variant(self, run: TracedRun, taken: Sequence[Option] = ()) -> Variant:
+        """The problem of what else to do to `run` with `taken`, options that retain the graph, on it too; worked out once."""
+        key = (*sorted(option.key for option in (*run.options, *taken)), "refused:", *self._offers.refusals)
         if key not in self._variants:
-            self._variants[key] = self._made_variant(run)
+            self._variants[key] = self._made_variant(run, {option.key for option in taken})
         return self._variants[key]
 
-    def _made_variant(self, run: TracedRun) -> Variant:
-        taken = {option.technique for option in run.options}
+    def _made_variant(self, run: TracedRun, keys: Set[str]) -> Variant:
+        names = {option.technique for option in run.options}
         options = self._offers.options(run.profile)
-        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in taken]
+        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
         if run.later is not None:
             fine = self._with_later_changes(fine, run)
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
         levels = replay_levels(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
-        problem = problems.build(levels, fine, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
-        return Variant(run=run, problem=problem, gap_bytes=min(gaps))
+        variant = Variant(run=run, problem=self._problem(levels, fine), gap_bytes=min(gaps))
+        retaining = [option for option in fine if option.key in keys]
+        if not retaining:
+            return variant
+        passes = [each for option in retaining for each in option.retains]
+        slots = {slot for option in retaining for slot in option.slots}
+        beside = [with_retained(option, passes) for option in fine if not slots & option.slots]
+        problem = self._problem(levels + total_changes(len(levels), retaining), beside)
+        seconds = run.seconds + sum(option.seconds for option in retaining)
+        estimate = dataclasses.replace(run.estimate, seconds_per_step=seconds)
+        predicted = dataclasses.replace(run, options=(*run.options, *retaining), estimate=estimate)
+        gap_bytes = gap_after(retaining, variant, problem)
+        return Variant(run=predicted, problem=problem, gap_bytes=gap_bytes, is_predicted=True)
+
+    def _problem(self, levels: Bytes, options: Sequence[Option]) -> Problem:
+        return problems.build(levels, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
 
     def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
         """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
@@ -104,27 +123,28 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
         least."""
-        run = self.traced(coarse) if coarse else base
+        traced, retaining = _split(coarse)
+        run = self.traced(traced) if traced else base
         if run is None:
             return None
-        best = self._bisected(run, coarse, max_traces, only_free=True, is_last=is_last)
+        best = self._bisected(run, retaining, max_traces, only_free=True, is_last=is_last)
         # Emptying the allocator's cache takes time at each step, so the limits are narrowed with it only where nothing fits without.
         if best is not None and not self.fits(best.run):
-            best = self.better(best, self._bisected(run, coarse, max_traces, only_free=False, is_last=is_last))
+            best = self.better(best, self._bisected(run, retaining, max_traces, only_free=False, is_last=is_last))
         return best
 
     def _bisected(
-        self, run: TracedRun, coarse: Sequence[Option], max_traces: int, *, only_free: bool, is_last: bool
+        self, run: TracedRun, retaining: Sequence[Option], max_traces: int, *, only_free: bool, is_last: bool
     ) -> Candidate | None:
         """The best of the runs on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any.
 
         Not `is_last`: the first that fits ends it.
         """
-        variant = self.variant(run)
+        variant = self.variant(run, retaining)
         settings = {option.technique for option in self._offers.options(run.profile) if option.is_of_the_allocator}
         limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
         best: Candidate | None = None
-        if coarse:
+        if run.options and not variant.is_predicted:
             best = self._seen(self._with_best_settings(run, settings), variant, _nothing_more(variant))
         traced_for: dict[tuple[int, ...], TracedRun] = {}
         for _ in range(MAX_LIMITS):
@@ -136,10 +156,10 @@ class Candidates:
             solution = _solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
             found = traced_for.get(solution.chosen)
             if found is None:
-                traced = self.traced((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+                traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
                 if traced is None:
                     # What was refused changes the problem, and the numbers of its options.
-                    variant, traced_for = self.variant(run), {}
+                    variant, traced_for = self.variant(run, retaining), {}
                     continue
                 free = self._with_best_settings(traced, settings, only_free=True)
                 fastest = free if self.fits(free) else self._with_best_settings(traced, settings)
@@ -154,18 +174,19 @@ class Candidates:
 
     def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
-        run = self.traced(coarse) if coarse else base
+        already, retaining = _split(coarse)
+        run = self.traced(already) if already else base
         if run is None:
             return None
         best: Candidate | None = None
         for _ in range(MAX_LIMITS):
-            variant = self.variant(run)
-            if coarse:
+            variant = self.variant(run, retaining)
+            if run.options and not variant.is_predicted:
                 best = self._seen(self._smallest(run), variant, _nothing_more(variant))
             solution = _solve(variant.problem, 0)
-            if not solution.chosen:
+            if not solution.chosen and not variant.is_predicted:
                 return best
-            traced = self.traced((*coarse, *(variant.problem.options[i] for i in solution.chosen)))
+            traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
             # What was refused changes the problem.
             if traced is None:
                 continue
@@ -243,6 +264,27 @@ def _solve(problem: Problem, limit: int) -> Solution:
     faults = validate(problem, smallest, smallest.peak_bytes)
     assert not faults, faults
     return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
+
+
+def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
+    """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
+    context = context_bytes(variant.run)
+    if not taken:
+        return variant.gap_bytes
+    # All of it but the context comes and goes with what is allocated.
+    share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
+    return context + round(share * max(0, variant.gap_bytes - context))
+
+
+def context_bytes(run: TracedRun) -> int:
+    """What the process holds on the card besides what its allocator has reserved."""
+    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes
+
+
+def _split(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    """Options that need a trace, and those that only retain the graph."""
+    traced = [option for option in options if option.needs_new_trace]
+    return traced, [option for option in options if not option.needs_new_trace]
 
 
 def _nothing_more(variant: Variant) -> Solution:

@@ -8,12 +8,11 @@ has the lowest peak on each, until the next prediction is above what was reached
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tightfit.fit.candidates import Candidate, Candidates, Variant
+from tightfit.fit.candidates import Candidate, Candidates, context_bytes, gap_after
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
-from tightfit.planner.problem import Problem
 from tightfit.planner.solve import least_peak
 
 MAX_VARIANTS = 6
@@ -77,7 +76,7 @@ class LeastPeak:
     def _prediction(self, options: Sequence[Option], start: TracedRun) -> Prediction:
         kinds = {kind_of(option) for option in options}
         own = [o for o in self._offers.options(start.profile) if o.needs_new_trace and kind_of(o) in kinds]
-        variant = self._candidates.variant(start)
+        variant = self._candidates.variant(start, [option for option in options if option.retains])
         left = problems.with_taken(variant.problem, own)
         peak = least_peak(left, time_limit_seconds=_SECONDS_TO_PREDICT)
         return Prediction(needed_bytes=peak + gap_after(own, variant, left), options=(*self._free, *options))
@@ -94,24 +93,10 @@ class LeastPeak:
         return best
 
 
-def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
-    """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
-    context = _context_bytes(variant.run)
-    if not taken:
-        return variant.gap_bytes
-    # All of it but the context comes and goes with what is allocated.
-    share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
-    return context + round(share * max(0, variant.gap_bytes - context))
-
-
 def _is_well_below(needed_bytes: int, budget_bytes: int, start: TracedRun) -> bool:
     # The context, which is most of what a small model needs, is the same for all.
-    context = _context_bytes(start)
+    context = context_bytes(start)
     return (1 + _NEAR) * (needed_bytes - context) < budget_bytes - context
-
-
-def _context_bytes(run: TracedRun) -> int:
-    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes
 
 
 def _rank(candidate: Candidate) -> tuple[int, float]:

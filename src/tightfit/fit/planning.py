@@ -68,7 +68,7 @@ def plan(
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
-    most and the target is a generator function or a config. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
+    most. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
     (the likely peak) or 0 (the lower one), `used` what other processes hold on the card. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
     and `on_progress` has more of it (`tightfit.fit.planning_progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
     is true; a second interrupt is raised.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from tightfit.capture.processes.containment.policy import CLOSED, Policy
-from tightfit.capture.targets import Script, Target
+from tightfit.capture.targets import Target
 from tightfit.errors import ApplyError
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.values import HostValues, differences, run_on_host
@@ -73,21 +73,22 @@ class Prover:
         if planned.values is None:
             return Proof(kind="structure", what=f"not verified by values: with the plan, on the host {planned.why}")
         if not plain.values["weights"]:
-            return Proof(kind="structure", what="not verified by values: no variable of the generator is a model")
+            return Proof(kind="structure", what="not verified by values: no variable of the program is a model")
         bits = not any(True for _ in differences(plain.values, planned.values, is_bitwise=True))
         if not bits and self._first_difference(plain, planned, choices):
             return self._to_blame(plain, choices)
         how = "bit for bit" if bits else "up to the order of sums"
-        what = f"{NUM_STEPS} steps on the host, plain and planned, gave the same losses, weights, buffers and random states {how}"
-        return Proof(kind="values", steps=NUM_STEPS, seconds=round(time.monotonic() - started, 2), what=what)
+        num_steps, losses = plain.values["num_steps"], "losses, " if plain.values["losses"] else ""
+        steps = f"{num_steps} {'step' if num_steps == 1 else 'steps'}"
+        what = f"{steps} on the host, plain and planned, gave the same {losses}weights, buffers and random states {how}"
+        return Proof(kind="values", steps=num_steps, seconds=round(time.monotonic() - started, 2), what=what)
 
     def _obstacle(self, choices: Sequence[Choice]) -> str:
         """Why values prove nothing here, or cannot be had; empty where they can."""
-        if isinstance(self._target, Script):
-            return "not verified by values: a script is not run for real while it is planned"
         if not all(choice.exact for choice in choices):
             return "not verified by values: the plan is lossy"
-        operators, storages = self._tape.operators, self._tape.storages
+        tape = self._tape.of_steps()
+        operators, storages = tape.operators, tape.storages
         plain = float(operators.flops.sum()) / _FLOP_PER_SECOND
         plain += float((operators.bytes_read + operators.bytes_written).sum()) / _BYTES_PER_SECOND
         needed = (1 + _PLANNED) * plain + 2 * _SECONDS_TO_BEGIN

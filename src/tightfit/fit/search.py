@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.fit.allowed import Allowed
-from tightfit.fit.candidates import Candidate, Candidates, Variant
+from tightfit.fit.candidates import Candidate, Candidates, Variant, gap_after
 from tightfit.fit.corrected_seconds import looked_again
-from tightfit.fit.least_peak import LeastPeak, compatible, gap_after, kind_of, saved_bytes
+from tightfit.fit.least_peak import LeastPeak, compatible, kind_of, saved_bytes
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
@@ -97,7 +97,12 @@ class Search:
     def _best(self, base: TracedRun) -> Candidate | None:
         """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""
         coarse = self._bundles(base)
-        free = [o for bundle in coarse for o in bundle if _seconds(bundle) <= 0 and all(o.exact for o in bundle)]
+        free = [
+            o
+            for bundle in coarse
+            for o in bundle
+            if _seconds(bundle) <= 0 and all(o.exact and not o.retains for o in bundle)
+        ]
         rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
         start = self.candidates.traced(free)
         if start is None:
@@ -162,19 +167,23 @@ class Search:
         """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
         kind = kind_of(bundle[0])
         own = [o for o in self.offers.options(start.profile) if o.needs_new_trace and kind_of(o) == kind]
-        variant = self.candidates.variant(start)
+        variant = self.candidates.variant(start, [option for option in bundle if option.retains])
         left = problems.with_taken(variant.problem, own)
         gap = gap_after(own, variant, left)
         found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX)
-        return start.seconds + _seconds(own) + found.seconds if found.fits else math.inf
+        return variant.run.seconds + _seconds(own) + found.seconds if found.fits else math.inf
 
     def _bundles(self, base: TracedRun) -> list[list[Option]]:
-        """The coarse options, each technique's with the same settings together."""
+        """The coarse options, each technique's with the same settings together, and of each technique that retains the graph the one that saves most."""
         bundles: dict[tuple[str, str], list[Option]] = {}
+        retaining: dict[str, Option] = {}
         for option in self.offers.options(base.profile):
             if option.needs_new_trace:
                 bundles.setdefault(kind_of(option), []).append(option)
-        return list(bundles.values())
+            elif option.retains:
+                other = retaining.setdefault(option.technique, option)
+                retaining[option.technique] = max(other, option, key=lambda o: (saved_bytes([o]), -o.seconds))
+        return [*bundles.values(), *([option] for option in retaining.values())]
 
     def _found(self, base: TracedRun, best: Candidate | None) -> Found:
         run = base if best is None else best.run

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tightfit.reports.html.fragment import estimate_fragment, framed_page
+from tightfit.reports.verdicts import verdict_of_answer
 
 
 class Shell(Protocol):
@@ -66,9 +67,7 @@ def _estimate(words: list[str]) -> Shown | None:
 
 
 def _in_a_line(answer: dict[str, Any]) -> str:
-    is_whole = not answer.get("coverage", {}).get("not_reached")
-    verdict = ("fits" if is_whole else "fits as far as seen") if answer["fits"] else "does not fit"
-    return f"{answer['target']} {verdict} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
+    return f"{answer['target']} {verdict_of_answer(answer)[0]} on {answer['device']['name']}: peak {answer['peak']['device_bytes']:,} bytes"
 
 
 def _report(words: list[str]) -> Shown | None:

@@ -82,7 +82,7 @@ def verdict(plan: Plan) -> str:
     so_far = "; the search was interrupted, this is the best so far" if plan.is_interrupted else ""
     of_it = f"{format_bytes(peak.device_bytes)} of {budget}"
     if plan.fits and not plan.choices:
-        return f"{word.replace('fits', 'fits without changes', 1)}: {of_it}{not_seen}"
+        return f"{word.replace('fits', 'fits without changes', 1).replace(' without the', ', but without the')}: {of_it}{not_seen}"
     if plan.fits:
         return f"{word.replace('fits', f'fits with {number_of_techniques(plan)}', 1)}: {of_it}{not_seen}{so_far}"
     missing = format_bytes(plan.missing_bytes)

@@ -36,6 +36,17 @@ def merged(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedPass:
+    """A backward pass, the events `[begin, end)`, that would retain its graph. At the events `freed_at`, in order, activations are freed in the plain
+    run, `freed_bytes` in sum until then."""
+
+    begin: int
+    end: int
+    freed_at: tuple[int, ...]
+    freed_bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One choice of a technique at one place.
 
@@ -47,6 +58,9 @@ class Option:
     `needs_new_trace`: it changes the run so much that it needs a new trace, on which the other options are computed again; until then, where it saves,
     the others are assumed to keep `leaves_share` of their savings (residual savings). `alloc_conf` are allocator settings, `empties_at` events
     before which the cache is emptied: both are evaluated by replaying a traced run with them.
+
+    `retains` are backward passes that are run twice with it, the first time with the graph retained, which is among its changes as long as no other
+    option drops what the graph holds; `seconds_in_backward` are those of `seconds` that each run of a backward pass takes (`tightfit.planner.retained`).
     """
 
     technique: str
@@ -61,6 +75,8 @@ class Option:
     leaves_share: float = 1.0
     alloc_conf: str = ""
     empties_at: tuple[int, ...] = ()
+    retains: tuple[RetainedPass, ...] = ()
+    seconds_in_backward: float = 0.0
     host_bytes: int = 0
     disk_bytes: int = 0
 

@@ -206,8 +206,12 @@ class Plan:
         """
         try:
             value = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanError(f"{os.fspath(path)} is no plan that can be read: {error}") from error
+        except OSError as error:
+            raise PlanError(f"the plan {os.fspath(path)} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(
+                f"{os.fspath(path)} is not a plan (tightfit plan -o writes one): it is not JSON: {error}"
+            ) from error
         return cls.from_json(value)
 
 

@@ -113,6 +113,15 @@ def with_taken(problem: Problem, taken: Sequence[Option]) -> Problem:
     )
 
 
+def total_changes(num_events: int, options: Iterable[Option]) -> Bytes:
+    """What `options` together add after each event, shape (events,)."""
+    steps = np.zeros(num_events + 1, dtype=np.int64)
+    for change in (change for option in options for change in option.changes):
+        steps[change.begin] += change.num_bytes
+        steps[change.end] -= change.num_bytes
+    return np.cumsum(steps[:-1])
+
+
 def _steps(option: Option, starts: Bytes) -> Bytes:
     """The changes as differences from range to range."""
     steps = np.zeros(len(starts) + 1, dtype=np.int64)

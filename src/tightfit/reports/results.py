@@ -5,7 +5,8 @@ from typing import Self
 
 from tightfit.reports.advice import largest_holders, to_try
 from tightfit.reports.html.fragment import estimate_fragment
-from tightfit.reports.text.estimates import EstimateText, verdict_words
+from tightfit.reports.text.estimates import EstimateText
+from tightfit.reports.verdicts import named_phase, verdict_words
 from tightfit.simulate import estimate as simulated
 from tightfit.units import format_bytes
 
@@ -23,7 +24,7 @@ class Estimate(simulated.Estimate):
         """The verdict and its reasons in a few sentences, without colour."""
         word, amount = verdict_words(self)
         peak, moment = self.peak, self.moment
-        where = ", ".join(part for part in (moment.phase, moment.module, moment.line) if part)
+        where = ", ".join(part for part in (named_phase(moment.phase), moment.module, moment.line) if part)
         sentences = [
             f"{self.target} {word} on {self.device} ({amount}).",
             *([f"Not all was seen: {self.coverage.words}."] if self.fits and self.coverage.words else []),

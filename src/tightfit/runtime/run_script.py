@@ -103,7 +103,9 @@ def put_on(plan: Plan, models: list[str]) -> list[str]:
     for model in models:
         inside = [c for c in plan.choices if c.where.partition(".")[0] == model or c.where.islower()]
         chosen = ", ".join(f"{group.technique} of {group.where}" for group in groups(inside))
-        lines.append(f"on {model}: {chosen or ('nothing' if plan.choices else 'nothing, it fits without changes')}")
+        lines.append(
+            f"on {model}: {chosen or ('no technique' if plan.choices else 'no technique, it fits without changes')}"
+        )
     return lines
 
 

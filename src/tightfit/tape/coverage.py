@@ -51,7 +51,8 @@ class Coverage:
         more = len(self.not_reached) - len(named)
         named += [f"and {more} more"] if more > 0 else []
         why = f" ({self.stopped})" if self.stopped else ""
-        return f"the program was left at {self.left_at}{why}; not reached: {', '.join(named)}"
+        left = f"the program was left at {self.left_at}{why}; " if self.left_at else ""
+        return f"{left}not reached: {', '.join(named)}"
 
     def to_json(self) -> dict[str, Any]:
         """The coverage as plain data."""

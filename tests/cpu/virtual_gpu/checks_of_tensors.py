@@ -36,6 +36,18 @@ def small_tensors_that_came_from_the_host_keep_their_values():
         assert value.item() == expected
 
 
+def a_known_argument_that_decides_an_and_or_an_or_makes_the_result_known():
+    unknown = torch.randn(1000, 1000, device="cuda").argmax(1)[:2] == 3
+    assert (unknown | torch.full((2,), True, device="cuda")).tolist() == [True, True]
+    assert torch.logical_and(torch.zeros(1, device="cuda"), unknown).tolist() == [False, False]
+    unfinished = torch.ones(2, dtype=torch.long, device="cuda") & ~unknown
+    assert (unfinished & ~torch.full((2,), True, device="cuda")).max().item() == 0
+    # Not decided: the second sequence, and the other bits of a number.
+    half = torch.tensor([True, False]).cuda()
+    assert (unknown | half).tolist() == [False, False]
+    assert (unfinished | torch.ones(2, dtype=torch.long, device="cuda")).sum().item() != 2
+
+
 def results_of_large_kernels_read_as_something_harmless():
     loss = torch.randn(1000, 1000, device="cuda").mean()
     assert isinstance(loss.item(), float)

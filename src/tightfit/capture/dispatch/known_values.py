@@ -5,6 +5,7 @@ the host when it is small. So `lengths.cuda().max().item()`, spatial shapes, tim
 results of large kernels stay unknown. Values are kept per storage: views share them, and a write through one view is seen by all.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from tightfit.capture.dispatch.operators import OperatorFacts, tensors, written
 # (docs/log.md, 2026-11-20).
 MAX_INTEGER_BYTES = 1 << 20  # the padding mask of 128k tokens
 MAX_FLOAT_BYTES = 1 << 10
+
+_OR = {torch.ops.aten.bitwise_or.Tensor, torch.ops.aten.logical_or.default}
+LOGICAL = _OR | {torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.logical_and.default}
+"""The operators whose result one of two arguments may decide."""
 
 _UNRUNNABLE = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
 
@@ -99,6 +104,9 @@ class Shadows:
                     ):
                         self.adopt(tensor, value)
                 return
+        if small and operator in LOGICAL:
+            with contextlib.suppress(Unknown):
+                self.adopt(outputs[0], self.decided(operator, args))
         self.forget_written(targets)
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -119,6 +127,24 @@ class Shadows:
             if outer is not None:
                 self._random_state = torch.get_rng_state()
                 torch.set_rng_state(outer)
+
+    def decided(self, operator: OpOverload, args: Sequence[Any]) -> torch.Tensor:
+        """The result of a `LOGICAL` operator with one unknown argument that the known one decides: `x | True`, `x & False`.
+
+        A `generate` ends by it on a virtual GPU: a sequence is complete if it has all its tokens (known) or ended by itself (unknown).
+
+        Raises:
+            Unknown: what is known does not decide it.
+        """
+        for arg, other in (args, reversed(args)):
+            if not self.known(arg):
+                continue
+            values = self.values(arg)
+            # An integer that is not 0 does not decide an OR of bits.
+            is_decided = values.dtype == torch.bool and values.all() if operator in _OR else not values.any()
+            if is_decided and (operator not in _OR or other.dtype == torch.bool):
+                return operator(values, torch.zeros(other.shape, dtype=other.dtype))
+        raise Unknown
 
     def _exchange_random_state(self) -> torch.Tensor:
         """The card has a random state of its own: what it draws leaves the host's random state as it is."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from tightfit.reports.advice import LABELS
 from tightfit.reports.html.templates import render
+from tightfit.reports.verdicts import named_phase, verdict_of_answer
 from tightfit.tape import Coverage
 from tightfit.units import format_bytes, format_seconds
 
@@ -52,11 +53,9 @@ def estimate_fragment(answer: Mapping[str, Any]) -> str:
 
 
 def _verdict(answer: Mapping[str, Any]) -> str:
-    left = format_bytes(abs(answer["headroom_bytes"]))
-    if not answer["fits"]:
-        return f"does not fit, {left} too much"
-    coverage = Coverage.from_json(answer.get("coverage", {}))
-    return f"fits, {left} left" if coverage.is_whole else f"fits as far as seen, {left} left; {coverage.words}"
+    word, amount = verdict_of_answer(answer)
+    not_seen = Coverage.from_json(answer["coverage"]).words if answer["fits"] else ""
+    return f"{word}, {amount}{'; ' + not_seen if not_seen else ''}"
 
 
 def framed_page(page: str) -> str:
@@ -67,7 +66,8 @@ def framed_page(page: str) -> str:
 
 def _figures(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     peak, moment = answer["peak"], answer["moment"]
-    where = ", ".join(moment[key] for key in ("span", "phase", "module", "line") if moment[key])
+    parts = (moment["span"], named_phase(moment["phase"]), moment["module"], moment["line"])
+    where = ", ".join(part for part in parts if part)
     figures = [
         (
             "peak GPU memory",

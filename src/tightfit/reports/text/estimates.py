@@ -24,7 +24,8 @@ from tightfit.reports.text.table_columns import (
     shorten_place,
     shortened,
 )
-from tightfit.simulate.estimate import Estimate, verdict_of
+from tightfit.reports.verdicts import named_phase, verdict_words
+from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Assumption
 from tightfit.units import SIGNS_IN_ASCII, format_bytes, format_seconds
 
@@ -111,21 +112,6 @@ def write_comparison(estimates: Sequence[Estimate], *, elapsed_seconds: float) -
     console().print(ComparisonText(estimates, elapsed_seconds=elapsed_seconds))
 
 
-def verdict_words(estimate: Estimate) -> tuple[str, str]:
-    """The verdict in a word or two, and the bytes left or missing."""
-    peak, left = estimate.peak, estimate.headroom_bytes
-    word = verdict_of(peak, estimate.capacity_bytes, estimate.margin, is_whole=estimate.coverage.is_whole)
-    if peak.device_high_bytes <= estimate.capacity_bytes:
-        return word, f"{format_bytes(left)} left"
-    # The likely peak fits and the upper end of its range does not: it depends on workspaces and the allocation order.
-    if left >= 0:
-        return (
-            word,
-            f"{format_bytes(left)} left, and the peak may be {format_bytes(peak.device_high_bytes - peak.device_bytes)} higher",
-        )
-    return word, f"{format_bytes(-left)} too much{' if the likely peak is reached' if estimate.fits else ''}"
-
-
 def console() -> Console:
     """The console for stdout: as wide as the terminal, or `PIPED_WIDTH` where there is none."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
@@ -166,7 +152,7 @@ def _figures(estimate: Estimate) -> Group:
         table.add_row("host memory", format_bytes(estimate.host_peak_bytes), "in tensors")
     if estimate.seconds_per_step:
         table.add_row("time per step", format_seconds(estimate.seconds_per_step), "estimated time")
-    parts = [moment.span, moment.phase, moment.operator.removeprefix("aten."), moment.module, moment.line]
+    parts = [moment.span, named_phase(moment.phase), moment.operator.removeprefix("aten."), moment.module, moment.line]
     where = Table.grid(padding=(0, GAP, 0, 0))
     where.add_column(no_wrap=True, min_width=_LABEL_CELLS)
     where.add_column(overflow="fold")

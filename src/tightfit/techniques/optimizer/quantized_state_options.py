@@ -20,6 +20,7 @@ from tightfit.analysis.updates import (
     gradients_used_up,
     moments_of_updates,
     obstacle,
+    retained_passes,
     seconds_of_second_pass,
     states_come_early,
     waiting_for_second_pass,
@@ -64,7 +65,8 @@ def coded_options(
         if not obstacle(run):
             changed = _changes_in_backward(run, coding, is_fused=is_fused)
             given = {**given, "in_backward": True, "clips": clips}
-            found.append(_option(technique, given, changed, seconds + again))
+            option = _option(technique, given, changed, seconds + again)
+            found.append(dataclasses.replace(option, retains=retained_passes(run)))
     return found
 
 

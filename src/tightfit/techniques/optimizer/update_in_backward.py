@@ -17,6 +17,7 @@ from tightfit.analysis.updates import (
     BACKWARD_SLOT,
     gradients_used_up,
     obstacle,
+    retained_passes,
     seconds_of_second_pass,
     states_come_early,
     waiting_for_second_pass,
@@ -49,7 +50,7 @@ class UpdateInBackward(AbstractTechnique):
             return []
         clips, longer = bool(readers_of_gradients(run)), waiting_for_second_pass(run)
         kernels = ["same", *(["fused"] if family_of(run) != "other" and implementation_of(run) != "fused" else [])]
-        again = seconds_of_second_pass(run)
+        again, passes = seconds_of_second_pass(run), retained_passes(run)
         return [
             Option(
                 technique=self.name,
@@ -59,6 +60,7 @@ class UpdateInBackward(AbstractTechnique):
                 seconds=_update_seconds(run, kernel) - run.seconds + again,
                 exact=self.exact,
                 slots=frozenset({"optimizer", BACKWARD_SLOT}),
+                retains=passes,
             )
             for kernel in kernels
         ]

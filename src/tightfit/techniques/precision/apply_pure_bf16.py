@@ -109,7 +109,8 @@ def _refuse_copy(*_: object) -> Never:
 
 def _lower(session: Session, lowered: Mapping[torch.Tensor, None], updates: Sequence[LowPrecisionUpdate]) -> None:
     """Casts parameters and buffers to bfloat16 in place, so that all references see it."""
-    buffers = [b for b in session.model.buffers() if b.dtype == torch.float32]
+    # A number without dimensions decides no operator's dtype and takes no memory, and is what a program keeps its own statistics in.
+    buffers = [b for b in session.model.buffers() if b.dtype == torch.float32 and b.dim()]
     # The truncated bits, in case the plan cannot be applied in the end.
     before = session.before
 

@@ -101,6 +101,7 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
         seconds=added / profile.num_steps,
+        seconds_in_backward=added / profile.num_steps,
         exact=True,
         slots=frozenset[str]().union(*(block.slots for block in segment)),
     )

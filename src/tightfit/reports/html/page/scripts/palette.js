@@ -7,7 +7,7 @@ const LABELS = {
   temporaries: "temporaries",
   inputs: "inputs",
   workspace: "library workspaces",
-  unknown: "not known",
+  unknown: "unknown",
   cache: "unused cache",
   context: "CUDA context",
 };
