@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tightfit
-from tightfit.capture import trace_progress as progress
+from tightfit.capture.processes import trace_progress as progress
 from tightfit.capture.trace import no_step
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError, UsageError

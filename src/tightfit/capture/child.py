@@ -25,7 +25,7 @@ from tightfit.capture.patches import manifest
 from tightfit.capture.processes import simulated
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
-from tightfit.capture.trace_progress import StatusFile
+from tightfit.capture.processes.trace_progress import StatusFile
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage

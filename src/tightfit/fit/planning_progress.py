@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from tightfit.capture.trace_progress import TraceProgress
+from tightfit.capture.processes.trace_progress import TraceProgress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_PLACES = 5.0
 # The file is overwritten in place, always with as many bytes, so that a reader never sees the rest of a longer text.
 _NUM_BYTES = 512
 _MAX_SPAN = 300
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _NOT_THE_USERS = re.compile(r"site-packages|^<|[/\\]python3")
 # A real-time signal, as programs have their own use for SIGUSR1 (a scheduler's warning); 0: not on this system.
 _ASK_FOR_THE_PLACE = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
