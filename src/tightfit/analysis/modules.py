@@ -86,10 +86,10 @@ class ModuleCalls:
         # The allocator's own rounding, without which predictions for many small storages come out too low.
         self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         # A storage that is never freed outlives the tape.
-        died = np.full(len(tape.storages), len(events), dtype=np.int64)
+        freed_at = np.full(len(tape.storages), len(events), dtype=np.int64)
         frees = events.kind == EventKind.FREE
-        died[events.storage[frees]] = np.flatnonzero(frees)
-        self.died = died
+        freed_at[events.storage[frees]] = np.flatnonzero(frees)
+        self.freed_at = freed_at
         self._is_tensor = tape.storages.source == Source.TENSOR
         self._rounds = _Rounds(self._phase)
         self.num_rounds = self._rounds.num_rounds
@@ -105,7 +105,7 @@ class ModuleCalls:
         rounds = np.where(forward, self._rounds.of[operators], 0)
         first = self._rounds.first_backward[rounds]
         has_backward = first < len(self._phase)
-        saved_for_backward[known] = forward & has_backward & (self.died[known] > self.event_of(first))
+        saved_for_backward[known] = forward & has_backward & (self.freed_at[known] > self.event_of(first))
         return saved_for_backward
 
     def event_of(self, operator: Column | int) -> Column:
@@ -153,17 +153,21 @@ class ModuleCalls:
                 found.append(self.call(path, begin, end, int(back[0]), int(back[-1]) + 1))
         rounds = [list(group) for _, group in itertools.groupby(found, key=lambda call: self._rounds.of[call.begin])]
         # A single call in a round keeps its backward pass even if nothing of it is saved: a module may save only its inputs.
-        ran = [[v for v in group if len(group) == 1 or _is_run_backwards(v, self.died)] for group in rounds]
+        ran = [[v for v in group if len(group) == 1 or _is_run_backwards(v, self.freed_at)] for group in rounds]
         return tuple(call for group in ran for call in _one_after_the_other(group, backward, self))
 
     def call(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> ModuleCall:
         """The call of `path` that consists of these operators, forward and backward."""
-        born = self.tape.storages.operator
-        inside = (born >= begin) & (born < end)
+        allocated_at = self.tape.storages.operator
+        inside = (allocated_at >= begin) & (allocated_at < end)
         saved = np.flatnonzero(inside & self.saved_for_backward)
         # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
-        before = self._is_tensor & (born >= self._rounds.first_forward[self._rounds.of[begin]]) & (born < begin)
-        at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
+        before = (
+            self._is_tensor
+            & (allocated_at >= self._rounds.first_forward[self._rounds.of[begin]])
+            & (allocated_at < begin)
+        )
+        at_begin = np.flatnonzero(before & (self.freed_at >= self.event_of(begin)))
         output = self.output_of(begin, end)
         return ModuleCall(
             path=path,
@@ -182,9 +186,9 @@ class ModuleCalls:
 
     def output_of(self, begin: int, end: int) -> int:
         """The storage that the operators `[begin, end)` hand to the next one; -1 if nothing of theirs is left."""
-        born = self.tape.storages.operator
-        inside = (born >= begin) & (born < end) & self._is_tensor
-        return _last_large(self, np.flatnonzero(inside & (self.died >= self.event_of(end))))
+        allocated_at = self.tape.storages.operator
+        inside = (allocated_at >= begin) & (allocated_at < end) & self._is_tensor
+        return _last_large(self, np.flatnonzero(inside & (self.freed_at >= self.event_of(end))))
 
     def bytes_of(self, storages: Column) -> int:
         """The bytes of these storages, rounded as the allocator does."""
@@ -195,9 +199,9 @@ class ModuleCalls:
         return tuple(self.tape.strings[n] for n in self.tape.operators.name[begin:end].tolist())
 
 
-def _is_run_backwards(call: ModuleCall, died: Column) -> bool:
+def _is_run_backwards(call: ModuleCall, freed_at: Column) -> bool:
     """Whether a call has gradients: one that saved nothing before another call's backward pass ran under `no_grad`."""
-    return len(call.saved) > 0 or bool(call.output >= 0 and died[call.output] > call.back_event)
+    return len(call.saved) > 0 or bool(call.output >= 0 and freed_at[call.output] > call.back_event)
 
 
 def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCalls) -> list[ModuleCall]:
@@ -207,7 +211,7 @@ def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCa
         return calls
     end, ends = calls[0].back_end, []
     for call in reversed(calls[1:]):
-        gone = of.died[call.saved]
+        gone = of.freed_at[call.saved]
         gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
         ends.append(int(of.tape.events.operator[gone.max()]) if len(gone) else end)
     if max(ends) >= end:
@@ -229,5 +233,5 @@ def _last_large(of: ModuleCalls, storages: Column) -> int:
     large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
     if not len(large):
         return -1
-    born = of.tape.storages.operator[large]
-    return int(large[born == born.max()][0])
+    allocated_at = of.tape.storages.operator[large]
+    return int(large[allocated_at == allocated_at.max()][0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, Phase, Tape
 
@@ -51,21 +51,21 @@ class TrainedParts:
         return [self.tape.strings[m] for m in self.tape.operators.module[operators].tolist()]
 
     @cached_property
-    def levels(self) -> Column:
+    def memory_timeline(self) -> Column:
         """The memory timeline: allocated bytes after each event."""
         run = self.run
         difference = np.zeros(len(self.tape.events) + 1, dtype=np.int64)
-        np.add.at(difference, run.born, run.block_bytes)
-        np.subtract.at(difference, run.died, run.block_bytes)
+        np.add.at(difference, run.allocated_at, run.block_bytes)
+        np.subtract.at(difference, run.freed_at, run.block_bytes)
         return difference.cumsum()[:-1]
 
     def peak_with(self, changed: tuple[Change, ...]) -> int:
         """The peak of allocated bytes with these changes applied."""
-        difference = np.zeros(len(self.levels) + 1, dtype=np.int64)
+        difference = np.zeros(len(self.memory_timeline) + 1, dtype=np.int64)
         for change in changed:
             difference[change.begin] += change.num_bytes
             difference[change.end] -= change.num_bytes
-        return int((self.levels + difference.cumsum()[:-1]).max(initial=0))
+        return int((self.memory_timeline + difference.cumsum()[:-1]).max(initial=0))
 
     def untrained(self, frozen: Column) -> tuple[Change, ...]:
         """What freezing saves: the gradients that `frozen` marks, and their share of optimizer states and of the optimizer's temporaries."""
@@ -74,10 +74,10 @@ class TrainedParts:
         # Adam's states have the size of the gradients; for factored states this is an approximation.
         share = int(run.block_bytes[gone].sum()) / total if total else 0.0
         state = np.flatnonzero(self.tape.storages.category == Category.OPTIMIZER_STATE)
-        found = changes(levels(run.born[gone], run.died[gone], run.block_bytes[gone]), -1.0)
-        found += changes(levels(run.born[state], run.died[state], run.block_bytes[state]), -share)
-        for stretch in run.stretches:
-            found += changes(run.held(stretch), -share)
+        found = changes(memory_timeline(run.allocated_at[gone], run.freed_at[gone], run.block_bytes[gone]), -1.0)
+        found += changes(memory_timeline(run.allocated_at[state], run.freed_at[state], run.block_bytes[state]), -share)
+        for step_range in run.step_ranges:
+            found += changes(run.held(step_range), -share)
         return found
 
     @cached_property

@@ -180,7 +180,7 @@ def _max_reserved(subject: DiagnosedRun) -> int:
 def _moment(history: History, places: tuple[AllocationSite, ...], event: int) -> Moment:
     blocks = history.blocks
     # Allocated bytes rise only with an allocation, so the event of a peak allocates a block.
-    at = np.flatnonzero(blocks.born == event) if event >= 0 else []
+    at = np.flatnonzero(blocks.allocated_at == event) if event >= 0 else []
     place = places[int(blocks.stack[at[0]])] if len(at) else None
     step = next((span.name for span in history.spans if span.begin <= event < span.end), "")
     return Moment(

@@ -178,12 +178,12 @@ class _Pair:
         self.a_blocks, self.b_blocks = _born_in(a, a_step), _born_in(b, b_step)
         sizes = _sizes(a, self.a_blocks), _sizes(b, self.b_blocks)
         if matched_by == "order":
-            self.stretches = align(*sizes)
+            self.aligned_ranges = align(*sizes)
         else:
             # By site first and size second: two runs with different batch sizes have no size in common, but all their lines.
             places = [_line_and_operator(a, block) for block in self.a_blocks.tolist()]
             others = [_line_and_operator(b, block) for block in self.b_blocks.tolist()]
-            self.stretches = [piece for stretch in align(places, others) for piece in _by_size(stretch, *sizes)]
+            self.aligned_ranges = [piece for aligned in align(places, others) for piece in _by_size(aligned, *sizes)]
 
     def summary(self) -> StepPair:
         """The figures of both."""
@@ -192,7 +192,7 @@ class _Pair:
             b_step=self.b_step.name,
             a_allocations=len(self.a_blocks),
             b_allocations=len(self.b_blocks),
-            same_allocations=sum(stretch.a_end - stretch.a_begin for stretch in self.stretches if stretch.is_same),
+            same_allocations=sum(aligned.a_end - aligned.a_begin for aligned in self.aligned_ranges if aligned.is_same),
             a_peak_bytes=self.a_step.peak_allocated_bytes,
             b_peak_bytes=self.b_step.peak_allocated_bytes,
             a_end_bytes=self.a_step.end_allocated_bytes,
@@ -201,23 +201,23 @@ class _Pair:
 
     def partners(self) -> Iterator[tuple[int, int]]:
         """Pairs of blocks that the same allocation of the program made in both runs."""
-        for stretch in self.stretches:
-            if stretch.is_same:
+        for aligned in self.aligned_ranges:
+            if aligned.is_same:
                 yield from zip(
-                    self.a_blocks[stretch.a_begin : stretch.a_end].tolist(),
-                    self.b_blocks[stretch.b_begin : stretch.b_end].tolist(),
+                    self.a_blocks[aligned.a_begin : aligned.a_end].tolist(),
+                    self.b_blocks[aligned.b_begin : aligned.b_end].tolist(),
                     strict=True,
                 )
 
     def partings(self) -> list[Parting]:
         """Where the two diverge, grouped by pairs of allocation sites."""
         groups: dict[tuple[str, str], list[AlignedRange]] = {}
-        for stretch in self.stretches:
-            if not stretch.is_same and not self._is_from_before(stretch):
-                first_a = self._asked(self.a, self.a_blocks, stretch.a_begin, stretch.a_end)
-                first_b = self._asked(self.b, self.b_blocks, stretch.b_begin, stretch.b_end)
+        for aligned in self.aligned_ranges:
+            if not aligned.is_same and not self._is_from_before(aligned):
+                first_a = self._asked(self.a, self.a_blocks, aligned.a_begin, aligned.a_end)
+                first_b = self._asked(self.b, self.b_blocks, aligned.b_begin, aligned.b_end)
                 key = (first_a.where if first_a else "", first_b.where if first_b else "")
-                groups.setdefault(key, []).append(stretch)
+                groups.setdefault(key, []).append(aligned)
         return [
             Parting(
                 a_step=self.a_step.name,
@@ -231,12 +231,12 @@ class _Pair:
             for some in groups.values()
         ]
 
-    def _is_from_before(self, stretch: AlignedRange) -> bool:
+    def _is_from_before(self, aligned: AlignedRange) -> bool:
         """Whether a difference is only that one recording began later, when these blocks were already allocated."""
-        if stretch.a_begin or stretch.b_begin or (self.a_step.begin and self.b_step.begin):
+        if aligned.a_begin or aligned.b_begin or (self.a_step.begin and self.b_step.begin):
             return False
-        late = [run for run, end in ((self.a, stretch.a_end), (self.b, stretch.b_end)) if not end]
-        return any(bool((run.history.blocks.born < 0).any()) for run in late)
+        late = [run for run, end in ((self.a, aligned.a_end), (self.b, aligned.b_end)) if not end]
+        return any(bool((run.history.blocks.allocated_at < 0).any()) for run in late)
 
     @staticmethod
     def _asked(subject: DiagnosedRun, blocks: Column, begin: int, end: int) -> Asked | None:
@@ -253,14 +253,14 @@ class _Pair:
         )
 
 
-def _by_size(stretch: AlignedRange, a: Sequence[int], b: Sequence[int]) -> Iterator[AlignedRange]:
+def _by_size(aligned: AlignedRange, a: Sequence[int], b: Sequence[int]) -> Iterator[AlignedRange]:
     """Splits a range of equal allocation sites into ranges of equal sizes and single allocations of different sizes."""
-    if not stretch.is_same:
-        yield stretch
+    if not aligned.is_same:
+        yield aligned
         return
     begin = 0
-    num_places = stretch.a_end - stretch.a_begin
-    are_same = [a[stretch.a_begin + at] == b[stretch.b_begin + at] for at in range(num_places)]
+    num_places = aligned.a_end - aligned.a_begin
+    are_same = [a[aligned.a_begin + at] == b[aligned.b_begin + at] for at in range(num_places)]
     while begin < num_places:
         end = begin + 1
         # Different sizes stay single, so that each is reported with its own partner.
@@ -268,10 +268,10 @@ def _by_size(stretch: AlignedRange, a: Sequence[int], b: Sequence[int]) -> Itera
             end += 1
         yield AlignedRange(
             is_same=are_same[begin],
-            a_begin=stretch.a_begin + begin,
-            a_end=stretch.a_begin + end,
-            b_begin=stretch.b_begin + begin,
-            b_end=stretch.b_begin + end,
+            a_begin=aligned.a_begin + begin,
+            a_end=aligned.a_begin + end,
+            b_begin=aligned.b_begin + begin,
+            b_end=aligned.b_begin + end,
         )
         begin = end
 
@@ -295,11 +295,11 @@ def _share_lines(a: DiagnosedRun, b: DiagnosedRun) -> bool:
 
 def _born_in(subject: DiagnosedRun, step: StepSpan) -> Column:
     """The blocks that were allocated in any piece of a step, in order."""
-    born = subject.history.blocks.born
-    inside = np.zeros(len(born), dtype=bool)
+    allocated_at = subject.history.blocks.allocated_at
+    inside = np.zeros(len(allocated_at), dtype=bool)
     for span in subject.history.spans:
         if (span.name, span.kind) == (step.name, step.kind):
-            inside |= (born >= span.begin) & (born < span.end)
+            inside |= (allocated_at >= span.begin) & (allocated_at < span.end)
     return np.flatnonzero(inside)
 
 

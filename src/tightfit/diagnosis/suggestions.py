@@ -100,15 +100,15 @@ class _Seen:
         self.blocks = history.blocks
         self.steps = steps_of(history, kinds=("step",))
         numbers = np.append(step_numbers(history, self.steps), NO_STEP)
-        self.step_of = numbers[self.blocks.born]
+        self.step_of = numbers[self.blocks.allocated_at]
         self.operators = np.array([place.operator for place in places])[self.blocks.stack]
 
     def saved(self, chosen: Column, begin: Column | None = None, *, kept_bytes: int = 0) -> int:
         """How much the peak falls without the chosen blocks, from `begin` (by default their allocation) until they are freed."""
         blocks = self.blocks
-        begins = blocks.born if begin is None else begin
+        begins = blocks.allocated_at if begin is None else begin
         return saved_bytes(
-            self.history, blocks.block_bytes[chosen], begins[chosen], blocks.died[chosen], kept_bytes=kept_bytes
+            self.history, blocks.block_bytes[chosen], begins[chosen], blocks.freed_at[chosen], kept_bytes=kept_bytes
         )
 
     def place_of(self, block: int) -> AllocationSite:
@@ -121,7 +121,7 @@ class _Seen:
         ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
         passing = np.isin(blocks.category, _PASSING) & (self.step_of != NO_STEP)
         # Blocks that are never freed and allocated anew in every step are growth, which is reported as such.
-        chosen = passing & (blocks.died > ends) & (blocks.died < self.history.num_events)
+        chosen = passing & (blocks.freed_at > ends) & (blocks.freed_at < self.history.num_events)
         keys = np.array([place.name for place in self.places])[blocks.stack]
         sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
         for key in sorted(sizes, key=lambda key: -sizes[key])[:_NUM_KEPT]:
@@ -142,12 +142,12 @@ class _Seen:
         chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
         rows = [
             # From the next step's begin until backward would allocate it anyway, at the same age as in its own step.
-            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + age, later.end))
+            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.freed_at[b]), later.begin + age, later.end))
             for b in chosen.tolist()
             for own in [int(self.step_of[b])]
-            for age in [int(blocks.born[b]) - steps[own].begin]
+            for age in [int(blocks.allocated_at[b]) - steps[own].begin]
             for later in steps[own + 1 :]
-            if later.begin < blocks.died[b]
+            if later.begin < blocks.freed_at[b]
         ]
         if rows:
             num_bytes, begin, end = np.asarray(rows, dtype=np.int64).T
@@ -206,7 +206,10 @@ class _Seen:
                 where="",
                 saves="allocated",
                 saves_bytes=saved_bytes(
-                    self.history, blocks.block_bytes[spared] * 3 // 4, blocks.born[spared], blocks.died[spared]
+                    self.history,
+                    blocks.block_bytes[spared] * 3 // 4,
+                    blocks.allocated_at[spared],
+                    blocks.freed_at[spared],
                 ),
                 adds_seconds=None,
                 is_exact=False,
@@ -222,21 +225,23 @@ class _Seen:
             return
         whole_bytes = int(blocks.num_bytes[softmax].max())
         # Half the bytes: log_softmax runs in float32 also where the logits are in 16 bits.
-        alike = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
+        same_size = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
         makes = (
-            alike & (self.phases == 0) & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
+            same_size
+            & (self.phases == 0)
+            & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
         )
         seconds = None
         if self.costs is not None:
             steps = max(1, len(np.unique(self.step_of[makes])))
             seconds = float(self.costs.block_seconds[makes].sum()) / steps
         # Logits, log-probabilities and the gradient of one chunk exist at once.
-        kept_bytes = int(blocks.block_bytes[alike].max()) * 3 // _NUM_CHUNKS
+        kept_bytes = int(blocks.block_bytes[same_size].max()) * 3 // _NUM_CHUNKS
         yield Remedy(
             what=f"the loss in {_NUM_CHUNKS} chunks of tokens, with the logits recomputed in the backward pass",
             where=self.place_of(int(np.flatnonzero(softmax)[0])).name,
             saves="allocated",
-            saves_bytes=self.saved(alike, kept_bytes=kept_bytes),
+            saves_bytes=self.saved(same_size, kept_bytes=kept_bytes),
             adds_seconds=seconds,
             is_exact=True,
             note="exact up to the order of sums",

@@ -85,9 +85,9 @@ def worst_crowd(problem: PlacementProblem) -> Crowd:
     rounding keeps the bound valid whichever that is.
     """
     # Live bytes grow only where a lifetime begins, so a maximum is at such a time.
-    births = sorted({buffer.lower for buffer in problem.buffers})
+    allocations = sorted({buffer.lower for buffer in problem.buffers})
     worst = Crowd(moment=0, num_bytes=0, names=())
-    for moment in births:
+    for moment in allocations:
         live = [buffer for buffer in problem.buffers if buffer.lower <= moment < buffer.upper and buffer.size]
         paddings = [-buffer.size % problem.alignment for buffer in live]
         total = sum(buffer.size for buffer in live) + sum(paddings) - max(paddings, default=0)

@@ -188,14 +188,14 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
         last = result[-1] if result else None
         if last is not None and piece.address < last.end:
             continue
-        alike = (
+        is_same_kind = (
             last is not None
             and last.is_expandable
             and piece.is_expandable
             and last.lane == piece.lane
             and last.is_small == piece.is_small
         )
-        if last is not None and alike and last.end == piece.address:
+        if last is not None and is_same_kind and last.end == piece.address:
             last.end = piece.end
         else:
             result.append(piece)

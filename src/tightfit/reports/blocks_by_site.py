@@ -33,15 +33,15 @@ class SiteBlocks:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SingleBlock:
-    """One block that is allocated at the peak; `died` is the number of events where it is never freed."""
+    """One block that is allocated at the peak; `freed_at` is the number of events where it is never freed."""
 
     category: int
     module: str
     stack: int
     block_bytes: int
     requested_bytes: int
-    born: int
-    died: int
+    allocated_at: int
+    freed_at: int
 
 
 def places(history: History, most: int) -> tuple[SiteBlocks, ...]:
@@ -98,8 +98,8 @@ def largest_blocks(history: History, most: int) -> tuple[SingleBlock, ...]:
             stack=int(blocks.stack[i]),
             block_bytes=int(blocks.block_bytes[i]),
             requested_bytes=int(blocks.num_bytes[i]),
-            born=int(blocks.born[i]),
-            died=int(blocks.died[i]),
+            allocated_at=int(blocks.allocated_at[i]),
+            freed_at=int(blocks.freed_at[i]),
         )
         for i in chosen.tolist()
     )

@@ -136,14 +136,14 @@ class Repetition:
         """The record of the call, or None if it did something that cannot be repeated without running it."""
         recorder = self._gpu.recorder
         kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
-        born = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
+        allocated_at = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
         # Streams, synchronisation, and frees of what was there before the call: none of these would be right in
         # another call.
         if any(kind not in (EventKind.ALLOCATE, EventKind.FREE) for kind in kinds) or any(
             s < first_storage for s in storages
         ):
             return None
-        alive = born - {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.FREE}
+        alive = allocated_at - {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.FREE}
         leaves, structure = tree_flatten(result)
         outputs = self._outputs(leaves, alive)
         if outputs is None:

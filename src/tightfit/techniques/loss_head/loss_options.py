@@ -70,7 +70,7 @@ class _Way:
         for storage in head.gone:
             size = int(module_calls.block_bytes[storage])
             yield Change(
-                begin=int(self.profile.allocated_at[storage]), end=int(module_calls.died[storage]), num_bytes=-size
+                begin=int(self.profile.allocated_at[storage]), end=int(module_calls.freed_at[storage]), num_bytes=-size
             )
         for begin, end, num_bytes in (*self._while_computing(head), *self._waiting(head), *self._afterwards(head)):
             if begin < end and num_bytes:
@@ -94,7 +94,7 @@ class _Way:
 
     def _waiting(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """Gradients that are allocated earlier than in the plain run."""
-        event, births = self.profile.modules.event_of, self.profile.allocated_at
+        event, allocations = self.profile.modules.event_of, self.profile.allocated_at
         is_forward = self.gradients_in == "forward"
         begin = int(event(head.product if is_forward else head.back_begin))
         back_end = int(event(head.back_end))
@@ -102,28 +102,28 @@ class _Way:
             final = int(self.profile.modules.block_bytes[head.weight_gradient])
             numbers = head.num_classes * head.width
             summed = numbers * max(_SUM_BYTES, head.head_item_bytes) if is_forward else final
-            yield begin, int(births[head.weight_gradient]) if summed == final else back_end, summed
+            yield begin, int(allocations[head.weight_gradient]) if summed == final else back_end, summed
         if head.hidden_gradient >= 0:
             numbers = head.num_tokens * head.width
             item_bytes = head.head_item_bytes if is_forward else max(_SUM_BYTES, head.head_item_bytes)
-            yield begin, int(births[head.hidden_gradient]), numbers * item_bytes
+            yield begin, int(allocations[head.hidden_gradient]), numbers * item_bytes
         if head.num_tokens != head.num_counted:
             yield int(event(head.product)), back_end, head.num_tokens * head.width * head.head_item_bytes
 
     def _afterwards(self, head: LossHead) -> Iterator[tuple[int, int, int]]:
         """If the plain run keeps its logits through the step, the hidden states and a copy of the weight are kept instead."""
         module_calls = self.profile.modules
-        died, back_end = int(module_calls.died[head.logits]), int(module_calls.event_of(head.back_end))
-        if died <= back_end:
+        freed_at, back_end = int(module_calls.freed_at[head.logits]), int(module_calls.event_of(head.back_end))
+        if freed_at <= back_end:
             return
         item_bytes = max(head.head_item_bytes, head.loss_item_bytes)
-        yield back_end, died, head.num_tokens * head.width * item_bytes
+        yield back_end, freed_at, head.num_tokens * head.width * item_bytes
         later = module_calls.tape.operators.phase[head.back_end :]
         steps, calls = np.flatnonzero(later == Phase.OPTIMIZER), np.flatnonzero(later == Phase.FORWARD)
         if head.weight_gradient >= 0 and len(steps):
             step = int(module_calls.event_of(head.back_end + int(steps[0])))
             again = int(calls[0]) + head.product - head.begin if len(calls) else 0
-            end = min(died, int(module_calls.event_of(head.back_end + again))) if again else died
+            end = min(freed_at, int(module_calls.event_of(head.back_end + again))) if again else freed_at
             logits = int(module_calls.block_bytes[head.logits])
             yield step, end, min(logits, int(module_calls.block_bytes[head.weight_gradient]))
 
@@ -173,8 +173,8 @@ def _numbers_of_chunks(heads: Sequence[LossHead]) -> Iterable[int]:
     return many or [count for count in _FEW_CHUNKS if num_tokens >= 4 * count]
 
 
-def _peak_bytes(module_calls: ModuleCalls, births: Column) -> int:
+def _peak_bytes(module_calls: ModuleCalls, allocations: Column) -> int:
     changes = np.zeros(len(module_calls.tape.events) + 1, dtype=np.int64)
-    np.add.at(changes, births, module_calls.block_bytes)
-    np.subtract.at(changes, module_calls.died, module_calls.block_bytes)
+    np.add.at(changes, allocations, module_calls.block_bytes)
+    np.subtract.at(changes, module_calls.freed_at, module_calls.block_bytes)
     return int(changes.cumsum().max(initial=0))

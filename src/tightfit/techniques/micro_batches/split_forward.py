@@ -220,9 +220,9 @@ class SplitForward:
         if self._allows_randomness:
             self.model.eval()
         results, comparable = [], True
-        for stretches in (((0, 2),), ((0, 1), (1, 2))):
+        for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
-            for begin, end in stretches:
+            for begin, end in ranges:
                 args, kwargs = batch.part(begin, end)
                 with LossWatch(end - begin, allows_randomness=self._allows_randomness) as watch:
                     output = forward(*args, **kwargs)

@@ -62,7 +62,7 @@ def _stacks(profile: Profile) -> Iterator[list[RecomputableBlock]]:
         call = block.calls[-1]
         names = profile.modules.operator_names(call.begin, call.end)
         if last.isdigit() and "." in parent and not any("batch_norm" in name for name in names):
-            by_list.setdefault((parent, block.alike, len(block.calls)), {})[int(last)] = block
+            by_list.setdefault((parent, block.equivalence_class, len(block.calls)), {})[int(last)] = block
     for found in by_list.values():
         stack: list[RecomputableBlock] = []
         for number in sorted(found):
@@ -97,7 +97,7 @@ def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBloc
     return Option(
         technique=technique,
         where=parent,
-        alike=f"{technique}:{segment[0].alike}:{len(segment)}",
+        equivalence_class=f"{technique}:{segment[0].equivalence_class}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
         seconds=added / profile.num_steps,

@@ -46,6 +46,8 @@ class SequentialCheckpointing(AbstractTechnique):
 
 
 def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
-    alike = layer_range.alike(profile.modules)
-    block = RecomputableBlock(path=layer_range.path, alike=alike, calls=layer_range.calls, slots=layer_range.slots)
-    return with_settings(recompute_option(technique, profile, block), layer_range, alike)
+    equivalence_class = layer_range.equivalence_class(profile.modules)
+    block = RecomputableBlock(
+        path=layer_range.path, equivalence_class=equivalence_class, calls=layer_range.calls, slots=layer_range.slots
+    )
+    return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)

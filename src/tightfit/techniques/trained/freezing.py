@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import NumberedModules, TrainedParts
@@ -42,7 +42,7 @@ class Freezing(AbstractTechnique):
         """
         parts = profile.trained_parts
         blocks = parts.blocks
-        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+        if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return
         for number in _numbers(blocks):
             yield Option(
@@ -60,7 +60,7 @@ class Freezing(AbstractTechnique):
         """The peak and the time saved for each number of frozen blocks."""
         parts = profile.trained_parts
         blocks = parts.blocks
-        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+        if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
         seconds = profile.seconds
         held = [
@@ -101,23 +101,25 @@ def _no_graph(parts: TrainedParts, blocks: NumberedModules, number: int, frozen:
     """Without a backward pass of the frozen blocks nothing is saved for it, and it has no temporaries."""
     run, tape, module_calls = parts.run, parts.tape, parts.module_calls
     is_frozen = np.array([text in frozen for text in tape.strings], dtype=bool)[tape.operators.module]
-    born = tape.storages.operator
-    by_operator = born >= 0
-    inside = np.zeros(len(born), dtype=bool)
-    inside[by_operator] = is_frozen[born[by_operator]]
-    phase = np.where(by_operator, tape.operators.phase[born], Phase.OTHER)
+    allocated_at = tape.storages.operator
+    by_operator = allocated_at >= 0
+    inside = np.zeros(len(allocated_at), dtype=bool)
+    inside[by_operator] = is_frozen[allocated_at[by_operator]]
+    phase = np.where(by_operator, tape.operators.phase[allocated_at], Phase.OTHER)
     saved = inside & module_calls.saved_for_backward
-    begin = run.born.copy()
+    begin = run.allocated_at.copy()
     for calls in (module_calls.calls(f"{blocks.path}.{i}") for i in range(number)):
         for call in calls:
             _until_left(begin, call)
-    saved &= begin < run.died
+    saved &= begin < run.freed_at
     gone = np.flatnonzero(saved)
     temporary = inside & (phase == Phase.BACKWARD) & (tape.storages.category == Category.TEMPORARIES)
     temporary = np.flatnonzero(temporary)
     return (
-        *changes(levels(begin[gone], run.died[gone], run.block_bytes[gone]), -1.0),
-        *changes(levels(run.born[temporary], run.died[temporary], run.block_bytes[temporary]), -1.0),
+        *changes(memory_timeline(begin[gone], run.freed_at[gone], run.block_bytes[gone]), -1.0),
+        *changes(
+            memory_timeline(run.allocated_at[temporary], run.freed_at[temporary], run.block_bytes[temporary]), -1.0
+        ),
     )
 
 
