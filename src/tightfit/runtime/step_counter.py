@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from tightfit.tape.step_ends import ends_step
 from tightfit.torch_hooks.weak_references import WeakTable
-
-# An optimizer that never steps must not keep the others' steps from being counted.
-MAX_STEPS_OF_ONE_OPTIMIZER = 8
 
 
 class StepCounter:
@@ -55,10 +53,7 @@ class StepCounter:
                 if known is optimizer or known not in self._made_before:
                     counts.setdefault(known, 0)
         counts[optimizer] += 1
-        stepping = [count for count in counts.values() if count]
-        if len(stepping) < len(counts) and max(stepping) < MAX_STEPS_OF_ONE_OPTIMIZER:
-            return
-        if not self._is_told_by_user and counts[optimizer] == min(stepping) > self.num_steps:
+        if not self._is_told_by_user and ends_step(list(counts.values()), counts[optimizer], self.num_steps):
             self.num_steps += 1
 
 

@@ -16,10 +16,8 @@ from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.step_hooks import StepHooks
 from tightfit.tape import Coverage, Effect, Phase, SpanKind
+from tightfit.tape.step_ends import ends_step
 
-# A loop that steps one optimizer several times for each step of another one (a critic, gradient accumulation by
-# two optimizers) is within this; an optimizer that is further behind has stopped.
-MAX_STEPS_OF_ONE_OPTIMIZER = 8
 # More micro-batches than anybody accumulates; beyond it the optimizer that exists is taken for one that never
 # steps.
 MAX_BACKWARDS_WITHOUT_STEP = 256
@@ -134,12 +132,8 @@ class StepWatch:
         self._has_stepped = True
         counts = self._num_optimizer_steps
         counts[id(optimizer)] += 1
-        waiting = [o for o in self._marks.optimizers if not counts[id(o)]]
-        if waiting and max(counts.values()) < MAX_STEPS_OF_ONE_OPTIMIZER:
-            return
-        # An optimizer that is so far behind has done its part, such as that of a first stage.
-        least = min(count for count in counts.values() if count > max(counts.values()) - MAX_STEPS_OF_ONE_OPTIMIZER)
-        if counts[id(optimizer)] == least > self._num_counted:
+        waiting = [0 for o in self._marks.optimizers if not counts[id(o)]]
+        if ends_step([*counts.values(), *waiting], counts[id(optimizer)], self._num_counted):
             self.end_step()
 
     def after_backward(self) -> None:
