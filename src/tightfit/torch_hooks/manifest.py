@@ -47,7 +47,7 @@ ACCUMULATE_GRAD = known(
     "torch._C:_functions.AccumulateGrad", "to tell the leaves of a graph from its other nodes", "torch_hooks"
 )
 GRAPH_TASK_ID = known(
-    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "techniques torch_hooks"
+    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "capture techniques torch_hooks"
 )
 KEEPS_GRAPH = known(
     "torch._C._autograd:_get_current_graph_task_keep_graph",
