@@ -69,8 +69,13 @@ STORAGE_USES = known(
     "torch._C:_storage_Use_Count", "to tell memory that somebody else has a view of", "capture/dispatch techniques"
 )
 
+GRAPH_TASK_ID = known(
+    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "capture techniques torch_hooks"
+)
+
 IN_BOTH: tuple[Name, ...] = (
     RUN_BACKWARD,
+    GRAPH_TASK_ID,
     STORAGE_USES,
     # Tensors among arguments.
     known(
