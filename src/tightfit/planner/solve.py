@@ -137,13 +137,13 @@ class _Program:
             if found is None:
                 return self._seen
             self._see(found)
-            levels = self.problem.levels(found.chosen) / _MIB
+            timeline = self.problem.timeline(found.chosen) / _MIB
             ceiling = peak_mib if costs is None else max_mib
             assert ceiling is not None
             # Time steps that have a row are satisfied by the solver, up to its tolerance.
-            levels[self._moments] = -np.inf
-            broken = np.argsort(-levels, kind="stable")[:_NUM_MORE_MOMENTS]
-            broken = broken[levels[broken] > ceiling + _TOLERANCE_MIB]
+            timeline[self._moments] = -np.inf
+            broken = np.argsort(-timeline, kind="stable")[:_NUM_MORE_MOMENTS]
+            broken = broken[timeline[broken] > ceiling + _TOLERANCE_MIB]
             if not len(broken):
                 return found if self._seen is None or found.is_proven else self._seen
             if time.monotonic() > deadline:
@@ -246,14 +246,14 @@ def _order_rows(problem: Problem) -> list[_Row]:
     # Only places with the same options, saving the same, may be swapped.
     places: dict[str, list[int]] = {}
     for index, option in enumerate(problem.options):
-        if option.alike and option.changes:
+        if option.equivalence_class and option.changes:
             places.setdefault(option.where, []).append(index)
-    alike: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
+    equivalence_class: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
     for members in places.values():
-        kind = tuple(sorted((problem.options[i].alike, int(saved[i])) for i in members))
-        alike.setdefault(kind, []).append(members)
+        kind = tuple(sorted((problem.options[i].equivalence_class, int(saved[i])) for i in members))
+        equivalence_class.setdefault(kind, []).append(members)
     rows = []
-    for group in alike.values():
+    for group in equivalence_class.values():
         # In the order of the forward pass: earlier layers keep their activations longest.
         group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
         for earlier, later in itertools.pairwise(group):
