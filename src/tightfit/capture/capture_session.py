@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tightfit.capture import targets
-from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward, places_of
+from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
+from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.dispatch.handlers import HANDLERS
 from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS

@@ -172,7 +172,7 @@ def _steps_in_time(watch: "StepWatch", timeout_seconds: float, path: str, status
 
 def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -> None:
     """Ends the trace, called from a signal's handler: at once where the program's own code runs or waits, else at the next check."""
-    from tightfit.capture.after_steps.fast_forward import is_between_our_lines
+    from tightfit.capture.after_steps.running_lines import is_between_our_lines
 
     after = watch.after
     if after is None or watch.has_ended:

@@ -102,7 +102,7 @@ class StepWatch:
         self.on_step()
         self._marks.mark_parameters()
         if self.after is not None:
-            self.after.step_ended()
+            self.after.training.step_ended()
         if self.num_ended == self.num_steps:
             self._marks.mark_all()
             if self.after is None:
@@ -115,7 +115,7 @@ class StepWatch:
         # Optimizers that have done their part, such as that of a first stage, are not waited for.
         self._num_optimizer_steps.clear()
         self._num_counted = 0
-        after.begin(is_stoppable=frameworks.stop(self.num_steps, after.framework_leaves))
+        after.begin(is_stoppable=frameworks.stop(self.num_steps, after.training.framework_leaves))
 
     def settle(self) -> None:
         """Ends the trace, once: the tape can be taken."""

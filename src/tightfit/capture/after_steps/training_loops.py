@@ -1,0 +1,142 @@
+"""The training loops of a script, which are left once enough of their steps were traced: in the next turn, where its step would begin, or at its head.
+
+After a loop that is left in the middle of a turn, the gradients are there that a whole turn would have left behind: what the head of the turn has
+dropped is allocated again.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+
+import torch
+
+from tightfit.capture.after_steps.rewritten_program import LoopLeft, RewrittenProgram
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.observe.attribution import is_of_another_library, is_user_file, short
+from tightfit.tape import SpanKind
+
+AFTER = "after the steps"
+MAX_UNSEEN_STEPS = 8
+"""A second optimizer may step this many times before the detector counts a step of it."""
+
+
+class TrainingLoops:
+    """The training loops of `program`. `parameters` gives those of its models and optimizers."""
+
+    def __init__(
+        self,
+        gpu: VirtualGpu,
+        program: RewrittenProgram,
+        num_steps: int,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        self.num_ended = 0
+        self.left_at = ""
+        self.left: dict[int, None] = {}  # in the order in which they were left
+        self.around: set[int] = set()
+        """The loops around those that were left."""
+        self._gpu = gpu
+        self._program = program
+        self._num_steps = num_steps
+        self._parameters = parameters
+        self._with_gradients: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._num_ended_since_left = 0
+        self._max_ended_since_left = 0
+
+    def step_ended(self) -> None:
+        """A training step has ended."""
+        self.num_ended += 1
+        self._num_ended_since_left += 1
+        for number in self._program.around(sys._getframe(1)):
+            self._program.steps[number] += 1
+
+    def begin(self, frame: FrameType | None, *, is_stoppable: bool) -> None:
+        """The last of the steps asked for has ended, in `frame`. `is_stoppable`: a framework runs the loop, and was asked to stop."""
+        self._num_ended_since_left = 0
+        self._max_ended_since_left = self._patience(frame, is_stoppable=is_stoppable)
+
+    @property
+    def cannot_be_left(self) -> bool:
+        """Whether more steps have ended than a loop that can be left would have taken."""
+        return self._num_ended_since_left >= self._max_ended_since_left
+
+    def _patience(self, frame: FrameType | None, *, is_stoppable: bool) -> int:
+        """How many steps may still end before a training loop is left."""
+        if next(self._program.around(frame), None) is not None:
+            return self._num_steps + MAX_UNSEEN_STEPS
+        is_library = False
+        while frame is not None:
+            file = frame.f_code.co_filename
+            is_user = is_user_file(file)
+            if is_user and not self._program.is_rewritten(file):
+                return 0
+            is_library |= is_of_another_library(file)
+            frame = frame.f_back
+        if is_library and not is_stoppable:
+            return 0
+        return self._num_steps + MAX_UNSEEN_STEPS
+
+    def leave_before_step(self, frame: FrameType | None) -> None:
+        """Leaves the training loop that runs in `frame`, where its next step would begin, if the user's code can be left there.
+
+        Raises:
+            LoopLeft: it is left.
+        """
+        number = self._program.loop_to_leave(frame, self._num_steps)
+        if number is None or number not in self._with_gradients:
+            return
+        running = list(self._program.around(frame))
+        around = running[running.index(number) + 1 :]
+        had_gradients = [p for p in (reference() for reference in self._with_gradients[number]) if p is not None]
+        self.leave(number, around)
+        for parameter in had_gradients:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        self._program.leaving = number
+        raise LoopLeft
+
+    def note_gradients(self, number: int) -> None:
+        """Notes which parameters have gradients as a turn of a loop begins that may be left before it ends."""
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        # Only dense gradients are known to be as large as their parameters.
+        if all(p.grad is not None and p.grad.layout == torch.strided for p in parameters):
+            self._with_gradients[number] = [weakref.ref(p) for p in parameters]
+
+    def can_be_left(self, number: int, around: Sequence[int]) -> bool:
+        """Whether enough steps have ended in a loop, or in one of the loops `around` it."""
+        steps, loops = self._program.steps, self._program.loops
+        enough = [n for n in (number, *around) if steps[n] >= self._num_steps]
+        # A loop through stages has as many steps as all of its stages; each stage needs its own.
+        return any(n == number or loops[n].is_counting or n not in self.around for n in enough)
+
+    def leave(self, number: int, around: Iterable[int]) -> None:
+        """The loop is left now, inside of those `around` it."""
+        loop = self._program.loops[number]
+        self._program.steps[number] = -1
+        self.left.setdefault(number)
+        self._training_left(f"{short(loop.file)}:{loop.line}", around)
+
+    def framework_leaves(self) -> bool:
+        """Whether the training loop of a framework, which has taken enough steps, is to end before its time."""
+        if self.is_in_last_step():
+            return False
+        self._training_left(self._gpu.attribution.where(), self._program.around(sys._getframe(1)))
+        return True
+
+    def is_in_last_step(self) -> bool:
+        """Whether the last of the steps asked for lasts: until the next one begins, as those before it did. Its figures are then those of any other
+        step, with what the head of the next turn frees and loads."""
+        return self._gpu.recorder.spans[-1][1] == SpanKind.STEP
+
+    def _training_left(self, place: str, around: Iterable[int]) -> None:
+        recorder = self._gpu.recorder
+        self.left_at = self.left_at or f"{place} after step {self.num_ended}"
+        recorder.assume(
+            place,
+            "the training loop was left after the steps that were traced; its later turns are taken to be like them",
+        )
+        self.around.update(around)
+        self._num_ended_since_left = 0
+        self._max_ended_since_left = self._num_steps + MAX_UNSEEN_STEPS
+        recorder.span(AFTER, SpanKind.ASIDE)
