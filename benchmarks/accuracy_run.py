@@ -131,7 +131,7 @@ def compare(row: Row, answer: Answer, others: Mapping[str, float]) -> Comparison
     )
 
 
-def slopes(rows: Sequence[Row], levels: Sequence[Comparison]) -> list[Comparison]:
+def slopes(rows: Sequence[Row], timeline: Sequence[Comparison]) -> list[Comparison]:
     """One comparison per model of a sweep: bytes per item of the batch, least squares, both over the same batches.
 
     Batches that were excluded stay out; a model that has fewer than two left has no slope and is not listed.
@@ -140,7 +140,7 @@ def slopes(rows: Sequence[Row], levels: Sequence[Comparison]) -> list[Comparison
     for model in dict.fromkeys(str(row.parameters["model"]) for row in rows):
         own = [
             (row, level)
-            for row, level in zip(rows, levels, strict=True)
+            for row, level in zip(rows, timeline, strict=True)
             if row.parameters["model"] == model and not row.excluded
         ]
         if len(own) < 2:

@@ -3,7 +3,8 @@
     python -m benchmarks.house
 
 A room is a folder of `src/tightfit`. An arrow is an import between two members of a folder, its files and folders; imports for annotations do not
-count. Needs the `dev` extra (grimp, with which import-linter reads imports) and networkx, which torch brings.
+count. Methods of a class are counted without the special ones, `__init__` aside. Needs the `dev` extra (grimp, with which import-linter reads
+imports) and networkx, which torch brings.
 """
 
 import ast
@@ -21,6 +22,7 @@ import networkx
 
 SOURCE = Path(__file__).parents[1] / "src" / "tightfit"
 MAX_FILES, MAX_MEMBERS, MAX_ARROWS = 20, 20, 40
+_SPECIAL = re.compile(r"__\w+__")
 _PRIVATE_OF_TORCH = re.compile(r"\btorch(?:\.[a-z]\w*)*\._\w+")
 
 
@@ -39,7 +41,10 @@ def _functions(tree: ast.Module) -> Iterator[int]:
 def _classes(tree: ast.Module) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            yield node.name, sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+            methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+            # What Python or torch calls by a name of its own (`__enter__`, `__deepcopy__`, `__torch_dispatch__`) is a protocol,
+            # which a class cannot split.
+            yield node.name, sum(name == "__init__" or not _SPECIAL.fullmatch(name) for name in methods)
 
 
 def _num_comment_lines(text: str) -> int:

@@ -6,7 +6,7 @@ python benchmarks/placement.py [--seconds S] FILE.CAPACITY.csv ...      the prob
 import argparse
 from pathlib import Path
 
-from tightfit.placement.buffers import Problem, read_problem, worst_crowd
+from tightfit.placement.buffers import PlacementProblem, read_problem, worst_crowd
 from tightfit.placement.greedy import ORDERS, greedy
 from tightfit.placement.offsets import faults, height_of
 from tightfit.placement.strategies import solve
@@ -14,10 +14,10 @@ from tightfit.placement.strategies import solve
 DEFAULT_SECONDS = 60.0
 
 
-def row(name: str, problem: Problem, capacity: int, seconds: float) -> str:
+def row(name: str, problem: PlacementProblem, capacity: int, seconds: float) -> str:
     """One line of the table; heights are parts of the capacity, and every placement has passed the validator."""
     solution = solve(problem, seconds=seconds)
-    unlimited = Problem(buffers=problem.buffers, alignment=problem.alignment)
+    unlimited = PlacementProblem(buffers=problem.buffers, alignment=problem.alignment)
     wrong = faults(problem if solution.fits else unlimited, solution.offsets)
     if wrong:
         raise SystemExit(f"{name}: {wrong[0]}")

@@ -102,7 +102,7 @@ class Recorder:
     def snapshot(self) -> list[dict[str, Any]]:
         """The segments as they are now."""
         allocator = self.allocator
-        pools = [*allocator._small.values(), *allocator._large.values()]
+        pools = [*allocator.pools.small.values(), *allocator.pools.large.values()]
         known = [b for pool in pools for b in pool.blocks.values()] + list(self.live) + [b for b, _ in self.waiting]
         heads = [block for block in known if block.prev is None or not block.prev.is_mapped]
         return [self._segment(head) for head in sorted(heads, key=lambda head: head.address)]
@@ -181,7 +181,7 @@ def step(recorder: Recorder, num_streams: int, source: random.Random) -> Iterato
         gradients.append(gradient)
         if num_streams > 1:
             side = 1 + layer % (num_streams - 1)
-            recorder.allocator.record_stream(gradient, side)
+            gradient.record_stream(side)
             recorder.free(recorder.malloc(HIDDEN * HIDDEN * 2, layer, 8, stream=side), layer, 8)
             recorder.complete(FREE_AFTER)
         yield

@@ -31,10 +31,10 @@ def training(
     num_blocks, layer = num_steps * num_layers, np.tile(np.arange(num_layers), num_steps)
     step = np.repeat(np.arange(num_steps), num_layers)
     sizes = 512 * random.integers(1, 4096, num_layers)[layer] + np.where(step == 1, 512 * (layer % 3 == 0), 0)
-    born, died = step * 2 * num_layers + layer, (step + 1) * 2 * num_layers - 1 - layer
+    allocated_at, freed_at = step * 2 * num_layers + layer, (step + 1) * 2 * num_layers - 1 - layer
     num_events = 2 * num_layers * num_steps
     change = np.zeros(num_events, dtype=np.int64)
-    change[born], change[died] = sizes, -sizes
+    change[allocated_at], change[freed_at] = sizes, -sizes
     allocated = 64 * MIB + np.cumsum(change)
 
     def with_parameter(first: int, rest: np.ndarray) -> np.ndarray:
@@ -55,8 +55,8 @@ def training(
             block_bytes=with_parameter(64 * MIB, sizes),
             address=with_parameter(0, np.arange(num_blocks) * MIB),
             lane=np.zeros(num_blocks + 1, dtype=np.int64),
-            born=with_parameter(-1, born),
-            died=with_parameter(num_events, died),
+            allocated_at=with_parameter(-1, allocated_at),
+            freed_at=with_parameter(num_events, freed_at),
             category=with_parameter(PARAMETERS, np.where(layer % 4 == 3, TEMPORARIES, ACTIVATIONS)),
             stack=with_parameter(0, 1 + layer % (len(stacks) - 1)),
             module=with_parameter(0, 1 + layer % (len(modules) - 1)),
@@ -85,7 +85,7 @@ def history_with(text: str) -> History:
 def nothing() -> History:
     """A recording in which nothing happened and nothing lives."""
     empty = np.zeros(0, dtype=np.int64)
-    columns = ("num_bytes", "block_bytes", "address", "lane", "born", "died", "category", "stack", "module")
+    columns = ("num_bytes", "block_bytes", "address", "lane", "allocated_at", "freed_at", "category", "stack", "module")
     return History(
         label="empty.pickle",
         origin="recording",

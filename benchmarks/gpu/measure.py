@@ -128,11 +128,11 @@ def _seconds(steps: Iterator[Any]) -> float:
 def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording: Path | None) -> Measurement:
     """The same on the virtual GPU of a card, in a process that is used for nothing else."""
     from tightfit.allocator.settings import AllocatorSettings
-    from tightfit.capture.capture_session import Session
+    from tightfit.capture.capture_session import CaptureSession
     from tightfit.cost.steps import step_seconds
     from tightfit.recordings.write import write_tape
 
-    session = Session(device, NUM_STEPS, by_yield=True)
+    session = CaptureSession(device, NUM_STEPS, by_yield=True)
 
     def watched() -> Iterator[Any]:
         steps = train(**row.parameters())

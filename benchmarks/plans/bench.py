@@ -15,7 +15,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
 from tightfit.fit.extent import Extent
-from tightfit.fit.progress import ProgressLog
+from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 from tightfit.tape import Tape

@@ -153,12 +153,12 @@ def deep(num_blocks: int, num_options: int, *, is_regular: bool) -> Problem:
     kept = np.cumsum(sizes)
     working = sizes * 0.4
     forward, backward = kept + working, kept[::-1] + working[::-1]
-    levels = ((np.concatenate([forward, backward]) + 2_000) * MIB).astype(np.int64)
+    timeline = ((np.concatenate([forward, backward]) + 2_000) * MIB).astype(np.int64)
     options = [
         Option(
             technique="made-up",
             where=f"block.{block}",
-            alike=f"{option}" if is_regular else "",
+            equivalence_class=f"{option}" if is_regular else "",
             settings={"option": option},
             changes=(
                 Change(begin=block + 1, end=2 * num_blocks - 1 - block, num_bytes=-int(sizes[block] * share * MIB)),
@@ -170,7 +170,7 @@ def deep(num_blocks: int, num_options: int, *, is_regular: bool) -> Problem:
         for block, option in itertools.product(range(num_blocks), range(num_options))
         for share in (shares[block, option],)
     ]
-    return problems.build(levels, options)
+    return problems.build(timeline, options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

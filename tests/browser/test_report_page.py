@@ -195,8 +195,8 @@ class TestTheTableSorts:
 
     def test_what_holds_nothing_at_the_peak_is_shown_on_demand(self, chromium: Browser, tmp_path: Path) -> None:
         run = training(num_steps=1)
-        born = np.where(run.blocks.stack == 2, run.peak_event + 1, run.blocks.born)
-        later = dataclasses.replace(run, blocks=dataclasses.replace(run.blocks, born=born))
+        allocated_at = np.where(run.blocks.stack == 2, run.peak_event + 1, run.blocks.allocated_at)
+        later = dataclasses.replace(run, blocks=dataclasses.replace(run.blocks, allocated_at=allocated_at))
         chromium.open(write_page(later, tmp_path / "later.html"))
         assert len(self.column(chromium, "peak")) == 2
         assert "" not in self.column(chromium, "peak")

@@ -12,7 +12,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
-from tightfit.simulate.timeline_bytes import Levels, replay_levels
+from tightfit.simulate.timeline_bytes import MemoryTimeline, replay_timeline
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
@@ -38,14 +38,14 @@ class Saving:
     traced: int
 
 
-def levels(tape: Tape, settings: str = "") -> Levels:
+def timeline(tape: Tape, settings: str = "") -> MemoryTimeline:
     """Allocated and reserved bytes after each event, with these settings of the allocator."""
-    return replay_levels(with_workspaces_of(find(CARD), tape), AllocatorSettings.parse(settings))
+    return replay_timeline(with_workspaces_of(find(CARD), tape), AllocatorSettings.parse(settings))
 
 
 def allocated(tape: Tape) -> np.ndarray:
     """Allocated bytes after each event."""
-    return levels(tape).allocated
+    return timeline(tape).allocated
 
 
 def saving_of(name: str, tapes: Tapes) -> Saving:
@@ -81,12 +81,12 @@ def _of_the_allocator(model: str, option: Option, tapes: Tapes) -> Saving:
     """Promised from the plain run, replayed with what the option does to the allocator: reserved bytes, as it leaves the allocated ones."""
     plain, traced = tapes.of(model), tapes.of(model, [option])
     emptied = with_emptied_cache(with_workspaces_of(find(CARD), plain), option.empties_at)
-    promised = replay_levels(emptied, AllocatorSettings.parse(option.alloc_conf))
+    promised = replay_timeline(emptied, AllocatorSettings.parse(option.alloc_conf))
     assert allocated(traced).max() == allocated(plain).max()
     return Saving(
-        plain=int(levels(plain).reserved.max()),
+        plain=int(timeline(plain).reserved.max()),
         promised=int(promised.reserved.max()),
-        traced=int(levels(traced, option.alloc_conf).reserved.max()),
+        traced=int(timeline(traced, option.alloc_conf).reserved.max()),
     )
 
 

@@ -15,7 +15,7 @@ from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
-from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Tape
 
@@ -80,14 +80,14 @@ def traced(file: str, function: str, options: Sequence[Option] = (), **parameter
     ).tape
 
 
-def levels(tape: Tape) -> Any:
+def timeline(tape: Tape) -> Any:
     """What is allocated after each event."""
-    return replay_levels(with_workspaces_of(find(DEVICE), tape), AllocatorSettings()).allocated
+    return replay_timeline(with_workspaces_of(find(DEVICE), tape), AllocatorSettings()).allocated
 
 
 def promised_peak(tape: Tape, options: Sequence[Option]) -> int:
     """The peak that options promise on the plain run `tape`."""
-    problem = problems.build(levels(tape), options)
+    problem = problems.build(timeline(tape), options)
     return problem.peak_bytes(range(len(problem.options)))
 
 

@@ -6,7 +6,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
 from tightfit.devices.catalogue import find
 from tightfit.fit.extent import Extent
-from tightfit.fit.progress import ProgressLog
+from tightfit.fit.planning_progress import ProgressLog
 
 CARD = "RTX 4090"
 

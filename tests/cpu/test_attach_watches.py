@@ -111,7 +111,7 @@ def test_an_exception_while_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyP
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attachment, "_watch", interrupted)
+    monkeypatch.setattr(attachment._calls, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attachment.install()
     assert (nn.Module.__call__, torch.optim.Optimizer.__init__) == (CALL, INIT)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tightfit.calibration.measured_card import thread_counts
-from tightfit.calibration.simulated import figures_of
+from tightfit.calibration.simulated_instruments import figures_of
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.calibration_file import to_toml
@@ -19,8 +19,8 @@ from tightfit.devices.catalogue import find
 
 COUNT_ON_THE_VIRTUAL_GPU = """
 import json, sys
-from tightfit.capture.capture_session import Session
-session = Session("H200", sys.maxsize, by_yield=True)
+from tightfit.capture.capture_session import CaptureSession
+session = CaptureSession("H200", sys.maxsize, by_yield=True)
 rows = []
 with session.gpu:
     from tightfit.calibration.microbenchmarks import works
@@ -40,10 +40,10 @@ print(json.dumps(rows))
 MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD = """
 import json, sys
 from pathlib import Path
-from tightfit.capture.capture_session import Session
-session = Session("H200", sys.maxsize, by_yield=True)
+from tightfit.capture.capture_session import CaptureSession
+session = CaptureSession("H200", sys.maxsize, by_yield=True)
 with session.gpu:
-    from tightfit.calibration import measured_card as card, card_process as child, simulated
+    from tightfit.calibration import measured_card as card, card_process as child, simulated_instruments as simulated
     card.sizes_of_this_machine = lambda: simulated.SIZES
     instruments = card.CardInstruments(child._card)
     print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)))

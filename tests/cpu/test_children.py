@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import tightfit
-from tightfit.capture import progress
+from tightfit.capture.processes import trace_progress as progress
 from tightfit.capture.trace import no_step
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError, UsageError
 from tightfit.fit import batch_size
-from tightfit.fit.progress import Progress
+from tightfit.fit.planning_progress import Progress
 
 # What a test waits for comes at once; this is for a test that fails.
 PATIENCE_SECONDS = 120

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Subject, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.row_proof import Computation, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
 
 torch.set_num_threads(1)
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -28,12 +28,12 @@ class _Module(nn.Module):
 
 def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) -> Layout:
     module = _Module(function)
-    subject = Subject(
+    subject = Computation(
         call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True
     )
     proof = prove(subject, value.shape[dim], [part])
-    layout = proof.flow.layout(proof.result)
-    if layout is None or proof.flow.is_uniform(proof.result):
+    layout = proof.flow.rows.layout(proof.result)
+    if layout is None or proof.flow.rows.is_uniform(proof.result):
         raise Mixes("no row in the result")
     return layout
 

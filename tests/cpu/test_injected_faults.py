@@ -227,7 +227,7 @@ def test_a_trial_that_meets_one_ends_the_search(plain: Traced, monkeypatch: pyte
     ("owner", "name"),
     [
         (candidates, "solve"),
-        (candidates, "replay_levels"),
+        (candidates, "replay_timeline"),
         (fit_plan, "_alternatives"),
         (fit_plan, "advice"),
         (traced_runs, "estimate_peak"),
@@ -242,7 +242,7 @@ def test_in_the_planner_and_its_report(
     assert is_internal(run(COMMAND), capfd.readouterr().err)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(peak, "levels_on"), (text, "write_estimate")])
+@pytest.mark.parametrize(("owner", "name"), [(peak, "timeline_on"), (text, "write_estimate")])
 def test_in_the_estimate_and_its_report(
     owner: Any, name: str, plain: Traced, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Libraries that ask whether a tensor is a fake one are answered as on a card, and only if the workload imports them."""
 
 import inspect
+import types
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,7 @@ def test_transformers_asks_what_is_answered():
     from transformers.masking_utils import is_tracing
     from transformers.utils import import_utils
 
-    assert set(libraries.ANSWERS) == {import_utils.__name__}
-    assert set(libraries.ANSWERS[import_utils.__name__]) == {"is_fake_tensor"}
+    assert [str(name) for name in libraries.ANSWERS] == [f"{import_utils.__name__}.is_fake_tensor"]
     assert "is_fake_tensor(tensor)" in inspect.getsource(is_tracing)
     assert is_tracing.__globals__ is vars(import_utils)
 
@@ -116,3 +116,19 @@ def test_weights_are_read_straight_to_the_card(tmp_path, monkeypatch):
 
 def test_what_is_not_imported_is_left_alone(tmp_path):
     assert "transformers" not in traced("plain", tmp_path).versions
+
+
+def test_this_torch_has_every_function_that_the_card_answers(tmp_path):
+    assert not [note for note in traced("plain", tmp_path).assumptions if note.where in ("torch", "transformers")]
+
+
+@pytest.mark.parametrize(("version", "is_noted"), [("4.51.3", False), ("5.24.0", True)])
+def test_a_function_that_a_later_release_lacks_is_noted(
+    version: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries.importlib.metadata, "version", lambda _library: version)
+    notes = []
+    module = types.ModuleType("transformers.utils.import_utils")
+    libraries._answer(lambda where, what: notes.append(f"{where}: {what}"), module)
+    expected = "transformers: transformers 5.24.0 has no transformers.utils.import_utils.is_fake_tensor, which is replaced to have masks built as on a card (5.0 to 5.23)"
+    assert notes == ([expected] if is_noted else [])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cpu.module_training import DEVICE, choice, levels, promised_peak
+from tests.cpu.module_training import DEVICE, choice, promised_peak, timeline
 
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import Script
@@ -60,8 +60,8 @@ def test_the_traced_saving_is_about_the_promised_one(tmp_path: Path) -> None:
     plain = traced_script(tmp_path, package="pytorch_lightning")
     options = list(MicroBatches().options(Profile(plain, find(DEVICE))))
     assert [option.settings["loop"] for option in options] == ["Lightning"] * 3
-    before, promised = int(levels(plain).max()), promised_peak(plain, options[1:2])
-    found = int(levels(traced_script(tmp_path, options[1:2], package="pytorch_lightning")).max())
+    before, promised = int(timeline(plain).max()), promised_peak(plain, options[1:2])
+    found = int(timeline(traced_script(tmp_path, options[1:2], package="pytorch_lightning")).max())
     assert found < 0.6 * before
     assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
 

@@ -44,9 +44,9 @@ def test_what_can_be_put_back_forbids_to_run_code_in_parts_alone(kind: EffectKin
 def test_an_input_written_to_in_place_matters_where_the_region_begins() -> None:
     assert not is_permitted(option("checkpointing"), EffectKind.INPUT, BLOCK)
     assert is_permitted(option("checkpointing"), EffectKind.INPUT, f"{BLOCK}.mlp")
-    stretch = option("sequential_checkpointing", where="Net.h", inside=("Net.h.1", "Net.h.2"), begin=1, end=3)
-    assert not is_permitted(stretch, EffectKind.INPUT, "Net.h.1")
-    assert is_permitted(stretch, EffectKind.INPUT, "Net.h.2")
+    step_range = option("sequential_checkpointing", where="Net.h", inside=("Net.h.1", "Net.h.2"), begin=1, end=3)
+    assert not is_permitted(step_range, EffectKind.INPUT, "Net.h.1")
+    assert is_permitted(step_range, EffectKind.INPUT, "Net.h.2")
 
 
 def test_an_output_written_to_in_place_matters_between_the_blocks_of_a_segment() -> None:

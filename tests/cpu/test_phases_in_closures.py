@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tightfit.capture.steps.detector import MAX_STEPS_OF_ONE_OPTIMIZER
 from tightfit.capture.targets import GeneratorFunction, Script
 from tightfit.capture.trace import trace
 from tightfit.cost.steps import step_operators
 from tightfit.tape import Category, Phase, SpanKind, Tape
+from tightfit.tape.step_ends import MAX_STEPS_OF_ONE_OPTIMIZER
 
 WORKLOAD = """
 import torch

@@ -106,7 +106,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import triton, triton.language as tl
 from triton.language import store
-from tightfit.capture.triton.stores import accesses
+from tightfit.capture.patches.triton.stores import accesses
 
 @triton.jit
 def plain(x, y, out, n, B: tl.constexpr):

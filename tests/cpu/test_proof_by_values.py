@@ -8,7 +8,7 @@ from tests.null.test_tape import small_tape
 
 import tightfit
 from tightfit.capture.targets import GeneratorFunction, Script, Target
-from tightfit.fit.progress import ProgressLog
+from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.proof import Mismatch, Prover
 from tightfit.fit.values import differences
 from tightfit.planner.plan import Choice, Proof

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
-from tightfit.effects.state import Difference, RegionState, differences, restore
+from tightfit.effects.state import RegionState, StateDifference, differences, restore
 
 COUNT = 0
 LOG: list[int] = []
@@ -92,7 +92,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written(module: nn.Module, state: RegionState) -> list[Difference]:
+def written(module: nn.Module, state: RegionState) -> list[StateDifference]:
     before = state.snapshot(module, is_kept=True)
     module(torch.randn(2, 3))
     after = state.snapshot(module)

@@ -24,7 +24,7 @@ def test_a_failed_session_raises_its_first_error_again_at_each_forward_and_step(
         with pytest.raises(ApplyError, match="the first") as raised:
             attempt()
         assert (raised.value.technique, raised.value.places) == ("checkpointing", ("Net.layers.0",))
-        assert raised.value.__cause__ is session.failure
+        assert raised.value.__cause__ is session.verdict.failure
     assert torch.equal(_weights(model), before)
 
 
@@ -42,7 +42,7 @@ def test_undo_lets_a_failed_model_train_again() -> None:
     session = apply_choices(CHOICES, model, [optimizer])
     session.refuse("no")
     session.undo()
-    assert session.failure is None
+    assert session.verdict.failure is None
     assert "forward" not in vars(model) and not optimizer._optimizer_step_pre_hooks
     assert train(model, optimizer) == plain
 

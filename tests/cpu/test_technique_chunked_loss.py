@@ -315,4 +315,4 @@ def test_gradients_of_logits_are_refused_once_their_loss_went_past_them(ask: Any
     logits, loss = other(*batch(0))
     with pytest.raises(ApplyError, match="asks for the gradient of logits"):
         ask(logits, loss)
-    assert session.failure is not None
+    assert session.verdict.failure is not None

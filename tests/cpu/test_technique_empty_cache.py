@@ -8,7 +8,7 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.runtime.apply import apply_choices
-from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import EventKind, Tape
@@ -16,7 +16,7 @@ from tightfit.techniques.lifetimes.empty_cache import EmptyCache
 
 
 def _reserved(tape: Tape) -> int:
-    return int(replay_levels(with_workspaces_of(find(DEVICE), tape), AllocatorSettings()).reserved.max())
+    return int(replay_timeline(with_workspaces_of(find(DEVICE), tape), AllocatorSettings()).reserved.max())
 
 
 def test_the_applied_run_reserves_what_the_replay_said() -> None:

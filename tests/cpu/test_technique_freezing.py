@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from tests.cpu import frozen_models as models
-from tests.cpu.module_training import DEVICE, choice, levels, promised_peak, traced
+from tests.cpu.module_training import DEVICE, choice, promised_peak, timeline, traced
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
@@ -27,10 +27,10 @@ def test_frozen_blocks_hold_what_was_promised(plain: Tape) -> None:
     options = list(Freezing().options(Profile(plain, find(DEVICE))))
     assert [option.settings["num_blocks"] for option in options] == [2, 4, 6]
     assert not any(option.exact for option in options)
-    before = int(levels(plain).max())
+    before = int(timeline(plain).max())
     promised = [promised_peak(plain, [option]) for option in options]
     assert before > promised[0] > promised[1] > promised[2]
-    found = int(levels(traced(models.__file__, "causal", [options[1]])).max())
+    found = int(timeline(traced(models.__file__, "causal", [options[1]])).max())
     assert found == pytest.approx(promised[1], abs=Freezing.tolerance * (before - promised[1]))
 
 
@@ -81,7 +81,7 @@ def test_adapters_hold_what_was_promised(plain: Tape) -> None:
 
     parts = Profile(plain, find(DEVICE)).trained_parts
     promised = parts.peak_with(adapters._changes(parts, adapters._linears(parts), 64))
-    found = int(levels(traced(models.__file__, "causal", rank=64)).max())
+    found = int(timeline(traced(models.__file__, "causal", rank=64)).max())
     assert promised == pytest.approx(found, rel=0.1)
 
 

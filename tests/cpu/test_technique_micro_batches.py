@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.cpu import micro_batch_models as models
 from tests.cpu.micro_batch_models import numbers_of, tokens_of
-from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, levels, traced, train
+from tests.cpu.module_training import DEVICE, Trained, assert_same, choice, timeline, traced, train
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
@@ -209,10 +209,10 @@ def test_the_traced_saving_is_about_the_promised_one(workload: str) -> None:
     plain = traced(models.__file__, workload)
     options = list(MicroBatches().options(Profile(plain, find(DEVICE))))
     assert [option.settings["num_parts"] for option in options] == [2, 4, 8]
-    before = int(levels(plain).max())
+    before = int(timeline(plain).max())
     for option in options[1:2]:
-        found = int(levels(traced(models.__file__, workload, [option])).max())
-        promised = int((levels(plain) + _by_event(option, len(plain.events))).max())
+        found = int(timeline(traced(models.__file__, workload, [option])).max())
+        promised = int((timeline(plain) + _by_event(option, len(plain.events))).max())
         assert found < before
         assert found == pytest.approx(promised, abs=MicroBatches.tolerance * (before - promised))
 
@@ -228,7 +228,7 @@ def test_blocks_that_keep_their_products_run_in_parts_under_autocast() -> None:
     ]
     assert len(blocks) == 2
     both = traced(models.__file__, "causal", [halves, *blocks], autocast=True)
-    assert levels(both).max() < levels(plain).max()
+    assert timeline(both).max() < timeline(plain).max()
 
 
 def _by_event(option, num_events: int):

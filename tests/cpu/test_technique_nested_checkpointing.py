@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, levels, promised_peak, traced, train
+from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, promised_peak, timeline, traced, train
 from torch import nn
 from torch.nn import functional
 
@@ -177,8 +177,8 @@ def test_it_holds_what_it_promised_and_less_than_checkpointing(plain):
     blocks = list(Checkpointing().options(Profile(plain, find(DEVICE))))
     blocks = [o for o in blocks if o.where.rpartition(".")[0] == "Deep.layers"]
     assert len(blocks) == 16
-    before = levels(plain).max()
-    alone, after = (levels(traced(__file__, "workload", chosen)).max() for chosen in (blocks, nested))
+    before = timeline(plain).max()
+    alone, after = (timeline(traced(__file__, "workload", chosen)).max() for chosen in (blocks, nested))
     assert after < 0.8 * alone
     assert before - promised_peak(plain, nested) == pytest.approx(before - after, rel=NestedCheckpointing.tolerance)
     assert sum(o.seconds for o in nested) > sum(o.seconds for o in blocks)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, levels, promised_peak, traced, train
+from tests.cpu.module_training import DEVICE, Counting, assert_same, choice, promised_peak, timeline, traced, train
 from torch import nn
 
 from tightfit.analysis.profile import Profile
@@ -140,7 +140,7 @@ def test_the_traced_saving_is_the_promised_one(plain):
         for o in SequentialCheckpointing().options(Profile(plain, find(DEVICE)))
     }
     chosen = [options[0, 8], options[8, 16]]
-    before, after = levels(plain).max(), levels(traced(__file__, "workload", chosen)).max()
+    before, after = timeline(plain).max(), timeline(traced(__file__, "workload", chosen)).max()
     promised = promised_peak(plain, chosen)
     assert before - after > 0.25 * before
     assert before - promised == pytest.approx(before - after, rel=SequentialCheckpointing.tolerance)

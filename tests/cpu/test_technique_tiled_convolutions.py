@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promised_peak, traced, train
+from tests.cpu.module_training import DEVICE, assert_same, choice, promised_peak, timeline, traced, train
 from torch import nn
 
 from tightfit.analysis.profile import Profile
@@ -184,6 +184,6 @@ def test_the_traced_saving_is_the_promised_one(plain):
         if o.settings == {"begin": 0, "end": 15, "num_tiles": 4}
     ]
     assert [o.where for o in options] == ["Sequential.0"]
-    before, after = levels(plain).max(), levels(traced(__file__, "workload", options)).max()
+    before, after = timeline(plain).max(), timeline(traced(__file__, "workload", options)).max()
     assert before - after > 0.5 * before
     assert before - promised_peak(plain, options) == pytest.approx(before - after, rel=TiledConvolutions.tolerance)

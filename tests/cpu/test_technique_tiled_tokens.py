@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.cpu.module_training import DEVICE, assert_same, choice, levels, promised_peak, traced, train
+from tests.cpu.module_training import DEVICE, assert_same, choice, promised_peak, timeline, traced, train
 from torch import nn
 from torch.nn import functional
 
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
-from tightfit.effects.rows import Mixes
+from tightfit.effects.independence.rows import Mixes
 from tightfit.errors import ApplyError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
@@ -256,7 +256,7 @@ def test_the_traced_saving_is_the_promised_one(plain):
         if o.settings == {"num_tiles": 4} and o.where.endswith("mlp")
     ]
     assert len(options) == 3
-    before, after = levels(plain).max(), levels(traced(__file__, "workload", options)).max()
+    before, after = timeline(plain).max(), timeline(traced(__file__, "workload", options)).max()
     assert before - after > 0.5 * before
     assert before - promised_peak(plain, options) == pytest.approx(before - after, rel=TiledTokens.tolerance)
 
@@ -269,10 +269,10 @@ def test_tiles_save_what_checkpointing_alone_cannot(plain):
         if o.settings == {"num_tiles": 16, "recomputed": True} and o.where.endswith("mlp")
     ]
     assert not any(a.slots & b.slots for a in blocks for b in tiles)
-    alone = levels(traced(__file__, "workload", blocks)).max()
-    both = levels(traced(__file__, "workload", [*blocks, *tiles])).max()
+    alone = timeline(traced(__file__, "workload", blocks)).max()
+    both = timeline(traced(__file__, "workload", [*blocks, *tiles])).max()
     assert both < 0.6 * alone
-    before = levels(plain).max()
+    before = timeline(plain).max()
     assert before - promised_peak(plain, [*blocks, *tiles]) == pytest.approx(before - both, rel=TiledTokens.tolerance)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tightfit
-from tightfit.capture.containment import landlock, namespaces
+from tightfit.capture.processes.containment import landlock, namespaces
 from tightfit.cli.main import run
 from tightfit.errors import CaptureError
 

@@ -126,7 +126,7 @@ class Recorder:
 
     def _segments(self):
         stacks = {block.address: stack for block, stack in self.live.values()}
-        pools = [*self.allocator._small.values(), *self.allocator._large.values()]
+        pools = [*self.allocator.pools.small.values(), *self.allocator.pools.large.values()]
         known = [block for pool in pools for block in pool.free_blocks()] + [b for b, _ in self.live.values()]
         heads = {}
         for block in known:

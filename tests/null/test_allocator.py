@@ -107,7 +107,7 @@ def test_freed_neighbours_become_one_block():
     start = blocks[0].address
     for index in (1, 3, 2):
         allocator.free(blocks[index])
-    assert [(b.address - start, b.size) for b in allocator.pool_of(0, is_small=False).free_blocks()] == [
+    assert [(b.address - start, b.size) for b in allocator.pools.of(0, is_small=False).free_blocks()] == [
         (4 * MIB, 12 * MIB)
     ]
     assert allocator.inactive_split_bytes == 12 * MIB
@@ -149,7 +149,7 @@ def test_a_wider_rounding_lets_a_request_take_a_larger_block():
 def test_record_stream_delays_reuse_until_the_streams_have_caught_up():
     allocator = allocator_with()
     block = allocator.malloc(12 * MIB)
-    allocator.record_stream(block, 3)
+    block.record_stream(3)
     allocator.free(block)
     assert (allocator.allocated_bytes, allocator.active_bytes, allocator.requested_bytes) == (0, 12 * MIB, 12 * MIB)
     other = allocator.malloc(12 * MIB)
@@ -163,7 +163,7 @@ def test_record_stream_delays_reuse_until_the_streams_have_caught_up():
 def test_use_on_the_own_stream_delays_nothing():
     allocator = allocator_with()
     block = allocator.malloc(12 * MIB, stream=3)
-    allocator.record_stream(block, 3)
+    block.record_stream(3)
     allocator.free(block)
     assert allocator.malloc(12 * MIB, stream=3) is block
 
@@ -171,7 +171,7 @@ def test_use_on_the_own_stream_delays_nothing():
 def test_emptying_the_cache_waits_for_other_streams():
     allocator = allocator_with()
     block = allocator.malloc(12 * MIB)
-    allocator.record_stream(block, 3)
+    block.record_stream(3)
     allocator.free(block)
     allocator.empty_cache()
     assert (allocator.reserved_bytes, allocator.active_bytes) == (0, 0)
@@ -291,7 +291,7 @@ def test_only_whole_free_pages_are_unmapped_and_the_gap_is_filled_first():
     allocator.empty_cache()
     # Free are 10 to 70 MiB, of which the pages from 20 to 60 MiB are whole.
     assert allocator.reserved_bytes == 40 * MIB
-    assert [(b.address - start, b.size) for b in allocator.pool_of(0, is_small=False).free_blocks()] == [
+    assert [(b.address - start, b.size) for b in allocator.pools.of(0, is_small=False).free_blocks()] == [
         (10 * MIB, 10 * MIB),
         (60 * MIB, 10 * MIB),
     ]
@@ -305,7 +305,7 @@ def test_an_empty_expandable_segment_is_given_up():
     allocator.free(allocator.malloc(50 * MIB))
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
-    assert allocator.pool_of(0, is_small=False).unmapped == []
+    assert allocator.pools.of(0, is_small=False).unmapped == []
 
 
 def test_expandable_segments_are_charged_a_whole_segment_at_the_limit():

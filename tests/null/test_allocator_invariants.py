@@ -34,7 +34,7 @@ SIZES = st.one_of(
 
 
 def pools_of(allocator):
-    return [*allocator._small.values(), *allocator._large.values()]
+    return [*allocator.pools.small.values(), *allocator.pools.large.values()]
 
 
 def head_of(block):
@@ -112,7 +112,7 @@ class Books(RuleBasedStateMachine):
         if self.conf != AllocatorSettings():
             return None
         size = max(512, -(-num_bytes // 512) * 512)
-        pool = self.allocator.pool_of(stream, is_small=size <= SMALL_BYTES)
+        pool = self.allocator.pools.of(stream, is_small=size <= SMALL_BYTES)
         return min(((b.size, b.address) for b in pool.blocks.values() if b.size >= size), default=(0, None))[1]
 
     @rule(block=consumes(blocks))
@@ -124,7 +124,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(block=blocks, stream=st.integers(0, 2))
     def record_stream(self, block, stream):
-        self.allocator.record_stream(block, stream)
+        block.record_stream(stream)
 
     @rule()
     def complete_one(self):

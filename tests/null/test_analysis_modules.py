@@ -34,7 +34,7 @@ class Scribe:
     def tape(self) -> Tape:
         num, blocks = len(self.operators), len(self.storages)
         name, module, phase = zip(*self.operators, strict=True)
-        sizes, born, sources = zip(*self.storages, strict=True)
+        sizes, allocated_at, sources = zip(*self.storages, strict=True)
         kind, storage, at = zip(*self.events, strict=True)
         zeros = [0] * num
         return Tape(
@@ -62,7 +62,7 @@ class Scribe:
                     "high_bytes": sizes,
                     "category": [Category.ACTIVATIONS] * blocks,
                     "source": sources,
-                    "operator": born,
+                    "operator": allocated_at,
                     "stream": [0] * blocks,
                 }
             ),
@@ -134,7 +134,7 @@ def test_an_output_that_nothing_waits_for_is_an_output_still() -> None:
     module_calls = ModuleCalls(scribe.tape())
     (first,), (second,) = module_calls.calls("Net.a"), module_calls.calls("Net.b")
     assert (first.output, first.saved.tolist()) == (out, [saved])
-    assert second.input == out and module_calls.died[out] < second.back_event
+    assert second.input == out and module_calls.freed_at[out] < second.back_event
 
 
 def test_events_frame_the_visit() -> None:
@@ -143,8 +143,8 @@ def test_events_frame_the_visit() -> None:
     call = module_calls.calls("Net.h.1")[-1]
     kinds, storages = tape.events.kind, tape.events.storage
     inside = range(call.begin_event, call.end_event)
-    births = [storages[i] for i in inside if kinds[i] == EventKind.ALLOCATE]
-    assert births[0] == seen["saved 1 1"] and births[-1] == seen["mean 1 1"]
+    allocations = [storages[i] for i in inside if kinds[i] == EventKind.ALLOCATE]
+    assert allocations[0] == seen["saved 1 1"] and allocations[-1] == seen["mean 1 1"]
     (freed,) = np.flatnonzero((kinds == EventKind.FREE) & (storages == seen["saved 1 1"]))
     assert call.back_event <= freed
 

@@ -30,7 +30,7 @@ def empty(table: type[Table]) -> Any:
 def a_tape(
     rows: list[Row], events: list[int] | None = None, spans: list[tuple[SpanKind, int, int]] | None = None
 ) -> Tape:
-    """A tape of operators; `events` says how many operators each event comes after, `spans` are stretches of events."""
+    """A tape of operators; `events` says how many operators each event comes after, `spans` are ranges of events."""
     strings = sorted({text for row in rows for text in row[:2]} | {""})
     index = {text: i for i, text in enumerate(strings)}
     nothing = [index[""]] * len(rows)

@@ -36,23 +36,23 @@ def text_of(found, width=120) -> str:
 @settings(max_examples=60, deadline=None)
 def test_what_is_put_in_is_found_and_all_else_stays_aligned(base, inserted, at):
     longer = [*base[:at], *inserted, *base[at:]]
-    stretches = align(base, longer)
-    assert [piece for s in stretches for piece in base[s.a_begin : s.a_end]] == base
-    assert [piece for s in stretches for piece in longer[s.b_begin : s.b_end]] == longer
-    assert all(base[s.a_begin : s.a_end] == longer[s.b_begin : s.b_end] for s in stretches if s.is_same)
-    (parting,) = [s for s in stretches if not s.is_same]
+    aligned = align(base, longer)
+    assert [piece for s in aligned for piece in base[s.a_begin : s.a_end]] == base
+    assert [piece for s in aligned for piece in longer[s.b_begin : s.b_end]] == longer
+    assert all(base[s.a_begin : s.a_end] == longer[s.b_begin : s.b_end] for s in aligned if s.is_same)
+    (parting,) = [s for s in aligned if not s.is_same]
     assert (parting.a_begin, parting.a_end) == (at, at)
     assert longer[parting.b_begin : parting.b_end] == inserted
 
 
 @given(a=st.lists(st.integers(0, 3), max_size=60), b=st.lists(st.integers(0, 3), max_size=60))
 def test_any_two_sequences_are_covered_in_order(a, b):
-    stretches = align(a, b)
-    ends = [(s.a_end, s.b_end) for s in stretches]
-    begins = [(s.a_begin, s.b_begin) for s in stretches]
-    assert begins == [(0, 0), *ends[:-1]] if stretches else not (a or b)
-    assert not stretches or ends[-1] == (len(a), len(b))
-    assert all(s.a_end > s.a_begin or s.b_end > s.b_begin for s in stretches)
+    aligned = align(a, b)
+    ends = [(s.a_end, s.b_end) for s in aligned]
+    begins = [(s.a_begin, s.b_begin) for s in aligned]
+    assert begins == [(0, 0), *ends[:-1]] if aligned else not (a or b)
+    assert not aligned or ends[-1] == (len(a), len(b))
+    assert all(s.a_end > s.a_begin or s.b_end > s.b_begin for s in aligned)
 
 
 def test_sequences_that_have_nothing_in_common_part_at_once_and_for_good():

@@ -14,7 +14,7 @@ from tightfit.devices.device import Context
 from tightfit.errors import UsageError
 from tightfit.simulate.band import doubtful_bytes
 from tightfit.simulate.peak import estimate_peak
-from tightfit.simulate.timeline_bytes import Levels, replay_levels
+from tightfit.simulate.timeline_bytes import MemoryTimeline, replay_timeline
 from tightfit.tape import Category, EventKind, Events, Operators, Phase, Source, SpanKind, Spans, Storages, Tape
 from tightfit.units import GIB, MIB
 
@@ -141,11 +141,13 @@ def test_the_band_has_a_cause_for_every_byte():
 
 
 def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
-    def levels(allocated: list[int], reserved: list[int]) -> Levels:
-        return Levels(allocated=np.asarray(allocated), reserved=np.asarray(reserved), block_bytes=np.asarray([]))
+    def timeline(allocated: list[int], reserved: list[int]) -> MemoryTimeline:
+        return MemoryTimeline(
+            allocated=np.asarray(allocated), reserved=np.asarray(reserved), block_bytes=np.asarray([])
+        )
 
     def doubtful(allocated: list[int], reserved: list[int]) -> int:
-        return doubtful_bytes(levels([a * MIB for a in allocated], [r * MIB for r in reserved])) // MIB
+        return doubtful_bytes(timeline([a * MIB for a in allocated], [r * MIB for r in reserved])) // MIB
 
     assert doubtful([100, 10, 60], [100, 100, 150]) == 50
     assert doubtful([100, 90, 140], [100, 100, 150]) == 0
@@ -155,7 +157,9 @@ def test_a_segment_that_free_pieces_could_have_held_is_doubtful():
 
 def test_a_small_segment_that_comes_last_does_not_hide_a_doubtful_one():
     allocated, reserved = np.asarray([100, 10, 60, 61]) * MIB, np.asarray([100, 100, 150, 152]) * MIB
-    assert doubtful_bytes(Levels(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]))) == 50 * MIB
+    assert (
+        doubtful_bytes(MemoryTimeline(allocated=allocated, reserved=reserved, block_bytes=np.asarray([]))) == 50 * MIB
+    )
 
 
 def test_a_calibration_replaces_the_context():
@@ -188,10 +192,10 @@ def test_levels_are_those_of_the_allocator(seed):
     generator = np.random.default_rng(seed)
     sizes = generator.integers(1, 64 * MIB, 40).tolist()
     tape = tape_of(sizes, [*range(40), *(-1 - i for i in generator.permutation(40).tolist())])
-    levels = replay_levels(tape, AllocatorSettings())
-    assert levels.allocated[-1] == 0
-    assert levels.reserved[39] >= levels.allocated[39] >= sum(sizes)
-    assert levels.reserved[-1] == levels.reserved[39]
+    timeline = replay_timeline(tape, AllocatorSettings())
+    assert timeline.allocated[-1] == 0
+    assert timeline.reserved[39] >= timeline.allocated[39] >= sum(sizes)
+    assert timeline.reserved[-1] == timeline.reserved[39]
 
 
 @settings(max_examples=60, deadline=None)

@@ -41,8 +41,8 @@ def test_each_block_says_when_it_lived_how_large_it_was_and_who_asked_for_it():
     blocks = history.blocks
     assert blocks.num_bytes.tolist() == [3 * MIB + 1, 100, 5 * MIB]
     assert blocks.block_bytes.tolist() == [3 * MIB + 512, 512, 5 * MIB]
-    assert blocks.born.tolist() == [0, 1, 3]
-    assert blocks.died.tolist() == [4, 2, 4]
+    assert blocks.allocated_at.tolist() == [0, 1, 3]
+    assert blocks.freed_at.tolist() == [4, 2, 4]
     assert [CATEGORIES[category] for category in blocks.category] == ["parameters", "temporaries", "gradients"]
     assert [history.stacks[stack] for stack in blocks.stack] == [
         ("train.py:3 aten.mm",),
@@ -107,7 +107,7 @@ def test_the_blocks_add_up_to_the_levels_and_never_overlap(sizes, order, expanda
     assert bytes_after_each_event(history) == history.allocated.tolist()
     assert int(history.allocated.max()) == estimate.peak.allocated_bytes
     assert int(history.reserved.max()) == estimate.peak.reserved_bytes
-    assert np.all(np.diff(history.blocks.born) > 0)
+    assert np.all(np.diff(history.blocks.allocated_at) > 0)
     for event in range(history.num_events):
         alive_now = history.alive_at(event)
         begins, lengths = history.blocks.address[alive_now], history.blocks.block_bytes[alive_now]
@@ -140,8 +140,8 @@ def test_a_recording_of_a_training_loop_is_told_apart_by_stacks_and_lifetimes(tm
     assert [span.begin for span in history.spans[1:]] == [span.end for span in history.spans[:-1]]
     assert history.spans[-1].end == history.num_events
     blocks, first = history.blocks, history.spans[0]
-    in_first = (blocks.born >= first.begin) & (blocks.born < first.end)
-    assert by_category(history, blocks.born < 0) == {"parameters": 8}
+    in_first = (blocks.allocated_at >= first.begin) & (blocks.allocated_at < first.end)
+    assert by_category(history, blocks.allocated_at < 0) == {"parameters": 8}
     assert by_category(history, in_first) == {
         "gradients": 8,
         "optimizer_state": 16,
@@ -160,7 +160,7 @@ def test_a_recording_that_began_after_the_first_step_tells_parameters_from_state
     recorder.free(activation)
     recorder.malloc(1 * MIB, SCRATCH)
     history = history_of_recording(read_recording(recorder.save(tmp_path / "run.pickle")))
-    assert by_category(history, history.blocks.born < 0) == {"parameters": 11, "optimizer_state": 8}
+    assert by_category(history, history.blocks.allocated_at < 0) == {"parameters": 11, "optimizer_state": 8}
 
 
 def test_python_stacks_alone_leave_the_backward_pass_without_a_frame(tmp_path):
@@ -170,7 +170,11 @@ def test_python_stacks_alone_leave_the_backward_pass_without_a_frame(tmp_path):
     recorder.free(activation)
     recorder.malloc(1 * MIB, SCRATCH[1:])
     history = history_of_recording(read_recording(recorder.save(tmp_path / "run.pickle")))
-    assert by_category(history, history.blocks.born >= 0) == {"activations": 6, "gradients": 4, "optimizer_state": 1}
+    assert by_category(history, history.blocks.allocated_at >= 0) == {
+        "activations": 6,
+        "gradients": 4,
+        "optimizer_state": 1,
+    }
 
 
 def test_a_recording_without_stacks_says_that_it_does_not_know(tmp_path):

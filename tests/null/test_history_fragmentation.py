@@ -23,7 +23,7 @@ def test_causes_add_up_and_empty_cache_returns_what_is_said(requests, conf, orde
     for number, (num_bytes, stream, frees, crosses) in enumerate(requests):
         live[number] = allocator.malloc(num_bytes, stream)
         if crosses:
-            allocator.record_stream(live[number], 1 - stream)
+            live[number].record_stream(1 - stream)
         if frees:
             allocator.free(live.pop(order.choice(list(live))))
     found = fragmentation_of(allocator, live)

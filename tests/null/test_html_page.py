@@ -14,7 +14,7 @@ from tests.histories import MIB, STACKS, nothing, training
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.catalogue import find
 from tightfit.reports.blocks_by_site import largest_blocks, places
-from tightfit.reports.downsampled_timeline import Detail, category_levels, timeline
+from tightfit.reports.downsampled_timeline import Detail, category_timelines, timeline
 from tightfit.reports.html.history_page import html_page
 from tightfit.reports.html.page_data import page_json
 from tightfit.reports.html.treemap import peak_tree
@@ -82,7 +82,7 @@ class TestTheTimeline:
                 int(history.blocks.block_bytes[alive & (history.blocks.category == category)].sum())
                 for category in range(len(CATEGORIES))
             ]
-            assert [int(level[0]) for level in category_levels(history, np.array([event]))] == expected
+            assert [int(level[0]) for level in category_timelines(history, np.array([event]))] == expected
 
 
 class TestTheData:
@@ -145,7 +145,7 @@ class TestThePlaces:
 
     def test_the_largest_single_blocks(self) -> None:
         first, second, *_ = largest_blocks(training(), 10)
-        assert (first.block_bytes, first.born, first.died) == (64 * MIB, -1, 1200)
+        assert (first.block_bytes, first.allocated_at, first.freed_at) == (64 * MIB, -1, 1200)
         assert second.block_bytes - second.requested_bytes == 8
 
 

@@ -12,7 +12,7 @@ LENGTH = 12
 
 
 @st.composite
-def stretches(draw: st.DrawFn) -> Change:
+def ranges_of_events(draw: st.DrawFn) -> Change:
     begin = draw(st.integers(0, LENGTH))
     return Change(begin=begin, end=draw(st.integers(begin, LENGTH)), num_bytes=draw(st.integers(-50, 50)))
 
@@ -24,7 +24,7 @@ def by_event(changes: list[Change]) -> np.ndarray:
     return total
 
 
-@given(st.lists(stretches(), max_size=8))
+@given(st.lists(ranges_of_events(), max_size=8))
 def test_they_do_the_same_in_disjoint_stretches(changes: list[Change]) -> None:
     found = list(merged(changes))
     assert by_event(found).tolist() == by_event(changes).tolist()

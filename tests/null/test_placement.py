@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tightfit.errors import UsageError
 from tightfit.placement.board import Board
-from tightfit.placement.branch_and_bound import Outcome, Search
-from tightfit.placement.buffers import Buffer, Problem, read_problem, worst_crowd, write_solution
+from tightfit.placement.branch_and_bound import BranchAndBound, Outcome
+from tightfit.placement.buffers import Buffer, PlacementProblem, read_problem, worst_crowd, write_solution
 from tightfit.placement.greedy import ORDERS, greedy, place_in_order
 from tightfit.placement.offsets import faults, height_of
 from tightfit.placement.restarts import place_below
@@ -27,17 +27,17 @@ HARD_SECONDS = 60
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 6) -> Problem:
+def problems(draw: st.DrawFn, most: int = 6) -> PlacementProblem:
     num_buffers = draw(st.integers(0, most))
     buffers = []
     for index in range(num_buffers):
         lower = draw(st.integers(-2, 6))
         upper = lower + draw(st.integers(1, 5))
         buffers.append(Buffer(name=str(index), lower=lower, upper=upper, size=draw(st.integers(0, 5))))
-    return Problem(buffers=tuple(buffers), alignment=draw(st.sampled_from([1, 2, 4])))
+    return PlacementProblem(buffers=tuple(buffers), alignment=draw(st.sampled_from([1, 2, 4])))
 
 
-def lowest_height(problem: Problem) -> int:
+def lowest_height(problem: PlacementProblem) -> int:
     """By putting the buffers, in every order, on those that are already there: one of the orders gives the lowest placement."""
     heights = [0] if not problem.buffers else []
     for order in itertools.permutations(problem.buffers):
@@ -50,7 +50,7 @@ def lowest_height(problem: Problem) -> int:
     return min(heights)
 
 
-def guillotine(num_cuts: int, height: int, seed: int) -> Problem:
+def guillotine(num_cuts: int, height: int, seed: int) -> PlacementProblem:
     """A rectangle of time and addresses, cut by straight cuts into buffers that fill it: the capacity leaves no byte unused."""
     source = random.Random(seed)
     pieces = [(0, 1000, 0, height)]
@@ -69,12 +69,12 @@ def guillotine(num_cuts: int, height: int, seed: int) -> Problem:
         Buffer(name=f"b{index}", lower=lower, upper=upper, size=high - low)
         for index, (lower, upper, low, high) in enumerate(pieces)
     )
-    return Problem(buffers=tuple(buffers), capacity=height)
+    return PlacementProblem(buffers=tuple(buffers), capacity=height)
 
 
 @given(problems(most=12))
 @settings(max_examples=60, deadline=None)
-def test_greedy_placements_hold_and_are_not_below_the_bound(problem: Problem) -> None:
+def test_greedy_placements_hold_and_are_not_below_the_bound(problem: PlacementProblem) -> None:
     for order in ORDERS:
         offsets = greedy(problem, order)
         assert faults(problem, offsets) == []
@@ -83,7 +83,7 @@ def test_greedy_placements_hold_and_are_not_below_the_bound(problem: Problem) ->
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
-def test_without_a_capacity_the_lowest_placement_is_found_and_known_to_be(problem: Problem) -> None:
+def test_without_a_capacity_the_lowest_placement_is_found_and_known_to_be(problem: PlacementProblem) -> None:
     solution = solve(problem, seconds=5)
     assert faults(problem, solution.offsets) == []
     assert solution.height == height_of(problem, solution.offsets)
@@ -97,28 +97,28 @@ def test_without_a_capacity_the_lowest_placement_is_found_and_known_to_be(proble
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_the_search_alone_finds_the_lowest_height_and_proves_that_there_is_no_lower(problem: Problem) -> None:
+def test_the_search_alone_finds_the_lowest_height_and_proves_that_there_is_no_lower(problem: PlacementProblem) -> None:
     buffers = [buffer for buffer in problem.buffers if buffer.size]
     assume(buffers)
-    lowest = lowest_height(Problem(buffers=tuple(buffers)))
+    lowest = lowest_height(PlacementProblem(buffers=tuple(buffers)))
     board = Board.of(buffers, 1)
     deadline = time.monotonic() + 10
     outcome, offsets = place_below(board, lowest, deadline=deadline)
     assert outcome is Outcome.FOUND
     placed = {buffer.name: int(offset) for buffer, offset in zip(buffers, offsets, strict=True)}
-    assert faults(Problem(buffers=tuple(buffers), capacity=lowest), placed) == []
+    assert faults(PlacementProblem(buffers=tuple(buffers), capacity=lowest), placed) == []
     assert place_below(board, lowest - 1, deadline=deadline)[0] is Outcome.EXHAUSTED
 
 
 @given(problems(most=5), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_each_way_of_choosing_is_complete(problem: Problem, uses_sections: bool) -> None:
+def test_each_way_of_choosing_is_complete(problem: PlacementProblem, uses_sections: bool) -> None:
     buffers = [buffer for buffer in problem.buffers if buffer.size]
     assume(buffers)
-    lowest = lowest_height(Problem(buffers=tuple(buffers)))
+    lowest = lowest_height(PlacementProblem(buffers=tuple(buffers)))
     board = Board.of(buffers, 1)
     for height, outcome in ((lowest, Outcome.FOUND), (lowest - 1, Outcome.EXHAUSTED)):
-        search = Search(
+        search = BranchAndBound(
             board,
             height,
             ranks=np.arange(len(buffers)),
@@ -136,7 +136,7 @@ def test_a_buffer_that_waits_for_another_may_still_come_next_in_its_section(uses
     buffers = [Buffer(name=str(i), lower=lower, upper=upper, size=size) for i, (lower, upper, size) in enumerate(lives)]
     board = Board.of(buffers, 1)
     for ranks in itertools.permutations(range(len(buffers))):
-        search = Search(
+        search = BranchAndBound(
             board,
             7,
             ranks=np.array(ranks),
@@ -150,7 +150,7 @@ def test_a_buffer_that_waits_for_another_may_still_come_next_in_its_section(uses
 
 @given(problems(), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_a_capacity_fits_exactly_if_some_placement_does(problem: Problem, less: int) -> None:
+def test_a_capacity_fits_exactly_if_some_placement_does(problem: PlacementProblem, less: int) -> None:
     problem = dataclasses.replace(problem, alignment=1)
     lowest = lowest_height(problem)
     solution = solve(dataclasses.replace(problem, capacity=max(lowest - less, 0)), seconds=5)
@@ -181,7 +181,7 @@ def test_too_many_living_bytes_are_named_with_their_moment() -> None:
         Buffer(name="early", lower=0, upper=4, size=2),
         Buffer(name="late", lower=4, upper=9, size=5),
     ]
-    solution = solve(Problem(buffers=tuple(buffers), capacity=10))
+    solution = solve(PlacementProblem(buffers=tuple(buffers), capacity=10))
     assert not solution.fits
     assert solution.is_proven_infeasible
     assert (solution.crowd.moment, solution.crowd.num_bytes) == (4, 11)
@@ -191,7 +191,7 @@ def test_too_many_living_bytes_are_named_with_their_moment() -> None:
 
 def test_the_bound_counts_the_padding_of_all_but_the_topmost() -> None:
     buffers = tuple(Buffer(name=str(index), lower=0, upper=1, size=5) for index in range(3))
-    problem = Problem(buffers=buffers, alignment=8)
+    problem = PlacementProblem(buffers=buffers, alignment=8)
     assert worst_crowd(problem).num_bytes == 8 + 8 + 5
     solution = solve(problem)
     assert sorted(solution.offsets.values()) == [0, 8, 16]
@@ -200,8 +200,8 @@ def test_the_bound_counts_the_padding_of_all_but_the_topmost() -> None:
 
 def test_a_capacity_that_is_no_multiple_of_the_alignment_holds_a_part_of_a_unit() -> None:
     buffers = tuple(Buffer(name=str(index), lower=0, upper=1, size=5) for index in range(3))
-    assert solve(Problem(buffers=buffers, capacity=21, alignment=8)).fits
-    assert not solve(Problem(buffers=buffers, capacity=20, alignment=8)).fits
+    assert solve(PlacementProblem(buffers=buffers, capacity=21, alignment=8)).fits
+    assert not solve(PlacementProblem(buffers=buffers, capacity=20, alignment=8)).fits
 
 
 def test_a_short_time_still_gives_a_placement() -> None:
@@ -213,7 +213,7 @@ def test_a_short_time_still_gives_a_placement() -> None:
 
 @given(problems(most=8), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_the_validator_agrees_with_looking_at_all_pairs(problem: Problem, source: random.Random) -> None:
+def test_the_validator_agrees_with_looking_at_all_pairs(problem: PlacementProblem, source: random.Random) -> None:
     offsets = {buffer.name: source.randrange(0, 16, problem.alignment) for buffer in problem.buffers}
     clashes = {
         frozenset((one.name, other.name))
@@ -227,7 +227,7 @@ def test_the_validator_agrees_with_looking_at_all_pairs(problem: Problem, source
 
 def test_the_validator_names_each_kind_of_fault() -> None:
     buffers = (Buffer(name="a", lower=0, upper=2, size=4), Buffer(name="b", lower=1, upper=3, size=4))
-    problem = Problem(buffers=buffers, capacity=8, alignment=4)
+    problem = PlacementProblem(buffers=buffers, capacity=8, alignment=4)
     assert faults(problem, {"a": 0, "b": 4}) == []
     assert faults(problem, {"a": 0}) == ["b has no offset"]
     assert faults(problem, {"a": 0, "b": 4, "c": 0}) == ["c is no buffer of the problem"]
@@ -239,12 +239,12 @@ def test_the_validator_names_each_kind_of_fault() -> None:
 def test_one_after_the_other_may_share_addresses() -> None:
     buffers = [Buffer(name="a", lower=0, upper=2, size=4), Buffer(name="b", lower=2, upper=3, size=4)]
     assert place_in_order(buffers, 1) == {"a": 0, "b": 0}
-    assert faults(Problem(buffers=tuple(buffers), capacity=4), {"a": 0, "b": 0}) == []
+    assert faults(PlacementProblem(buffers=tuple(buffers), capacity=4), {"a": 0, "b": 0}) == []
 
 
 @given(problems(most=8))
 @settings(max_examples=20, deadline=None)
-def test_a_solution_file_is_a_problem_file(tmp_path_factory: pytest.TempPathFactory, problem: Problem) -> None:
+def test_a_solution_file_is_a_problem_file(tmp_path_factory: pytest.TempPathFactory, problem: PlacementProblem) -> None:
     path = tmp_path_factory.mktemp("placement") / "solved.csv"
     write_solution(path, problem, greedy(problem, "size"))
     assert read_problem(path, alignment=problem.alignment) == problem
@@ -257,9 +257,9 @@ def test_buffers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="negative size -1"):
         Buffer(name="b", lower=3, upper=4, size=-1)
     with pytest.raises(UsageError, match="two buffers have the id a"):
-        Problem(buffers=(good, good))
+        PlacementProblem(buffers=(good, good))
     with pytest.raises(UsageError, match="alignment 0 is not"):
-        Problem(buffers=(good,), alignment=0)
+        PlacementProblem(buffers=(good,), alignment=0)
 
 
 @pytest.mark.parametrize("name", "ABCDE")

@@ -22,13 +22,13 @@ def option(
     *changes: tuple[int, int, int],
     seconds: float = 1.0,
     slots: tuple[str, ...] = (),
-    alike: str = "",
+    equivalence_class: str = "",
 ) -> Option:
     """An option whose changes are (begin, end, MiB)."""
     return Option(
         technique="t",
         where=where,
-        alike=alike,
+        equivalence_class=equivalence_class,
         changes=tuple(Change(begin=b, end=e, num_bytes=n * MIB) for b, e, n in changes),
         seconds=seconds,
         exact=True,
@@ -36,19 +36,19 @@ def option(
     )
 
 
-def levels(*mebibytes: int) -> np.ndarray:
+def timeline(*mebibytes: int) -> np.ndarray:
     return np.array(mebibytes, dtype=np.int64) * MIB
 
 
 def test_a_problem_keeps_the_highest_moment_of_each_stretch() -> None:
-    problem = build(levels(1, 5, 3, 9, 7, 2), [option("a", (2, 5, -4))])
+    problem = build(timeline(1, 5, 3, 9, 7, 2), [option("a", (2, 5, -4))])
     assert problem.peak_bytes(()) == 9 * MIB
     assert problem.peak_bytes([0]) == 5 * MIB
     assert sorted(problem.events.tolist()) == [1, 3]
 
 
 def test_moments_that_can_never_be_the_peak_are_left_out() -> None:
-    problem = build(levels(10, 1, 10, 2, 10), [option("a", (0, 1, -2)), option("b", (2, 3, -2))])
+    problem = build(timeline(10, 1, 10, 2, 10), [option("a", (0, 1, -2)), option("b", (2, 3, -2))])
     assert 1 * MIB not in problem.base_bytes
     assert problem.peak_bytes([0, 1]) == 10 * MIB
 
@@ -61,7 +61,7 @@ def test_options_of_one_slot_exclude_each_other_and_a_smaller_group_says_nothing
         option("c", saving, slots=("x",)),
         option("d", saving),
     ]
-    assert build(levels(1), options).conflicts == ((0, 1, 2),)
+    assert build(timeline(1), options).conflicts == ((0, 1, 2),)
 
 
 def test_an_option_that_another_one_at_its_place_beats_is_left_out() -> None:
@@ -71,18 +71,18 @@ def test_an_option_that_another_one_at_its_place_beats_is_left_out() -> None:
         option("a", (0, 2, -5), seconds=3.0, slots=("a",)),
         option("worthless", seconds=0.5),
     ]
-    assert build(levels(9, 9), options).options == (options[0], options[2])
+    assert build(timeline(9, 9), options).options == (options[0], options[2])
 
 
 def test_nothing_to_choose_from_is_the_plain_run() -> None:
-    problem = build(levels(3, 4), [])
+    problem = build(timeline(3, 4), [])
     assert solve(problem, 4 * MIB).fits
     assert not solve(problem, 3 * MIB).fits
     assert solve(problem, 3 * MIB).peak_bytes == 4 * MIB
 
 
 def test_what_costs_nothing_less_is_taken_even_if_the_run_fits() -> None:
-    problem = build(levels(3), [option("faster", (0, 1, 1), seconds=-1.0), option("slower", (0, 1, -1), seconds=1.0)])
+    problem = build(timeline(3), [option("faster", (0, 1, 1), seconds=-1.0), option("slower", (0, 1, -1), seconds=1.0)])
     assert solve(problem, 10 * MIB).chosen == (0,)
     assert solve(problem, 3 * MIB).chosen == ()
 
@@ -90,7 +90,7 @@ def test_what_costs_nothing_less_is_taken_even_if_the_run_fits() -> None:
 def test_what_is_settled_leaves_the_others_a_share_where_it_saves_and_takes_those_of_its_slots_away() -> None:
     halves = dataclasses.replace(option("half", (1, 3, -4), (4, 5, 1), slots=("batch",)), leaves_share=0.5)
     others = [option("a", (1, 2, -6), (3, 4, -6)), option("b", (1, 2, -6), slots=("batch",))]
-    problem = build(levels(1, 10, 9, 10, 8), others)
+    problem = build(timeline(1, 10, 9, 10, 8), others)
     left = with_taken(problem, [halves])
     assert [o.where for o in left.options] == ["a"]
     at = {int(event): column for column, event in enumerate(left.events)}
@@ -103,7 +103,7 @@ def test_what_is_moved_to_the_host_has_a_budget_of_its_own() -> None:
     moving = [
         dataclasses.replace(option(name, (0, 1, -4), seconds=1.0), host_bytes=4 * MIB) for name in ("a", "b", "c")
     ]
-    problem = build(levels(12), [*moving, option("dear", (0, 1, -4), seconds=9.0)], host_bytes=8 * MIB)
+    problem = build(timeline(12), [*moving, option("dear", (0, 1, -4), seconds=9.0)], host_bytes=8 * MIB)
     found = solve(problem, 0)
     assert len(set(found.chosen) & {0, 1, 2}) == 2 and 3 in found.chosen
     assert found.fits and found.peak_bytes == 0
@@ -112,7 +112,7 @@ def test_what_is_moved_to_the_host_has_a_budget_of_its_own() -> None:
 
 
 def test_if_nothing_fits_the_least_is_answered() -> None:
-    problem = build(levels(8), [option("a", (0, 1, -2)), option("b", (0, 1, -3), seconds=5.0)])
+    problem = build(timeline(8), [option("a", (0, 1, -2)), option("b", (0, 1, -3), seconds=5.0)])
     found = solve(problem, 2 * MIB)
     assert (found.fits, found.chosen, found.peak_bytes) == (False, (0, 1), 3 * MIB)
     assert least(problem).chosen == (0, 1)
@@ -136,7 +136,7 @@ def problems(draw: st.DrawFn) -> Problem:
             changes.append((begin, draw(st.integers(begin, NUM_EVENTS)), draw(st.integers(-20, 4))))
         slots = tuple(draw(st.sets(st.sampled_from("xyz"), max_size=2)))
         options.append(option(str(index), *changes, seconds=draw(st.integers(-1, 8)) / 8, slots=slots))
-    return build(levels(*base), options)
+    return build(timeline(*base), options)
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,14 +169,14 @@ def chain(num_blocks: int, offers: list[tuple[int, float]], scale: list[int] | N
     """A chain of blocks, forwards and backwards; each may save some MiB from the end of its forward to the beginning of its backward."""
     sizes = scale or [100] * num_blocks
     events = [sum(sizes[: i + 1]) for i in range(num_blocks)]
-    base = levels(*(e * 2 for e in events), *(e * 2 for e in reversed(events)))
+    base = timeline(*(e * 2 for e in events), *(e * 2 for e in reversed(events)))
     options = [
         option(
             f"b.{i}",
             (i + 1, 2 * num_blocks - 1 - i, -saved * sizes[i] // 100),
             seconds=seconds * sizes[i] / 100,
             slots=(f"b.{i}",),
-            alike="block" if scale is None else "",
+            equivalence_class="block" if scale is None else "",
         )
         for i in range(num_blocks)
         for saved, seconds in offers
@@ -205,7 +205,7 @@ def test_a_hundred_blocks_that_are_alike_are_solved_to_the_end() -> None:
 
 
 def test_a_validator_sees_every_lie() -> None:
-    problem = build(levels(8), [option("a", (0, 1, -2), slots=("x",)), option("b", (0, 1, -3), slots=("x",))])
+    problem = build(timeline(8), [option("a", (0, 1, -2), slots=("x",)), option("b", (0, 1, -3), slots=("x",))])
     honest = Solution(chosen=(0,), fits=True, seconds=1.0, peak_bytes=6 * MIB, bound_seconds=1.0, is_proven=True)
     assert validate(problem, honest, 6 * MIB) == []
     lies = {

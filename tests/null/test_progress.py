@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.capture.progress import StatusFile, StatusReader, TraceProgress
+from tightfit.capture.processes.trace_progress import StatusFile, StatusReader, TraceProgress
 from tightfit.cli.progress import ProgressLine, progress_words
-from tightfit.fit.progress import Progress, ProgressLog
+from tightfit.fit.planning_progress import Progress, ProgressLog
 
 
 class Clock:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import RecordingError
-from tightfit.recordings import plain_pickle
+from tightfit.recordings import byte_window, plain_pickle
 from tightfit.recordings.read import Action, Annotation, read_recording
 from tightfit.units import MIB
 
@@ -332,8 +332,8 @@ def test_events_and_frames_that_are_met_again_after_a_thousand_others_are_the_sa
 
 
 def test_frames_that_are_written_anew_for_every_event_do_not_pile_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_pickle, "_MAX_CONTAINERS", 12_000)
-    monkeypatch.setattr(plain_pickle, "_WINDOW_BYTES", 1 << 12)
+    monkeypatch.setattr(byte_window, "_MAX_CONTAINERS", 12_000)
+    monkeypatch.setattr(byte_window, "_WINDOW_BYTES", 1 << 12)
     trace = [{"action": "alloc", "addr": n, "frames": [frame("a.py", i, "f") for i in range(4)]} for n in range(6000)]
     found = read_recording(write(tmp_path, SMALL_RECORDING | {"segments": [], "device_traces": [trace]}))
     assert found.devices[0].num_events == 6000

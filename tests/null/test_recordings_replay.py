@@ -92,7 +92,7 @@ class Recorder:
         self.write_driver_calls(since)
 
     def snapshot(self):
-        pools = [*self.allocator._small.values(), *self.allocator._large.values()]
+        pools = [*self.allocator.pools.small.values(), *self.allocator.pools.large.values()]
         known = [b for pool in pools for b in pool.blocks.values()] + self.live + [b for b, _ in self.waiting]
         heads = [b for b in known if b.prev is None or not b.prev.is_mapped]
         return {
@@ -182,7 +182,7 @@ def drive(recorder, steps):
             if what == "free":
                 recorder.free(block)
             else:
-                recorder.allocator.record_stream(block, 9)
+                block.record_stream(9)
 
 
 @pytest.mark.parametrize(

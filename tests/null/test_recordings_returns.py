@@ -64,14 +64,14 @@ class Card:
 
     def drop_pool(self, lane):
         since = len(self.log)
-        for block in self.allocator.free_blocks():
+        for block in self.allocator.pools.free_blocks():
             if block.pool.stream == lane:
-                self.allocator.give_back(block)
+                self.allocator.driver.give_back(block)
         self.write_calls(since, lane, "__del__")
 
     def read(self, path):
         heads = {}
-        for block in [*self.live, *self.allocator.free_blocks()]:
+        for block in [*self.live, *self.allocator.pools.free_blocks()]:
             head = block
             while head.prev is not None and head.prev.is_mapped:
                 head = head.prev

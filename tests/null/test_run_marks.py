@@ -186,9 +186,9 @@ def test_addresses_from_before_the_kept_events_are_not_taken_for_later_ones() ->
 
 
 def test_only_the_last_events_of_the_host_are_kept_and_the_rest_is_its_start() -> None:
-    births = [HostEvent(storage=at, num_bytes=700, stack=0, time_us=at) for at in range(9)]
+    allocations = [HostEvent(storage=at, num_bytes=700, stack=0, time_us=at) for at in range(9)]
     end = Note(kind="held", text="", time_us=9, held=(("parameters", (0, 8)),))
-    run = HostRun(events=[*births, end], num_at_start=2, stacks=[[]])
+    run = HostRun(events=[*allocations, end], num_at_start=2, stacks=[[]])
     written, marks = snapshot_of_host_run(run, max_events=3, was_cut_short=False)
     (trace,) = written["device_traces"]
     (segment,) = written["segments"]

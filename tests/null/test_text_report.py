@@ -12,7 +12,7 @@ from rich.console import Console
 from tightfit.reports.results import Estimate
 from tightfit.reports.text.estimates import ComparisonText, EstimateText, bar, write_comparison, write_estimate
 from tightfit.reports.text.table_columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
-from tightfit.simulate.estimate import Band, Holder, Peak, PeakMoment, SpanPeak
+from tightfit.simulate.estimate import Band, Peak, PeakMoment, SiteAtPeak, SpanPeak
 from tightfit.tape import Assumption
 from tightfit.units import GIB, MIB
 
@@ -42,7 +42,7 @@ ESTIMATE = Estimate(
         span="step 2", phase="backward", operator="aten.mm", module="Net.head", line="project/train.py:41"
     ),
     holders=(
-        Holder(
+        SiteAtPeak(
             category="activations",
             module="LanguageModel.transformer.layers.*.feed_forward.activation",
             operator="aten.native_layer_norm_backward",
@@ -50,7 +50,7 @@ ESTIMATE = Estimate(
             num_storages=24,
             num_bytes=5 * GIB,
         ),
-        Holder(
+        SiteAtPeak(
             category="optimizer_state",
             module="",
             operator="aten.zeros_like",

@@ -27,8 +27,8 @@ from tightfit.tuning.candidate_settings import (
 )
 from tightfit.tuning.program import Program
 from tightfit.tuning.search_settings import tune
+from tightfit.tuning.settings_search import Trials
 from tightfit.tuning.static_placement import place_statically
-from tightfit.tuning.sweeps import Search
 from tightfit.units import KIB, MIB
 
 REAL = sorted((Path(__file__).parents[3] / "shared/data/snapshots").glob("*.pickle"))
@@ -334,12 +334,12 @@ class TestOtherSizes:
         script.malloc(*[32 * MIB] * 30)
         for size in (33, 37, 40):
             script.free(script.malloc(size * MIB))
-        search = Search([script.program()], capacity_bytes=None, deadline=math.inf, allows_expandable=True)
-        assert search.try_always("").peak_reserved_bytes == 1072 * MIB
-        assert search.try_always("roundup_power2_divisions:4").peak_reserved_bytes == 1000 * MIB
-        search.try_always("expandable_segments:True")
-        assert not search.lasts("roundup_power2_divisions:4", [""], until=math.inf)
-        assert search.lasts("expandable_segments:True", [""], until=math.inf)
+        trials = Trials([script.program()], capacity_bytes=None, deadline=math.inf, allows_expandable=True)
+        assert trials.try_always("").peak_reserved_bytes == 1072 * MIB
+        assert trials.try_always("roundup_power2_divisions:4").peak_reserved_bytes == 1000 * MIB
+        trials.try_always("expandable_segments:True")
+        assert not trials.lasts("roundup_power2_divisions:4", [""], until=math.inf)
+        assert trials.lasts("expandable_segments:True", [""], until=math.inf)
         assert "roundup" not in tune(script.recording(), is_windows=True).recommended.settings
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.tape import EventKind, Events, Operators, Spans, Storages, Tape
 
@@ -63,9 +63,9 @@ def tape_of(sizes: list[int], events: list[tuple[int, int]], spans: list[tuple[i
 def test_a_segment_that_is_too_small_for_what_comes_is_given_back_first() -> None:
     allocate, free = int(EventKind.ALLOCATE), int(EventKind.FREE)
     tape = tape_of([64 * MIB, 96 * MIB], [(allocate, 0), (free, 0), (allocate, 1), (free, 1)], [(0, 2), (2, 4)])
-    plain = replay_levels(tape, AllocatorSettings())
+    plain = replay_timeline(tape, AllocatorSettings())
     emptied_tape = with_emptied_cache(tape, [2])
-    emptied = replay_levels(emptied_tape, AllocatorSettings())
+    emptied = replay_timeline(emptied_tape, AllocatorSettings())
     assert plain.reserved.max() == 160 * MIB
     assert emptied.reserved.max() == 96 * MIB
     assert emptied.allocated.max() == plain.allocated.max()

@@ -46,7 +46,7 @@ def tape_of(sizes: list[int], events: list[Step], *, streams: list[int] | None =
     half = len(events) // 2
     steps = [row for row in ((5, SpanKind.STEP, 0, half), (6, SpanKind.STEP, half, len(events))) if row[2] < row[3]]
     zeros = [0] * number
-    born = np.cumsum([kind == EventKind.ALLOCATE for kind, _, _ in events]).tolist()
+    allocated_at = np.cumsum([kind == EventKind.ALLOCATE for kind, _, _ in events]).tolist()
     return Tape(
         target="toy.py:workload",
         versions={"torch": "2.13.0"},
@@ -65,7 +65,7 @@ def tape_of(sizes: list[int], events: list[Step], *, streams: list[int] | None =
         ),
         events=Events.from_columns(
             {"kind": [e[0] for e in events], "storage": [e[1] for e in events], "value": [e[2] for e in events]}
-            | {"operator": born}
+            | {"operator": allocated_at}
         ),
         spans=Spans.from_columns(
             {key: [row[at] for row in steps] for at, key in enumerate(("name", "kind", "begin", "end"))}

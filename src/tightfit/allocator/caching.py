@@ -3,32 +3,27 @@
 It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13: rounding, a small and a large pool per stream, best fit with ties to the
 lowest address, splitting, merging, `max_split_size`, garbage collection, expandable segments, `record_stream`, and the retries before an
 out-of-memory error. Functions of that file are named in parentheses. Every allocation of a trace passes through here, so the common case
-is inlined in `malloc` and `free`, and everything rare is a method of its own.
+is inlined in `malloc` and `free`, and everything rare is a method of its own, or in `driver_memory`.
 """
 
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 
 from tightfit.allocator.counters import Counters
-from tightfit.allocator.expandable import Mapper
+from tightfit.allocator.driver_memory import DriverMemory
 from tightfit.allocator.pools import (
     ADDRESS_BITS,
-    LARGE_ROUNDING_BYTES,
     MIN_BLOCK_BYTES,
     SMALL_BYTES,
     Block,
     Pool,
+    Pools,
     rounded,
-    segment_bytes,
 )
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.units import GIB
 
-_FIRST_ADDRESS = 1 << 40
-_GAP_BYTES = GIB
 _UNKNOWN_TOTAL_BYTES = 1 << 40
 
 
@@ -66,11 +61,10 @@ class CachingAllocator(Counters):
         self.settings = settings
         self.capacity_bytes = _limit_bytes(settings, capacity_bytes, total_bytes)
         self.total_bytes = total_bytes
-        self._small: dict[int, Pool] = {}
-        self._large: dict[int, Pool] = {}
+        self.pools = Pools(settings)
+        # The pools by stream, without a detour by `pools`.
+        self._small, self._large = self.pools.small, self.pools.large
         self._waiting: dict[Block, None] = {}
-        self._next_address = _FIRST_ADDRESS
-        self._place = place_segment or self._place_next
         self._max_split = settings.max_split_size_bytes or sys.maxsize
         # should_split: without expandable segments a request at or above max_split_size takes its block whole.
         self._split_below = sys.maxsize if settings.expandable_segments else self._max_split
@@ -83,12 +77,13 @@ class CachingAllocator(Counters):
         self._searches_plainly = not (self._collects or settings.max_split_size_bytes or settings.expandable_segments)
         # ExpandableSegment reserves addresses for 9/8 of the GPU's memory, so that pages unmapped early in it can go to its end.
         self.address_space_bytes = (total_bytes or capacity_bytes or _UNKNOWN_TOTAL_BYTES) * 9 // 8
-        self._mapper = Mapper(
-            large_page_bytes=settings.large_segment_size_bytes,
+        self.driver = DriverMemory(
+            settings,
+            self,
+            capacity_bytes=self.capacity_bytes,
+            total_bytes=total_bytes,
             address_space_bytes=self.address_space_bytes,
-            place=self._place,
-            on_map=self._note_map,
-            on_unmap=partial(self._count_returned, "segment_unmap"),
+            place=place_segment,
         )
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
@@ -105,7 +100,7 @@ class CachingAllocator(Counters):
         pools = self._small if size <= SMALL_BYTES else self._large
         pool = pools.get(stream)
         if pool is None:
-            pool = self.pool_of(stream, is_small=pools is self._small)
+            pool = self.pools.of(stream, is_small=pools is self._small)
         keys = pool.keys
         # The key of (size, address 0) sorts before every block of this size, so equal sizes yield the lowest address, which is
         # how BlockComparatorSize breaks ties.
@@ -138,14 +133,6 @@ class CachingAllocator(Counters):
         else:
             self._reclaim(block)
 
-    def record_stream(self, block: Block, stream: int) -> None:
-        """Marks `block` as used on `stream`, so that a free waits for that stream."""
-        # recordStream ignores the allocation stream, whose kernels run in order anyway.
-        if stream != block.pool.stream:
-            if block.uses is None:
-                block.uses = set()
-            block.uses.add(stream)
-
     def complete(self, block: Block) -> None:
         """Completes the free of a `block` that waits for other streams; no effect on any other block."""
         if block in self._waiting:
@@ -163,20 +150,7 @@ class CachingAllocator(Counters):
         """Frees every unused segment (or page) to the driver, except those of private pools, which have negative streams."""
         self.synchronize()
         for pools in (self._large, self._small):
-            # release_cached_blocks gives back private pools only once their CUDA graph is gone. Streams in order, because torch's
-            # set of free blocks is ordered by stream first and a recording shows the calls in that order.
-            shared = sorted(stream for stream in pools if stream >= 0)
-            paged = [block for stream in shared for block in self._release_whole_segments(pools[stream])]
-            # release_blocks gathers the expandable blocks first as well: unmapping changes the set that it iterates over.
-            for block in paged:
-                self._mapper.release(block)
-
-    def give_back(self, block: Block) -> None:
-        """Frees a free block to the driver if it is a whole segment, or else the whole pages in it."""
-        if block.segment is not None:
-            self._mapper.release(block)
-        elif block.prev is None and block.next is None:
-            self._release_segment(block)
+            self.driver.release_cached(pools)
 
     def adopt(self, block: Block, neighbour: Block | None) -> None:
         """Adds an existing block right after its `neighbour` in the same segment, to reconstruct the start of a recording."""
@@ -197,28 +171,6 @@ class CachingAllocator(Counters):
             self.requested_bytes += block.requested_bytes
         else:
             block.pool.add(block)
-
-    def adopt_memory(self, num_bytes: int, *, is_segment: bool) -> None:
-        """Counts `num_bytes` as reserved before the start: as one segment, or as pages of an expandable one."""
-        self.reserved_bytes += num_bytes
-        self.num_segments += is_segment
-
-    def pool_of(self, stream: int, *, is_small: bool) -> Pool:
-        """The small or large pool of a stream."""
-        pools = self._small if is_small else self._large
-        if stream not in pools:
-            # should_split: the small pool and expandable segments split off any remainder of 512 bytes or more, the large pool only
-            # remainders above 1 MiB (strictly greater).
-            eager = is_small or self.settings.expandable_segments
-            pools[stream] = Pool(
-                stream=stream, is_small=is_small, min_rest_bytes=MIN_BLOCK_BYTES if eager else SMALL_BYTES + 1
-            )
-        return pools[stream]
-
-    def free_blocks(self) -> list[Block]:
-        """Every free block of all streams: the cache."""
-        pools = (*self._large.values(), *self._small.values())
-        return [block for pool in pools for block in pool.free_blocks()]
 
     def _split(self, block: Block, size: int) -> None:
         """Shrinks `block` to its first `size` bytes; the rest becomes a free block."""
@@ -264,7 +216,7 @@ class CachingAllocator(Counters):
         keys, blocks = pool.keys, pool.blocks
         at = bisect_left(keys, size << ADDRESS_BITS)
         if self.settings.expandable_segments:
-            at = self._mapper.best_fit(pool, at)
+            at = self.driver.mapper.best_fit(pool, at)
         else:
             # Expandable segments can be switched off at run time (their memory cannot be shared over CUDA IPC). Blocks that are left in
             # them are skipped then.
@@ -283,16 +235,16 @@ class CachingAllocator(Counters):
     def _grow(self, pool: Pool, size: int) -> Block:
         """A block from the driver, for which cached segments are freed if necessary."""
         if self._collects:
-            self._collect_garbage()
-        block = self._ask_driver(pool, size)
+            self.driver.collect_garbage(self._large, self._num_large_searches)
+        block = self.driver.allocate(pool, size)
         # The order of malloc() in torch: retry after freeing oversize blocks, then after freeing the whole cache.
-        if block is None and self._release_oversize(pool, size):
-            block = self._ask_driver(pool, size)
+        if block is None and self.driver.release_oversize(pool, size):
+            block = self.driver.allocate(pool, size)
         if block is None:
             self.empty_cache()
             # Counted for the attempt after the cache was emptied only (isRetry of alloc_block), successful or not.
             self.num_alloc_retries += 1
-            block = self._ask_driver(pool, size)
+            block = self.driver.allocate(pool, size)
         if block is None:
             self.num_ooms += 1
             limits = (bound for bound in (self.capacity_bytes, self.total_bytes) if bound is not None)
@@ -304,91 +256,6 @@ class CachingAllocator(Counters):
                 free_bytes=max(0, limit_bytes - self.reserved_bytes),
             )
         return block
-
-    def _ask_driver(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or more pages, for a block of `size` bytes; None if a limit forbids it (alloc_block)."""
-        num_bytes = segment_bytes(size, self.settings.large_segment_size_bytes)
-        # The limit is compared with the whole segment: a request of 3 MiB counts 20 MiB, with expandable segments too.
-        if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
-            return None
-        if self.settings.expandable_segments:
-            return self._mapper.allocate(size, pool)
-        if self.total_bytes is not None and self.reserved_bytes + num_bytes > self.total_bytes:
-            return None
-        block = Block(self._place(num_bytes, pool.stream), num_bytes, pool, None)
-        self._count_given("segment_alloc", block.address, num_bytes)
-        return block
-
-    def _collect_garbage(self) -> None:
-        """Frees whole segments that were cached longer than the average (garbage_collect_cached_blocks)."""
-        assert self.capacity_bytes is not None, "only a bounded allocator collects"
-        target_bytes = self.reserved_bytes - int(self.settings.garbage_collection_threshold * self.capacity_bytes)
-        now = self._num_large_searches
-        # Private pools (negative streams) have block sets of their own, which garbage_collect_cached_blocks does not visit.
-        whole = [
-            block
-            for stream, pool in self._large.items()
-            for block in pool.free_blocks()
-            if stream >= 0 and block.prev is None and block.next is None
-        ]
-        num_whole, total_age = len(whole), sum(now - block.cached_at for block in whole)
-        freed_bytes = 0
-        # Each round frees every block of at least the average age, even beyond the target, so that collection stays rare.
-        while freed_bytes < target_bytes and num_whole:
-            threshold = total_age / num_whole
-            old = [block for block in whole if block.segment is None and now - block.cached_at >= threshold]
-            if not old:
-                break
-            for block in old:
-                whole.remove(block)
-                freed_bytes += block.size
-                total_age -= now - block.cached_at
-                num_whole -= 1
-                self._release_segment(block)
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Frees oversize blocks, just enough for a block of `size` bytes (release_available_cached_blocks)."""
-        if self.settings.max_split_size_bytes is None:
-            return False
-        # Blocks below max_split_size may be split and serve others, so only oversize ones are given back here: the smallest that
-        # suffices, or else several from the largest down.
-        wanted_bytes = max(size, self._max_split)
-        at = bisect_left(pool.keys, wanted_bytes << ADDRESS_BITS)
-        blocks = pool.free_blocks()
-        if at < len(blocks) and blocks[at].segment is None:
-            self._release_segment(blocks[at])
-            return True
-        released_bytes = 0
-        for block in reversed(blocks[:at]):
-            if released_bytes >= wanted_bytes or block.size < self._max_split:
-                break
-            if block.segment is None:
-                released_bytes += block.size
-                self._release_segment(block)
-        return released_bytes >= wanted_bytes
-
-    def _release_whole_segments(self, pool: Pool) -> list[Block]:
-        """Frees the segments that are one free block, and returns the free blocks of expandable ones (release_blocks)."""
-        blocks = pool.free_blocks()
-        for block in blocks:
-            if block.segment is None and block.prev is None and block.next is None:
-                self._release_segment(block)
-        return [block for block in blocks if block.segment is not None]
-
-    def _release_segment(self, block: Block) -> None:
-        block.pool.remove(block)
-        self._count_returned("segment_free", block.address, block.size)
-
-    def _note_map(self, block: Block, num_bytes: int) -> bool:
-        if self.total_bytes is not None and self.reserved_bytes + num_bytes > self.total_bytes:
-            return False
-        self._count_given("segment_map", block.address, num_bytes)
-        return True
-
-    def _place_next(self, num_bytes: int, _stream: int) -> int:
-        address = self._next_address
-        self._next_address += -(-num_bytes // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES + _GAP_BYTES
-        return address
 
 
 def _limit_bytes(settings: AllocatorSettings, capacity_bytes: int | None, total_bytes: int | None) -> int | None:

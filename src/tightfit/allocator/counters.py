@@ -93,7 +93,7 @@ class Counters:
         self.inactive_split_bytes += num_bytes
         self.peak_inactive_split_bytes = max(self.peak_inactive_split_bytes, self.inactive_split_bytes)
 
-    def _count_given(self, action: str, address: int, num_bytes: int) -> None:
+    def count_given(self, action: str, address: int, num_bytes: int) -> None:
         """Counts memory allocated from the driver: a segment, or pages of an expandable one."""
         self.reserved_bytes += num_bytes
         self.ever_reserved_bytes += num_bytes
@@ -107,9 +107,14 @@ class Counters:
         if self.driver_log is not None:
             self.driver_log.append((action, address, num_bytes))
 
-    def _count_returned(self, action: str, address: int, num_bytes: int) -> None:
+    def count_returned(self, action: str, address: int, num_bytes: int) -> None:
         """Counts memory freed to the driver."""
         self.reserved_bytes -= num_bytes
         self.num_segments -= action == "segment_free"
         if self.driver_log is not None:
             self.driver_log.append((action, address, num_bytes))
+
+    def count_adopted(self, num_bytes: int, *, is_segment: bool) -> None:
+        """Counts `num_bytes` as reserved before the start: as one segment, or as pages of an expandable one."""
+        self.reserved_bytes += num_bytes
+        self.num_segments += is_segment

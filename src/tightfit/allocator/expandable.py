@@ -104,7 +104,7 @@ class Mapper:
     def _map(self, block: Block, size: int) -> bool:
         """Maps the first pages of an unmapped range and merges them with free neighbours; False where there is no memory left."""
         pool, segment = block.pool, block.segment
-        assert segment is not None, "only expandable segments have unmapped stretches"
+        assert segment is not None, "only expandable segments have unmapped ranges"
         num_bytes = -(-size // segment.page_bytes) * segment.page_bytes
         if not self._on_map(block, num_bytes):
             return False

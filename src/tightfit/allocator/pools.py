@@ -7,6 +7,8 @@ beside them. A pool keeps its free blocks ordered by size, then address, as plai
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+from tightfit.allocator.settings import AllocatorSettings
+
 MIN_BLOCK_BYTES = 512
 """kMinBlockSize: every request is rounded up to a multiple of it."""
 SMALL_BYTES = 1 << 20
@@ -103,6 +105,14 @@ class Block:
         if after is not None:
             after.prev = self
 
+    def record_stream(self, stream: int) -> None:
+        """Marks the block as used on `stream`, so that a free waits for that stream."""
+        # recordStream ignores the allocation stream, whose kernels run in order anyway.
+        if stream != self.pool.stream:
+            if self.uses is None:
+                self.uses = set()
+            self.uses.add(stream)
+
     def absorb(self, other: "Block") -> None:
         """Merges a neighbour into this block; the neighbour must not be used afterwards."""
         self.size += other.size
@@ -143,3 +153,29 @@ class Pool:
     def free_blocks(self) -> list[Block]:
         """The free blocks by size, then address."""
         return [self.blocks[key] for key in self.keys]
+
+
+class Pools:
+    """The pools of all streams: `small` and `large`, by stream."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.small: dict[int, Pool] = {}
+        self.large: dict[int, Pool] = {}
+        self._is_expandable = settings.expandable_segments
+
+    def of(self, stream: int, *, is_small: bool) -> Pool:
+        """The small or large pool of a stream."""
+        pools = self.small if is_small else self.large
+        if stream not in pools:
+            # should_split: the small pool and expandable segments split off any remainder of 512 bytes or more, the large pool only
+            # remainders above 1 MiB (strictly greater).
+            eager = is_small or self._is_expandable
+            pools[stream] = Pool(
+                stream=stream, is_small=is_small, min_rest_bytes=MIN_BLOCK_BYTES if eager else SMALL_BYTES + 1
+            )
+        return pools[stream]
+
+    def free_blocks(self) -> list[Block]:
+        """Every free block of all streams: the cache."""
+        pools = (*self.large.values(), *self.small.values())
+        return [block for pool in pools for block in pool.free_blocks()]

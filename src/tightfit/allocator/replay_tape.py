@@ -21,7 +21,7 @@ class TapeReplay:
             self.allocator.free(self.blocks.pop(storage))
         # A kernel of another stream used the storage: the tape's form of Tensor.record_stream.
         elif kind == EventKind.USE:
-            self.allocator.record_stream(self.blocks[storage], value)
+            self.blocks[storage].record_stream(value)
         elif kind == EventKind.SYNCHRONIZE:
             self.allocator.synchronize()
         else:

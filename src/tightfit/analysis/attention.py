@@ -63,8 +63,8 @@ def _score_run(module_calls: ModuleCalls, names: list[str], softmax: int) -> Sco
         return None
     back = _backward(tape, softmax, module)
     own = np.array([*range(begin, end), *back])
-    born = tape.storages.operator
-    is_score = np.isin(born, own) & (tape.storages.source == Source.TENSOR)
+    allocated_at = tape.storages.operator
+    is_score = np.isin(allocated_at, own) & (tape.storages.source == Source.TENSOR)
     # In the dtype of the matmul: under autocast the softmax runs in float32 and its storages are larger, never smaller.
     is_score &= tape.storages.num_bytes >= numbers * _item_bytes(tape, begin)
     return ScoreRun(

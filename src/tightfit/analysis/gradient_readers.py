@@ -16,11 +16,11 @@ _FRACTION_THAT_IS_A_LOOK = 0.3
 
 def updates_in_backward(run: OptimizerProfile) -> bool:
     """Whether updates run within a backward pass: it continues after one, or a step finds no gradient. Then there is no step to change."""
-    if not all(len(run.gradients(stretch)) for stretch in run.stretches):
+    if not all(len(run.gradients(step_range)) for step_range in run.step_ranges):
         return True
     phases = run.tape.operators.phase
     matters = np.flatnonzero(np.isin(phases, (Phase.FORWARD, Phase.BACKWARD)))
-    following = np.searchsorted(matters, [stretch.end for stretch in run.stretches])
+    following = np.searchsorted(matters, [step_range.end for step_range in run.step_ranges])
     return bool((phases[matters[following[following < len(matters)]]] == Phase.BACKWARD).any())
 
 
@@ -29,9 +29,9 @@ def num_backwards_per_update(run: OptimizerProfile) -> int:
     phases = run.tape.operators.phase
     passes = [end for _, end in runs_of(_joined(phases) == Phase.BACKWARD)]
     most, before = 0, 0
-    for stretch in run.stretches:
-        most = max(most, sum(before < end <= stretch.begin for end in passes))
-        before = stretch.end
+    for step_range in run.step_ranges:
+        most = max(most, sum(before < end <= step_range.begin for end in passes))
+        before = step_range.end
     return most
 
 
@@ -39,15 +39,15 @@ def readers_of_gradients(run: OptimizerProfile) -> frozenset[str]:
     """The operators that read most of the gradients between backward pass and optimizer step, without namespace and overload."""
     operators = run.tape.operators
     found: set[str] = set()
-    for stretch in run.stretches:
-        backward = np.flatnonzero(operators.phase[: stretch.begin] == Phase.BACKWARD)
+    for step_range in run.step_ranges:
+        backward = np.flatnonzero(operators.phase[: step_range.begin] == Phase.BACKWARD)
         # After the last backward operator: what reads gradients earlier, such as a hook, is part of the backward pass.
-        begin = int(backward[-1]) + 1 if len(backward) else stretch.begin
-        held = int(run.block_bytes[run.gradients(stretch)].sum())
+        begin = int(backward[-1]) + 1 if len(backward) else step_range.begin
+        held = int(run.block_bytes[run.gradients(step_range)].sum())
         read: Counter[str] = Counter()
         for name, num_bytes in zip(
-            operators.name[begin : stretch.begin].tolist(),
-            operators.bytes_read[begin : stretch.begin].tolist(),
+            operators.name[begin : step_range.begin].tolist(),
+            operators.bytes_read[begin : step_range.begin].tolist(),
             strict=True,
         ):
             read[run.tape.strings[name].split(".")[1]] += num_bytes

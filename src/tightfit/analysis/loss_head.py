@@ -159,11 +159,13 @@ def _backward(tape: Tape, names: list[str], product: int, loss: int) -> tuple[in
 
 def _gradients(tape: Tape, begin: int, end: int, module: int, num_weights: int, num_hidden: int) -> tuple[int, int]:
     """The last storages of the head's backward pass with the sizes of the weight's and of the hidden states' gradient."""
-    born = tape.storages.operator
-    found = np.flatnonzero((born >= begin) & (born < end) & (tape.operators.module[born] == module))
+    allocated_at = tape.storages.operator
+    found = np.flatnonzero(
+        (allocated_at >= begin) & (allocated_at < end) & (tape.operators.module[allocated_at] == module)
+    )
     weight = hidden = -1
     for storage in found.tolist():
-        numbers = int(tape.storages.num_bytes[storage]) // _item_bytes(tape, int(born[storage]))
+        numbers = int(tape.storages.num_bytes[storage]) // _item_bytes(tape, int(allocated_at[storage]))
         if numbers % num_weights == 0:
             weight = storage
         elif numbers % num_hidden == 0:
@@ -173,12 +175,12 @@ def _gradients(tape: Tape, begin: int, end: int, module: int, num_weights: int, 
 
 def _gone(module_calls: ModuleCalls, head: LossHead, module: int) -> tuple[int, ...]:
     tape = module_calls.tape
-    born, sizes = tape.storages.operator, tape.storages.num_bytes
+    allocated_at, sizes = tape.storages.operator, tape.storages.num_bytes
     least = _NEARLY * head.num_counted * head.num_classes * min(head.head_item_bytes, head.loss_item_bytes)
-    is_own = tape.operators.module[born] == module
-    forward = (born >= head.begin) & (born < head.loss_end)
-    backward = (born >= head.back_begin) & (born < head.back_end)
-    kept = np.isin(np.arange(len(born)), (head.weight_gradient, head.hidden_gradient))
+    is_own = tape.operators.module[allocated_at] == module
+    forward = (allocated_at >= head.begin) & (allocated_at < head.loss_end)
+    backward = (allocated_at >= head.back_begin) & (allocated_at < head.back_end)
+    kept = np.isin(np.arange(len(allocated_at)), (head.weight_gradient, head.hidden_gradient))
     # Outside of the head's module only what is as large as the logits goes; inside all but the two gradients, such as the
     # cast of the weight that autocast makes.
     gone = ((forward | backward) & (sizes >= least) & ~is_own) | ((forward | backward) & is_own & ~kept)

@@ -43,6 +43,29 @@ class ModuleCall:
     input: int = -1
 
 
+class _Rounds:
+    """The rounds of a run, each a forward pass with the backward pass that follows it: the round `of` each operator, -1 for none, and where they begin."""
+
+    def __init__(self, phase: Column) -> None:
+        backward = phase == Phase.BACKWARD
+        relevant = backward | (phase == Phase.FORWARD)
+        kinds = backward[relevant]
+        begins = np.zeros(len(kinds), dtype=np.int64)
+        # A forward operator after a backward one opens a round: gradient accumulation and GANs have several per step. Operators of
+        # other phases do not count, so logging or an optimizer in between opens none.
+        begins[1:] = kinds[:-1] & ~kinds[1:]
+        numbers = np.full(len(phase), -1, dtype=np.int64)
+        numbers[relevant] = np.cumsum(begins)
+        self.of = numbers
+        self.num_rounds = int(begins.sum()) + 1 if len(kinds) else 0
+        self.first_backward = np.full(self.num_rounds, len(phase), dtype=np.int64)
+        at = np.flatnonzero(backward)
+        np.minimum.at(self.first_backward, numbers[at], at)
+        self.first_forward = np.full(self.num_rounds, len(phase), dtype=np.int64)
+        at = np.flatnonzero(relevant & ~backward)
+        np.minimum.at(self.first_forward, numbers[at], at)
+
+
 class ModuleCalls:
     """The module calls of a tape."""
 
@@ -63,32 +86,13 @@ class ModuleCalls:
         # The allocator's own rounding, without which predictions for many small storages come out too low.
         self.block_bytes = -(-tape.storages.num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         # A storage that is never freed outlives the tape.
-        died = np.full(len(tape.storages), len(events), dtype=np.int64)
+        freed_at = np.full(len(tape.storages), len(events), dtype=np.int64)
         frees = events.kind == EventKind.FREE
-        died[events.storage[frees]] = np.flatnonzero(frees)
-        self.died = died
+        freed_at[events.storage[frees]] = np.flatnonzero(frees)
+        self.freed_at = freed_at
         self._is_tensor = tape.storages.source == Source.TENSOR
-        self._rounds()
-
-    def _rounds(self) -> None:
-        """Numbers the rounds, each a forward pass with the backward pass that follows it, and gives each operator its round."""
-        backward = self._phase == Phase.BACKWARD
-        relevant = backward | (self._phase == Phase.FORWARD)
-        kinds = backward[relevant]
-        begins = np.zeros(len(kinds), dtype=np.int64)
-        # A forward operator after a backward one opens a round: gradient accumulation and GANs have several per step. Operators of
-        # other phases do not count, so logging or an optimizer in between opens none.
-        begins[1:] = kinds[:-1] & ~kinds[1:]
-        numbers = np.full(len(self._phase), -1, dtype=np.int64)
-        numbers[relevant] = np.cumsum(begins)
-        self._round = numbers
-        self.num_rounds = int(begins.sum()) + 1 if len(kinds) else 0
-        self._first_backward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
-        at = np.flatnonzero(backward)
-        np.minimum.at(self._first_backward, numbers[at], at)
-        self._first_forward = np.full(self.num_rounds, len(self._phase), dtype=np.int64)
-        at = np.flatnonzero(relevant & ~backward)
-        np.minimum.at(self._first_forward, numbers[at], at)
+        self._rounds = _Rounds(self._phase)
+        self.num_rounds = self._rounds.num_rounds
 
     @cached_property
     def saved_for_backward(self) -> Column:
@@ -98,10 +102,10 @@ class ModuleCalls:
         saved_for_backward = np.zeros(len(born_of), dtype=bool)
         operators = born_of[known]
         forward = self._phase[operators] == Phase.FORWARD
-        rounds = np.where(forward, self._round[operators], 0)
-        first = self._first_backward[rounds]
+        rounds = np.where(forward, self._rounds.of[operators], 0)
+        first = self._rounds.first_backward[rounds]
         has_backward = first < len(self._phase)
-        saved_for_backward[known] = forward & has_backward & (self.died[known] > self.event_of(first))
+        saved_for_backward[known] = forward & has_backward & (self.freed_at[known] > self.event_of(first))
         return saved_for_backward
 
     def event_of(self, operator: Column | int) -> Column:
@@ -140,52 +144,30 @@ class ModuleCalls:
             return ()
         backward = np.flatnonzero(inside & (self._phase == Phase.BACKWARD))
         # A gap in the operators ends a call, and so does a new round: two micro-batches can follow without anything in between.
-        breaks = np.flatnonzero((np.diff(forward) > 1) | (np.diff(self._round[forward]) != 0))
+        breaks = np.flatnonzero((np.diff(forward) > 1) | (np.diff(self._rounds.of[forward]) != 0))
         begins, ends = forward[np.r_[0, breaks + 1]], forward[np.r_[breaks, len(forward) - 1]] + 1
         found = []
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            back = backward[self._round[backward] == self._round[begin]]
+            back = backward[self._rounds.of[backward] == self._rounds.of[begin]]
             if len(back):
                 found.append(self.call(path, begin, end, int(back[0]), int(back[-1]) + 1))
-        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda call: self._round[call.begin])]
+        rounds = [list(group) for _, group in itertools.groupby(found, key=lambda call: self._rounds.of[call.begin])]
         # A single call in a round keeps its backward pass even if nothing of it is saved: a module may save only its inputs.
-        ran = [[v for v in group if len(group) == 1 or self._is_run_backwards(v)] for group in rounds]
-        return tuple(call for group in ran for call in self._one_after_the_other(group, backward))
-
-    def _is_run_backwards(self, call: ModuleCall) -> bool:
-        """Whether a call has gradients: one that saved nothing before another call's backward pass ran under `no_grad`."""
-        return len(call.saved) > 0 or bool(call.output >= 0 and self.died[call.output] > call.back_event)
-
-    def _one_after_the_other(self, calls: list[ModuleCall], backward: Column) -> list[ModuleCall]:
-        """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range ends where the last
-        storage that the call saved is freed. Where these ends are in another order, all calls share the whole range."""
-        if len(calls) < 2:
-            return calls
-        end, ends = calls[0].back_end, []
-        for call in reversed(calls[1:]):
-            gone = self.died[call.saved]
-            gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
-            ends.append(int(self.tape.events.operator[gone.max()]) if len(gone) else end)
-        if max(ends) >= end:
-            return calls
-        begins = [calls[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
-        if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
-            return calls
-        return [
-            dataclasses.replace(
-                call, back_begin=b, back_end=e, back_event=int(self.event_of(b)), back_end_event=int(self.event_of(e))
-            )
-            for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
-        ]
+        ran = [[v for v in group if len(group) == 1 or _is_run_backwards(v, self.freed_at)] for group in rounds]
+        return tuple(call for group in ran for call in _one_after_the_other(group, backward, self))
 
     def call(self, path: str, begin: int, end: int, back_begin: int, back_end: int) -> ModuleCall:
         """The call of `path` that consists of these operators, forward and backward."""
-        born = self.tape.storages.operator
-        inside = (born >= begin) & (born < end)
+        allocated_at = self.tape.storages.operator
+        inside = (allocated_at >= begin) & (allocated_at < end)
         saved = np.flatnonzero(inside & self.saved_for_backward)
         # Only storages of the same forward pass: parameters and batches are allocated before it and stay anyway.
-        before = self._is_tensor & (born >= self._first_forward[self._round[begin]]) & (born < begin)
-        at_begin = np.flatnonzero(before & (self.died >= self.event_of(begin)))
+        before = (
+            self._is_tensor
+            & (allocated_at >= self._rounds.first_forward[self._rounds.of[begin]])
+            & (allocated_at < begin)
+        )
+        at_begin = np.flatnonzero(before & (self.freed_at >= self.event_of(begin)))
         output = self.output_of(begin, end)
         return ModuleCall(
             path=path,
@@ -199,23 +181,14 @@ class ModuleCalls:
             back_end_event=int(self.event_of(back_end)),
             saved=saved[saved != output],
             output=output,
-            input=self._last_large(at_begin),
+            input=_last_large(self, at_begin),
         )
 
     def output_of(self, begin: int, end: int) -> int:
         """The storage that the operators `[begin, end)` hand to the next one; -1 if nothing of theirs is left."""
-        born = self.tape.storages.operator
-        inside = (born >= begin) & (born < end) & self._is_tensor
-        return self._last_large(np.flatnonzero(inside & (self.died >= self.event_of(end))))
-
-    def _last_large(self, storages: Column) -> int:
-        """The first large storage of the last operator that has one: max pooling allocates its int64 indices, which are larger, after its result."""
-        sizes = self.block_bytes[storages]
-        large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
-        if not len(large):
-            return -1
-        born = self.tape.storages.operator[large]
-        return int(large[born == born.max()][0])
+        allocated_at = self.tape.storages.operator
+        inside = (allocated_at >= begin) & (allocated_at < end) & self._is_tensor
+        return _last_large(self, np.flatnonzero(inside & (self.freed_at >= self.event_of(end))))
 
     def bytes_of(self, storages: Column) -> int:
         """The bytes of these storages, rounded as the allocator does."""
@@ -224,3 +197,41 @@ class ModuleCalls:
     def operator_names(self, begin: int, end: int) -> tuple[str, ...]:
         """The names of the operators `[begin, end)`."""
         return tuple(self.tape.strings[n] for n in self.tape.operators.name[begin:end].tolist())
+
+
+def _is_run_backwards(call: ModuleCall, freed_at: Column) -> bool:
+    """Whether a call has gradients: one that saved nothing before another call's backward pass ran under `no_grad`."""
+    return len(call.saved) > 0 or bool(call.output >= 0 and freed_at[call.output] > call.back_event)
+
+
+def _one_after_the_other(calls: list[ModuleCall], backward: Column, of: ModuleCalls) -> list[ModuleCall]:
+    """The calls of one round, each with its own range of `backward`, which runs from the last call to the first: a range ends where the last
+    storage that the call saved is freed. Where these ends are in another order, all calls share the whole range."""
+    if len(calls) < 2:
+        return calls
+    end, ends = calls[0].back_end, []
+    for call in reversed(calls[1:]):
+        gone = of.freed_at[call.saved]
+        gone = gone[(gone >= call.back_event) & (gone < call.back_end_event)]
+        ends.append(int(of.tape.events.operator[gone.max()]) if len(gone) else end)
+    if max(ends) >= end:
+        return calls
+    begins = [calls[0].back_begin, *(int(backward[np.searchsorted(backward, e)]) for e in ends)]
+    if any(b >= e for b, e in zip(begins, [*ends, end], strict=True)):
+        return calls
+    return [
+        dataclasses.replace(
+            call, back_begin=b, back_end=e, back_event=int(of.event_of(b)), back_end_event=int(of.event_of(e))
+        )
+        for call, b, e in zip(calls, reversed(begins), reversed([*ends, end]), strict=True)
+    ]
+
+
+def _last_large(of: ModuleCalls, storages: Column) -> int:
+    """The first large storage of the last operator that has one: max pooling allocates its int64 indices, which are larger, after its result."""
+    sizes = of.block_bytes[storages]
+    large = storages[sizes >= _SMALLEST_SHARE * sizes.max(initial=0)]
+    if not len(large):
+        return -1
+    allocated_at = of.tape.storages.operator[large]
+    return int(large[allocated_at == allocated_at.max()][0])

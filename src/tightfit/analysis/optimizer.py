@@ -1,6 +1,6 @@
 """The optimizer steps of a tape: the gradients and states they use, their temporaries, and their seconds.
 
-A `Stretch` is a range of consecutive operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. `optimizer_algorithm` finds which
+A `OptimizerRange` is a range of consecutive operators of the phase OPTIMIZER. Bytes are those of the allocator's blocks. `optimizer_algorithm` finds which
 implementation ran, `gradient_readers` what else reads the gradients.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tightfit.analysis.intervals import levels, runs_of
+from tightfit.analysis.intervals import memory_timeline, runs_of
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.tape import Category, Column, Phase, SpanKind
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class OptimizerRange:
     """One optimizer step: operators `[begin, end)`, events `[begin_event, end_event)`, estimated `seconds`."""
 
     begin: int
@@ -40,15 +40,15 @@ class OptimizerProfile:
         self.is_kernel = profile.is_kernel
         self.num_steps = profile.num_steps
         self.block_bytes = profile.modules.block_bytes
-        self.born = profile.allocated_at
-        self.died = profile.modules.died
+        self.allocated_at = profile.allocated_at
+        self.freed_at = profile.modules.freed_at
         # Taken from the profile rather than computed again: each is a pass over all operators or events of the tape.
-        self.stretches = self._find_stretches()
+        self.step_ranges = self._find_stretches()
 
-    def _find_stretches(self) -> tuple[Stretch, ...]:
+    def _find_stretches(self) -> tuple[OptimizerRange, ...]:
         runs = runs_of(self.tape.operators.phase == Phase.OPTIMIZER)
         return tuple(
-            Stretch(
+            OptimizerRange(
                 begin=begin,
                 end=end,
                 begin_event=int(self.modules.event_of(begin)),
@@ -67,40 +67,40 @@ class OptimizerProfile:
         return max(float(self.operator_seconds[begin:end].sum()), issued)
 
     @property
-    def steady(self) -> tuple[Stretch, ...]:
+    def steady(self) -> tuple[OptimizerRange, ...]:
         """The optimizer steps of the last step of the user's loop, which stands for all: the first one allocates the states as well."""
         spans = self.tape.spans
         begins = spans.begin[spans.kind == SpanKind.STEP]
-        last = tuple(s for s in self.stretches if len(begins) and s.begin_event >= begins[-1])
-        return last or self.stretches[-1:]
+        last = tuple(s for s in self.step_ranges if len(begins) and s.begin_event >= begins[-1])
+        return last or self.step_ranges[-1:]
 
     @property
     def seconds(self) -> float:
         """Seconds of the optimizers per step of the user's loop."""
         return sum(s.seconds for s in self.steady)
 
-    def names(self, stretch: Stretch) -> list[str]:
+    def names(self, step_range: OptimizerRange) -> list[str]:
         """The operators of an optimizer step that launch kernels, without namespace and overload: `_foreach_add_`."""
-        at = np.flatnonzero(self.is_kernel[stretch.begin : stretch.end]) + stretch.begin
+        at = np.flatnonzero(self.is_kernel[step_range.begin : step_range.end]) + step_range.begin
         return [self.tape.strings[n].split(".")[1] for n in self.tape.operators.name[at].tolist()]
 
-    def gradients(self, stretch: Stretch) -> Column:
+    def gradients(self, step_range: OptimizerRange) -> Column:
         """The gradients, as indices of storages, that are allocated when an optimizer step begins."""
-        return self._alive(stretch.begin_event, Category.GRADIENTS)
+        return self._alive(step_range.begin_event, Category.GRADIENTS)
 
-    def state(self, stretch: Stretch) -> Column:
+    def state(self, step_range: OptimizerRange) -> Column:
         """The optimizer states, as indices of storages, that are allocated when an optimizer step ends."""
-        return self._alive(stretch.end_event, Category.OPTIMIZER_STATE)
+        return self._alive(step_range.end_event, Category.OPTIMIZER_STATE)
 
     def _alive(self, event: int, category: Category) -> Column:
         of_kind = self.tape.storages.category == category
-        return np.flatnonzero(of_kind & (self.born < event) & (self.died >= event))
+        return np.flatnonzero(of_kind & (self.allocated_at < event) & (self.freed_at >= event))
 
-    def held(self, stretch: Stretch) -> list[tuple[int, int, int]]:
+    def held(self, step_range: OptimizerRange) -> list[tuple[int, int, int]]:
         """The optimizer's temporaries during a step, states not included: (begin event, end event, bytes), disjoint, in order."""
-        inside = (self.born >= stretch.begin_event) & (self.died <= stretch.end_event)
+        inside = (self.allocated_at >= step_range.begin_event) & (self.freed_at <= step_range.end_event)
         temporary = np.flatnonzero(inside & (self.tape.storages.category == Category.TEMPORARIES))
-        return levels(self.born[temporary], self.died[temporary], self.block_bytes[temporary])
+        return memory_timeline(self.allocated_at[temporary], self.freed_at[temporary], self.block_bytes[temporary])
 
 
 def seconds_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int) -> float:
@@ -110,11 +110,11 @@ def seconds_of_update(run: OptimizerProfile, num_bytes: float, num_kernels: int)
     return max(traffic + num_kernels * efficiency.launch_seconds, num_kernels * efficiency.issue_seconds)
 
 
-def seconds_of_kernels(run: OptimizerProfile, stretch: Stretch, num_kernels: int) -> float:
+def seconds_of_kernels(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int) -> float:
     """Seconds of an optimizer step if it did the same with this many kernels."""
     efficiency = efficiency_of(run.device)
-    more = num_kernels - int(run.is_kernel[stretch.begin : stretch.end].sum())
-    on_card = float(run.operator_seconds[stretch.begin : stretch.end].sum()) + more * efficiency.launch_seconds
+    more = num_kernels - int(run.is_kernel[step_range.begin : step_range.end].sum())
+    on_card = float(run.operator_seconds[step_range.begin : step_range.end].sum()) + more * efficiency.launch_seconds
     return max(on_card, num_kernels * efficiency.issue_seconds)
 
 

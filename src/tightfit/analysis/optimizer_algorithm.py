@@ -18,7 +18,7 @@ LOW_PRECISION = ("bfloat16", "float16")
 
 def implementation_of(run: OptimizerProfile) -> Implementation:
     """Which of torch's three implementations ran."""
-    names = [name for stretch in run.stretches for name in run.names(stretch)]
+    names = [name for step_range in run.step_ranges for name in run.names(step_range)]
     if any(name.startswith("_fused_") for name in names):
         return "fused"
     return "foreach" if any(name.startswith("_foreach_") for name in names) else "for-loop"
@@ -31,8 +31,8 @@ def family_of(run: OptimizerProfile) -> Family:
     """
     kinds = {
         name.removeprefix("_foreach_").removeprefix("_fused_").rstrip("_"): None
-        for stretch in run.stretches
-        for name in run.names(stretch)
+        for step_range in run.step_ranges
+        for name in run.names(step_range)
     }
     for family in ("adam", "sgd", "adagrad"):
         if any(kind.startswith(family) for kind in kinds):
@@ -49,13 +49,15 @@ def family_of(run: OptimizerProfile) -> Family:
 
 def _updates_once(run: OptimizerProfile) -> bool:
     """Whether each parameter is updated as often as its first moment: NAdam calls addcdiv twice."""
-    names = run.names(run.stretches[-1])
+    names = run.names(run.step_ranges[-1])
     counts = {kind: sum(kind in name for name in names) for kind in ("lerp", "addcdiv")}
     return counts["addcdiv"] == counts["lerp"]
 
 
 def element_bytes_of(run: OptimizerProfile) -> int:
     """Bytes per element of what the optimizer updates: 2 where most of its kernels are in 16 bits, else 4."""
-    stretch = run.stretches[-1]
-    dtypes = run.tape.operators.dtype[stretch.begin : stretch.end][run.is_kernel[stretch.begin : stretch.end]]
+    step_range = run.step_ranges[-1]
+    dtypes = run.tape.operators.dtype[step_range.begin : step_range.end][
+        run.is_kernel[step_range.begin : step_range.end]
+    ]
     return 2 if run.tape.strings[int(np.bincount(dtypes).argmax())] in LOW_PRECISION else 4

@@ -3,6 +3,7 @@
 Techniques derive their options from a profile, so that a tape is analysed in one place and not anew by each of them.
 """
 
+import dataclasses
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +12,7 @@ from tightfit.analysis.attention import ScoreRun, score_runs
 from tightfit.analysis.loss_head import LossHead, loss_heads
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.optimizer import OptimizerProfile
-from tightfit.analysis.recomputable import Block, blocks
+from tightfit.analysis.recomputable import RecomputableBlock, blocks
 from tightfit.analysis.sequences import LayerSequence, layer_sequences
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.cost.roofline import is_kernel, operator_seconds
@@ -20,13 +21,14 @@ from tightfit.devices.device import Device
 from tightfit.tape import Column, EventKind, Tape
 
 
-# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head.
+# Lazy because techniques differ in what they need: a plan without micro-batches never looks for a loss head. No slots,
+# as cached properties are kept in the instance's dict.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
     """The analyses of a run; each is computed on first use and cached."""
 
-    def __init__(self, tape: Tape, device: Device) -> None:
-        self.tape = tape
-        self.device = device
+    tape: Tape
+    device: Device
 
     @cached_property
     def seconds(self) -> Column:
@@ -57,7 +59,7 @@ class Profile:
         return ModuleCalls(self.tape)
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[RecomputableBlock, ...]:
         """The modules that are worth recomputing, outermost first."""
         return tuple(blocks(self.modules))
 

@@ -25,16 +25,16 @@ SMALLEST_SHARE = 0.002
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A module that could be recomputed, with all its calls; `alike` names its equivalence class."""
+class RecomputableBlock:
+    """A module that could be recomputed, with all its calls; `equivalence_class` is equal for those that differ only in their position."""
 
     path: str
-    alike: str
+    equivalence_class: str
     calls: tuple[ModuleCall, ...]
     slots: frozenset[str]
 
 
-def blocks(module_calls: ModuleCalls) -> list[Block]:
+def blocks(module_calls: ModuleCalls) -> list[RecomputableBlock]:
     """The candidates of a run, outermost first."""
     total = module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
     found = []
@@ -50,12 +50,16 @@ def blocks(module_calls: ModuleCalls) -> list[Block]:
             continue
         if calls and module_calls.bytes_of(calls[-1].saved) >= SMALLEST_SHARE * total:
             slots = frozenset(f"activations@{module}" for module in inside)
-            found.append(Block(path=path, alike=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots))
+            found.append(
+                RecomputableBlock(
+                    path=path, equivalence_class=_likeness(module_calls, path, calls[-1]), calls=calls, slots=slots
+                )
+            )
     return found
 
 
 def recompute_option(
-    technique: str, profile: "Profile", block: Block, kept: Callable[[ModuleCall], Column] | None = None
+    technique: str, profile: "Profile", block: RecomputableBlock, kept: Callable[[ModuleCall], Column] | None = None
 ) -> Option:
     """The option of recomputing `block`, except for the saved storages that `kept` marks.
 
@@ -80,7 +84,7 @@ def recompute_option(
     return Option(
         technique=technique,
         where=block.path,
-        alike=f"{technique}:{block.alike}",
+        equivalence_class=f"{technique}:{block.equivalence_class}",
         changes=tuple(changes),
         seconds=added / profile.num_steps,
         seconds_in_backward=added / profile.num_steps,
@@ -91,10 +95,10 @@ def recompute_option(
 
 def input_kept(module_calls: ModuleCalls, call: ModuleCall) -> list[Change]:
     """The cost of retaining the input of a module call until its backward pass; none where the plain run retains it anyway."""
-    died = int(module_calls.died[call.input]) if call.input >= 0 else call.back_event
-    if died >= call.back_event:
+    freed_at = int(module_calls.freed_at[call.input]) if call.input >= 0 else call.back_event
+    if freed_at >= call.back_event:
         return []
-    return [Change(begin=died, end=call.back_end_event, num_bytes=int(module_calls.block_bytes[call.input]))]
+    return [Change(begin=freed_at, end=call.back_end_event, num_bytes=int(module_calls.block_bytes[call.input]))]
 
 
 def _is_list(path: str, inside: list[str]) -> bool:

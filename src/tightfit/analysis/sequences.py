@@ -36,7 +36,7 @@ class LayerRange:
         """The settings of an option for this range."""
         return {"begin": self.begin, "end": self.end}
 
-    def alike(self, module_calls: ModuleCalls) -> str:
+    def equivalence_class(self, module_calls: ModuleCalls) -> str:
         """The equivalence class: equal for the same range of children in modules that do the same."""
         path = re.sub(r"\d+", "*", self.path)
         return f"{path}[{self.begin}:{self.end}]#{[module_calls.bytes_of(call.saved) for call in self.calls]}"
@@ -76,8 +76,8 @@ class LayerSequence:
     def _kept(self, before: list[ModuleCall], call: ModuleCall) -> Iterator[Change]:
         """The input of `call`, from where the plain run frees it to the end of the backward pass of `call`."""
         output = self.module_calls.output_of(before[0].begin, before[-1].end) if before else -1
-        if output >= 0 and self.module_calls.died[output] < call.back_end_event:
-            begin, size = int(self.module_calls.died[output]), int(self.module_calls.block_bytes[output])
+        if output >= 0 and self.module_calls.freed_at[output] < call.back_end_event:
+            begin, size = int(self.module_calls.freed_at[output]), int(self.module_calls.block_bytes[output])
             yield Change(begin=begin, end=call.back_end_event, num_bytes=size)
 
     def operator_names(self, position: int) -> tuple[str, ...]:
@@ -169,12 +169,12 @@ def saved_bytes(module_calls: ModuleCalls) -> float:
     return module_calls.bytes_of(np.flatnonzero(module_calls.saved_for_backward)) / max(1, module_calls.num_rounds)
 
 
-def with_settings(option: Option, layer_range: LayerRange, alike: str, **settings: int) -> Option:
+def with_settings(option: Option, layer_range: LayerRange, equivalence_class: str, **settings: int) -> Option:
     """`option` for this range of children, with further settings."""
     named = ",".join(f"{name}={value}" for name, value in settings.items())
     return dataclasses.replace(
         option,
         settings={**layer_range.settings, **settings},
-        alike=f"{option.technique}:{alike}:{named}",
+        equivalence_class=f"{option.technique}:{equivalence_class}:{named}",
         changes=(*option.changes, *layer_range.inputs),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.planner.option import Change
 from tightfit.tape import Category, Column, Phase, Tape
 
@@ -23,7 +23,7 @@ MIN_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class NumberedModules:
     """Modules in a list, `path.0` to `path.(number - 1)`, each called once per forward pass, and the modules that run before the first of them."""
 
     path: str
@@ -51,21 +51,21 @@ class TrainedParts:
         return [self.tape.strings[m] for m in self.tape.operators.module[operators].tolist()]
 
     @cached_property
-    def levels(self) -> Column:
+    def memory_timeline(self) -> Column:
         """The memory timeline: allocated bytes after each event."""
         run = self.run
         difference = np.zeros(len(self.tape.events) + 1, dtype=np.int64)
-        np.add.at(difference, run.born, run.block_bytes)
-        np.subtract.at(difference, run.died, run.block_bytes)
+        np.add.at(difference, run.allocated_at, run.block_bytes)
+        np.subtract.at(difference, run.freed_at, run.block_bytes)
         return difference.cumsum()[:-1]
 
     def peak_with(self, changed: tuple[Change, ...]) -> int:
         """The peak of allocated bytes with these changes applied."""
-        difference = np.zeros(len(self.levels) + 1, dtype=np.int64)
+        difference = np.zeros(len(self.memory_timeline) + 1, dtype=np.int64)
         for change in changed:
             difference[change.begin] += change.num_bytes
             difference[change.end] -= change.num_bytes
-        return int((self.levels + difference.cumsum()[:-1]).max(initial=0))
+        return int((self.memory_timeline + difference.cumsum()[:-1]).max(initial=0))
 
     def untrained(self, frozen: Column) -> tuple[Change, ...]:
         """What freezing saves: the gradients that `frozen` marks, and their share of optimizer states and of the optimizer's temporaries."""
@@ -74,14 +74,14 @@ class TrainedParts:
         # Adam's states have the size of the gradients; for factored states this is an approximation.
         share = int(run.block_bytes[gone].sum()) / total if total else 0.0
         state = np.flatnonzero(self.tape.storages.category == Category.OPTIMIZER_STATE)
-        found = changes(levels(run.born[gone], run.died[gone], run.block_bytes[gone]), -1.0)
-        found += changes(levels(run.born[state], run.died[state], run.block_bytes[state]), -share)
-        for stretch in run.stretches:
-            found += changes(run.held(stretch), -share)
+        found = changes(memory_timeline(run.allocated_at[gone], run.freed_at[gone], run.block_bytes[gone]), -1.0)
+        found += changes(memory_timeline(run.allocated_at[state], run.freed_at[state], run.block_bytes[state]), -share)
+        for step_range in run.step_ranges:
+            found += changes(run.held(step_range), -share)
         return found
 
     @cached_property
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> NumberedModules | None:
         """The longest list of blocks that run one after another; None without one."""
         counts: dict[str, int] = {}
         for path in self.module_calls.paths:
@@ -89,13 +89,13 @@ class TrainedParts:
             if parent and last.isdigit():
                 counts[parent] = max(counts.get(parent, 0), int(last) + 1)
         long = [path for path, number in counts.items() if number >= MIN_BLOCKS]
-        best: Blocks | None = None
+        best: NumberedModules | None = None
         for path in sorted(long, key=lambda p: (-counts[p], p.count("."))):
             calls = [self.module_calls.calls(f"{path}.{i}") for i in range(counts[path])]
             in_order = all(calls) and all(a[0].end <= b[0].begin for a, b in itertools.pairwise(calls))
             # A list inside of a numbered block (layers.0.experts) repeats within each layer and is no stack of layers.
             if in_order and not any(part.isdigit() for part in path.split(".")):
-                best = Blocks(path=path, number=counts[path], before=self._before(calls[0][0].begin))
+                best = NumberedModules(path=path, number=counts[path], before=self._before(calls[0][0].begin))
                 break
         return best
 

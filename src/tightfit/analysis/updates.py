@@ -6,7 +6,7 @@ Numbers only; `tightfit.techniques.optimizer.backward_updates` applies it.
 import numpy as np
 
 from tightfit.analysis.gradient_readers import num_backwards_per_update, readers_of_gradients, scales_loss
-from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.intervals import changes, memory_timeline, runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of
 from tightfit.planner.option import Change, RetainedPass
 from tightfit.tape import Category, Column, EventKind, Phase
@@ -34,39 +34,43 @@ def obstacle(run: OptimizerProfile) -> str:
 
 def seconds_of_second_pass(run: OptimizerProfile) -> float:
     """Seconds per step of running the backward passes once more."""
-    stretches = runs_of(run.tape.operators.phase == Phase.BACKWARD)
-    return sum(run.seconds_of(begin, end) for begin, end in stretches) / run.num_steps
+    step_ranges = runs_of(run.tape.operators.phase == Phase.BACKWARD)
+    return sum(run.seconds_of(begin, end) for begin, end in step_ranges) / run.num_steps
 
 
 def gradients_used_up(run: OptimizerProfile) -> tuple[Change, ...]:
     """Each gradient is freed when the next but one is allocated, and the optimizer step has no temporaries."""
     found: list[Change] = []
     seen: set[int] = set()
-    for stretch in run.stretches:
-        gradients = run.gradients(stretch)
-        gradients = gradients[np.argsort(run.born[gradients])]
-        used = np.r_[run.born[gradients][2:], [stretch.begin_event] * 2][: len(gradients)]
+    for step_range in run.step_ranges:
+        gradients = run.gradients(step_range)
+        gradients = gradients[np.argsort(run.allocated_at[gradients])]
+        used = np.r_[run.allocated_at[gradients][2:], [step_range.begin_event] * 2][: len(gradients)]
         # With several optimizers (GAN) a gradient can be allocated at the steps of both but is freed once only.
         fresh = np.array([g not in seen for g in gradients.tolist()], dtype=bool)
         seen.update(gradients.tolist())
-        found += changes(levels(used[fresh], run.died[gradients][fresh], run.block_bytes[gradients][fresh]), -1.0)
-        found += changes(run.held(stretch), -1.0)
+        found += changes(
+            memory_timeline(used[fresh], run.freed_at[gradients][fresh], run.block_bytes[gradients][fresh]), -1.0
+        )
+        found += changes(run.held(step_range), -1.0)
     return tuple(change for change in found if change.end > change.begin)
 
 
 def states_come_early(run: OptimizerProfile, fraction: float = 1.0) -> tuple[Change, ...]:
     """In the first step a parameter's states are allocated when its gradient is complete; `fraction` scales their bytes."""
-    stretch = run.stretches[0]
-    gradients, state = run.gradients(stretch), run.state(stretch)
-    state = state[run.born[state] >= stretch.begin_event]
+    step_range = run.step_ranges[0]
+    gradients, state = run.gradients(step_range), run.state(step_range)
+    state = state[run.allocated_at[state] >= step_range.begin_event]
     total, gradient_bytes = int(run.block_bytes[state].sum()), run.block_bytes[gradients]
     if not total or not gradient_bytes.sum():
         return ()
     share = gradient_bytes * (total / int(gradient_bytes.sum()))
-    until_step = np.full(len(gradients), stretch.begin_event)
-    early = levels(run.born[gradients], until_step, share.astype(np.int64))
-    born, end = run.born[state], int(run.born[state].max())
-    late = levels(np.full(len(state), stretch.begin_event), np.minimum(born, end), run.block_bytes[state])
+    until_step = np.full(len(gradients), step_range.begin_event)
+    early = memory_timeline(run.allocated_at[gradients], until_step, share.astype(np.int64))
+    allocated_at, end = run.allocated_at[state], int(run.allocated_at[state].max())
+    late = memory_timeline(
+        np.full(len(state), step_range.begin_event), np.minimum(allocated_at, end), run.block_bytes[state]
+    )
     return (*changes(early, fraction), *changes(late, fraction))
 
 
@@ -76,14 +80,14 @@ def retained_passes(run: OptimizerProfile) -> tuple[RetainedPass, ...]:
     activation = run.tape.storages.category == Category.ACTIVATIONS
     found = []
     for begin, end in passes:
-        freed = np.flatnonzero(activation & (run.born < begin) & (run.died > begin) & (run.died < end))
-        freed = freed[np.argsort(run.died[freed], kind="stable")]
+        freed = np.flatnonzero(activation & (run.allocated_at < begin) & (run.freed_at > begin) & (run.freed_at < end))
+        freed = freed[np.argsort(run.freed_at[freed], kind="stable")]
         sizes = np.cumsum(run.block_bytes[freed])
         found.append(
             RetainedPass(
                 begin=int(begin),
                 end=int(end),
-                freed_at=tuple(run.died[freed].tolist()),
+                freed_at=tuple(run.freed_at[freed].tolist()),
                 freed_bytes=tuple(sizes.tolist()),
             )
         )
@@ -96,15 +100,15 @@ def waiting_for_second_pass(run: OptimizerProfile) -> tuple[Change, ...]:
     for each in retained_passes(run):
         sizes = np.diff(each.freed_bytes, prepend=0)
         freed_at = np.array(each.freed_at, dtype=np.int64)
-        found += changes(levels(freed_at, np.full(len(freed_at), each.end), sizes))
+        found += changes(memory_timeline(freed_at, np.full(len(freed_at), each.end), sizes))
     return tuple(found)
 
 
 def moments_of_updates(run: OptimizerProfile, gradients: Column) -> Column:
     """The event after which each gradient's parameter is updated: the last event before the next allocation, as frees in between are done."""
-    births = np.flatnonzero(run.tape.events.kind == EventKind.ALLOCATE)
-    after = np.searchsorted(births, run.born[gradients], side="right")
-    return np.r_[births, len(run.tape.events)][after] - 1
+    allocations = np.flatnonzero(run.tape.events.kind == EventKind.ALLOCATE)
+    after = np.searchsorted(allocations, run.allocated_at[gradients], side="right")
+    return np.r_[allocations, len(run.tape.events)][after] - 1
 
 
 def either(first: tuple[Change, ...], second: tuple[Change, ...]) -> tuple[Change, ...]:

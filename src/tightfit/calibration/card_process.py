@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from tightfit import __version__
-from tightfit.calibration import disk, host, kernels, launches, links, memory
+from tightfit.calibration import disk, host, kernels, links, memory
+from tightfit.calibration import launch_costs as launches
 from tightfit.calibration.instruments import Findings, Instruments
 from tightfit.calibration.measured_card import CardInstruments
-from tightfit.calibration.simulated import SimulatedInstruments
+from tightfit.calibration.simulated_instruments import SimulatedInstruments
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.devices.calibration import SCHEMA
 from tightfit.devices.catalogue import find
@@ -50,10 +51,10 @@ def _content(request: dict[str, Any]) -> dict[str, Any]:
     if not request["virtual"]:
         instruments = CardInstruments(lambda name: _card(request["device"] or name))
         return _measured(instruments, folder, driver=instruments.driver)
-    from tightfit.capture.capture_session import Session
+    from tightfit.capture.capture_session import CaptureSession
 
     # The steps of a capture are not used: measurements run on its virtual GPU.
-    session = Session(request["device"], sys.maxsize, by_yield=True)
+    session = CaptureSession(request["device"], sys.maxsize, by_yield=True)
     with session.gpu:
         return _measured(SimulatedInstruments(session.device, session.recorder), folder, driver="")
 

@@ -17,7 +17,7 @@ from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
-from tightfit.capture.observe.recorder import LiveMemory, Recorder
+from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
 from tightfit.capture.patches import eager, loaders, native, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
@@ -31,7 +31,7 @@ _REACHED = "--until"
 """Why a trace has stopped that came to its line (`FastForward`)."""
 
 
-class Session:
+class CaptureSession:
     """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
     watched too. `used_bytes` of the card are held by other processes."""
 
@@ -76,7 +76,7 @@ class Session:
         self._tape: Tape | None = None
 
     def _take(self) -> None:
-        tape = self.recorder.tape(target="", versions={}, traced_for=self.device.name)
+        tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
         coverage = Coverage() if self.watch.after is None else self.watch.after.coverage()
         if self._until is not None and coverage.stopped != _REACHED:
             file, line = self._until

@@ -20,11 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tightfit.capture import simulated, targets
-from tightfit.capture.containment.closed_in import ClosedIn
+from tightfit.capture import targets
 from tightfit.capture.patches import manifest
+from tightfit.capture.processes import simulated
 from tightfit.capture.processes.children import die_with_parent
-from tightfit.capture.progress import StatusFile
+from tightfit.capture.processes.containment.closed_in import ClosedIn
+from tightfit.capture.processes.trace_progress import StatusFile
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
@@ -108,7 +109,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     try:
         # First, as what is imported next takes these names at its head.
         manifest.check()
-        from tightfit.capture.capture_session import Session
+        from tightfit.capture.capture_session import CaptureSession
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -119,7 +120,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         ) from error
     simulated.begin()
     by_yield = request.target["kind"] != "Script"
-    session = Session(
+    session = CaptureSession(
         request.device,
         request.num_steps,
         by_yield=by_yield,

@@ -22,10 +22,10 @@ import torch
 
 from tightfit.capture import targets
 from tightfit.capture.child import prepare, quiet, target_of
-from tightfit.capture.containment.closed_in import ClosedIn
 from tightfit.capture.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
+from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.errors import ApplyError, CaptureError, InternalError, apply_error, faults
 from tightfit.errors.program_errors import one_line
 

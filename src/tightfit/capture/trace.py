@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tightfit import errors
-from tightfit.capture.containment.policy import CLOSED, Policy, contained
-from tightfit.capture.containment.written import dropped_notes
 from tightfit.capture.processes.children import shared_folder
+from tightfit.capture.processes.containment.policy import CLOSED, Policy, contained
+from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
-from tightfit.capture.progress import StatusReader, TraceProgress, user_place
+from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target, words_of
 from tightfit.errors.faults import answering, kept_file
 from tightfit.tape import Assumption, Coverage, Tape

@@ -10,7 +10,7 @@ from tightfit.cli.sizes import Size
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.placement.buffers import read_problem, write_solution
-from tightfit.placement.offsets import Solution
+from tightfit.placement.offsets import PlacementSolution
 from tightfit.placement.strategies import solve
 from tightfit.units import format_bytes, parse_bytes
 
@@ -60,7 +60,7 @@ def _bytes_of(option: str, text: str) -> int:
         raise UsageError(f"{option}: {error}") from None
 
 
-def _as_json(solution: Solution) -> dict[str, object]:
+def _as_json(solution: PlacementSolution) -> dict[str, object]:
     return {
         "schema": 1,
         "offsets": dict(solution.offsets),
@@ -71,7 +71,7 @@ def _as_json(solution: Solution) -> dict[str, object]:
     }
 
 
-def _text(solution: Solution, capacity: int) -> str:
+def _text(solution: PlacementSolution, capacity: int) -> str:
     crowd = solution.crowd
     # Thousands of buffers can be live at the peak.
     names = ", ".join(crowd.names[:_MAX_NAMES])

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
-    from tightfit.fit.progress import Progress
+    from tightfit.fit.planning_progress import Progress
 
 _WAITING_SECONDS = 20.0
 _MINUTE = 60

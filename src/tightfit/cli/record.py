@@ -19,7 +19,7 @@ from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
     from tightfit.capture.targets import GeneratorFunction, Script
-    from tightfit.recordings.recording import Recording
+    from tightfit.recordings.recording import ActiveRecording
 
 _SEVERAL = Parameter(consume_multiple=False)
 # Large enough for most programs: on a card that is too small a recording shows what did not fit.
@@ -158,14 +158,14 @@ def _stem(target: str) -> str:
     return Path(location).stem if location.endswith(".py") else location
 
 
-def _run_script(script: "Script", recording: "Recording", num_steps: int | None) -> None:
+def _run_script(script: "Script", recording: "ActiveRecording", num_steps: int | None) -> None:
     from tightfit.capture.targets import run_script
 
     with recording:
         hooks = recording.recorder.hooks
 
         def stop_when_over() -> None:
-            if num_steps is not None and hooks.num_steps >= num_steps:
+            if num_steps is not None and hooks.steps.num_steps >= num_steps:
                 raise Enough
 
         # Between two turns of the loop, so that a recorded step is always a whole one.
@@ -173,7 +173,7 @@ def _run_script(script: "Script", recording: "Recording", num_steps: int | None)
         held = run_script(script)  # noqa: F841 - what lives at the end of a script is there when its memory is looked at
 
 
-def _run_function(function: "GeneratorFunction", recording: "Recording", num_steps: int) -> None:
+def _run_function(function: "GeneratorFunction", recording: "ActiveRecording", num_steps: int) -> None:
     from tightfit.capture.targets import generator_of
 
     # Imports the user's module and checks the parameters; the function's set-up runs at the first next(), which is recorded.
@@ -189,7 +189,7 @@ def _run_function(function: "GeneratorFunction", recording: "Recording", num_ste
         raise CaptureError("the function did not yield: set up, then `yield` once per step")
 
 
-def _say(recording: "Recording", *, was_interrupted: bool) -> None:
+def _say(recording: "ActiveRecording", *, was_interrupted: bool) -> None:
     written = recording.written
     if written is None:
         sys.stderr.write("tightfit: interrupted\n" if was_interrupted else "")

@@ -11,7 +11,7 @@ from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from tightfit.diagnosis.diagnosed_run import Subject
+    from tightfit.diagnosis.diagnosed_run import DiagnosedRun
 
 _RECORDINGS = (".pickle", ".pkl")
 # The PROTO opcode of pickle protocol 2 and up: recordings are known by their content, whatever their name.
@@ -26,7 +26,7 @@ def subject_of(
     parameters: Sequence[str] = (),
     alloc_conf: str | None = None,
     tracing: TraceOptions = AS_USUAL,
-) -> "Subject":
+) -> "DiagnosedRun":
     """The run that `target` names; `device` is by default the GPU that a saved run was traced for, or this machine's own.
 
     Raises:
@@ -57,7 +57,7 @@ def _is_pickle(target: str) -> bool:
         return file.read(1) == _PICKLE
 
 
-def _recorded(target: str, alloc_conf: str | None) -> "Subject":
+def _recorded(target: str, alloc_conf: str | None) -> "DiagnosedRun":
     from tightfit.diagnosis.diagnosed_run import subject_of_recording
     from tightfit.recordings.read import read_recording
 
@@ -77,7 +77,7 @@ def _traced(
     parameters: Sequence[str],
     alloc_conf: str | None,
     tracing: TraceOptions,
-) -> "Subject":
+) -> "DiagnosedRun":
     from tightfit import fit
     from tightfit.devices.catalogue import find
     from tightfit.diagnosis.diagnosed_run import subject_of_tape

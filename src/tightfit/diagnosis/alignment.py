@@ -14,7 +14,7 @@ WINDOW = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class AlignedRange:
     """`a[a_begin:a_end]` corresponds to `b[b_begin:b_end]`; they are equal or differ."""
 
     is_same: bool
@@ -24,9 +24,9 @@ class Stretch:
     b_end: int
 
 
-def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Stretch]:
+def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[AlignedRange]:
     """Ranges that cover both sequences in order, equal and different ones in turn; none is empty on both sides."""
-    found: list[Stretch] = []
+    found: list[AlignedRange] = []
     at_a = at_b = 0
     while at_a < len(a) or at_b < len(b):
         # Greedy: equal entries are paired at once. It is linear where the runs agree, which is nearly everywhere.
@@ -43,8 +43,8 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Stretch]:
     return found
 
 
-def _stretch(is_same: bool, a_begin: int, a_end: int, b_begin: int, b_end: int) -> Stretch:
-    return Stretch(is_same=is_same, a_begin=a_begin, a_end=a_end, b_begin=b_begin, b_end=b_end)
+def _stretch(is_same: bool, a_begin: int, a_end: int, b_begin: int, b_end: int) -> AlignedRange:
+    return AlignedRange(is_same=is_same, a_begin=a_begin, a_end=a_end, b_begin=b_begin, b_end=b_end)
 
 
 def _resume(a: Sequence[Hashable], b: Sequence[Hashable], at_a: int, at_b: int) -> tuple[int, int]:

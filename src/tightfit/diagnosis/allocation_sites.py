@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Column
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class SiteUsage:
     """One allocation site; numbers in the path of its module are `*`. `where` is the user's line, or the next best description."""
 
     category: str
@@ -24,12 +24,12 @@ class Holder:
     num_bytes: int
 
 
-def holders_of(history: History, places: Sequence[Place], chosen: Column) -> tuple[Holder, ...]:
+def holders_of(history: History, places: Sequence[AllocationSite], chosen: Column) -> tuple[SiteUsage, ...]:
     """The allocation sites of the `chosen` blocks (booleans, one for each block), the largest first."""
     # The layers of a model share their lines; listed one by one they would fill the table with equal rows.
     modules = [".".join("*" if p.isdigit() else p for p in module.split(".")) for module in history.modules]
     blocks = history.blocks
-    groups: dict[tuple[int, Place, str], list[int]] = {}
+    groups: dict[tuple[int, AllocationSite, str], list[int]] = {}
     at = np.flatnonzero(chosen)
     columns = (blocks.category[at], blocks.stack[at], blocks.module[at], blocks.block_bytes[at])
     for category, stack, module, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
@@ -38,7 +38,7 @@ def holders_of(history: History, places: Sequence[Place], chosen: Column) -> tup
         group[0] += 1
         group[1] += num_bytes
     return tuple(
-        Holder(
+        SiteUsage(
             category=CATEGORIES[category],
             where=place.name,
             function=place.function,

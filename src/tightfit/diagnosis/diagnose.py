@@ -1,6 +1,6 @@
 """The diagnosis behind `tightfit doctor`: memory at the peak, allocation sites, fragmentation, growth from step to step, and suggestions.
 
-One run is enough, whether tightfit predicted it or it was recorded on a GPU; a `Subject` is either.
+One run is enough, whether tightfit predicted it or it was recorded on a GPU; a `DiagnosedRun` is either.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ import numpy as np
 
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.pools import Block
-from tightfit.diagnosis.allocation_sites import Holder, bytes_by_category, holders_of
-from tightfit.diagnosis.diagnosed_run import SettingTried, Subject
+from tightfit.diagnosis.allocation_sites import SiteUsage, bytes_by_category, holders_of
+from tightfit.diagnosis.diagnosed_run import DiagnosedRun, SettingTried
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
 from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
 from tightfit.diagnosis.suggestions import Remedy, remedies_of
-from tightfit.diagnosis.timeline import Step, steps_of
+from tightfit.diagnosis.timeline import StepSpan, steps_of
 from tightfit.recordings.allocator_trace import settings_text
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Assumption
 
@@ -52,7 +52,7 @@ class PinnedBy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
+class RecordedOutOfMemory:
     """An out-of-memory error in a recording: the request, allocated and reserved bytes then, and the largest free block."""
 
     event: int
@@ -83,14 +83,14 @@ class Diagnosis:
     start_reserved_bytes: int
     moment: Moment
     at_peak: Mapping[str, int]
-    holders: tuple[Holder, ...]
-    steps: tuple[Step, ...]
+    holders: tuple[SiteUsage, ...]
+    steps: tuple[StepSpan, ...]
     growth: tuple[Growth, ...]
     growth_note: str
     fragmented_at: Moment
     fragmentation: Fragmentation
     pinned_by: tuple[PinnedBy, ...]
-    oom: OutOfMemory | None
+    oom: RecordedOutOfMemory | None
     settings_tried: tuple[SettingTried, ...]
     remedies: tuple[Remedy, ...]
     assumptions: tuple[Assumption, ...]
@@ -104,7 +104,7 @@ class Diagnosis:
         return {"schema": SCHEMA} | plain
 
 
-def diagnose(subject: Subject, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis:
+def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diagnosis:
     """Diagnoses one run; about `seconds` go into the search for better allocator settings.
 
     All figures are 0 for a run without allocations.
@@ -162,7 +162,7 @@ class _Look:
             self.found = fragmentation_of(allocator, blocks)
 
 
-def _max_reserved(subject: Subject) -> int:
+def _max_reserved(subject: DiagnosedRun) -> int:
     """The event of the first out-of-memory error, or else of the reserved peak; -1 where there is no event.
 
     Where the peak was reserved before the first event, it is the event at that level with the most allocated bytes.
@@ -177,10 +177,10 @@ def _max_reserved(subject: Subject) -> int:
     return first if first else int(np.where(reserved == reserved[0], allocated, -1).argmax())
 
 
-def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
+def _moment(history: History, places: tuple[AllocationSite, ...], event: int) -> Moment:
     blocks = history.blocks
     # Allocated bytes rise only with an allocation, so the event of a peak allocates a block.
-    at = np.flatnonzero(blocks.born == event) if event >= 0 else []
+    at = np.flatnonzero(blocks.allocated_at == event) if event >= 0 else []
     place = places[int(blocks.stack[at[0]])] if len(at) else None
     step = next((span.name for span in history.spans if span.begin <= event < span.end), "")
     return Moment(
@@ -193,7 +193,9 @@ def _moment(history: History, places: tuple[Place, ...], event: int) -> Moment:
     )
 
 
-def _pinned_by(history: History, places: tuple[Place, ...], event: int, found: Fragmentation) -> tuple[PinnedBy, ...]:
+def _pinned_by(
+    history: History, places: tuple[AllocationSite, ...], event: int, found: Fragmentation
+) -> tuple[PinnedBy, ...]:
     """The allocation sites that pin most bytes at the event."""
     alive = np.flatnonzero(history.alive_at(event))
     # A pin is a block of the replayed allocator; its address leads to the block of the history, which knows its site.
@@ -215,11 +217,11 @@ def _pinned_by(history: History, places: tuple[Place, ...], event: int, found: F
     )
 
 
-def _out_of_memory(subject: Subject, found: Fragmentation) -> OutOfMemory | None:
+def _out_of_memory(subject: DiagnosedRun, found: Fragmentation) -> RecordedOutOfMemory | None:
     failure = subject.failure
     if failure is None:
         return None
-    return OutOfMemory(
+    return RecordedOutOfMemory(
         event=failure.event,
         where=subject.places[failure.stack].name,
         requested_bytes=failure.requested_bytes,

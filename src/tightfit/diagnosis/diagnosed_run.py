@@ -15,14 +15,14 @@ from tightfit.diagnosis.histories import device_of, history_of_recording, histor
 from tightfit.diagnosis.suggestions import Costs
 from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.categories import Lives, phases_of
-from tightfit.recordings.frames import Place, place_of
+from tightfit.recordings.frames import AllocationSite, place_of
 from tightfit.recordings.read import Action, Recording
 from tightfit.simulate.history import History
-from tightfit.simulate.timeline_bytes import Watch, levels_on
+from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Column, Phase, Tape
 from tightfit.tuning.search_settings import tune
-from tightfit.tuning.sweeps import MIN_GAIN
+from tightfit.tuning.settings_search import MIN_GAIN
 from tightfit.units import MIB
 
 # One of each kind that docs/tuning.md found to help; a predicted run has no recording to search with more.
@@ -57,14 +57,14 @@ class SettingTried:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class DiagnosedRun:
     """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack.
 
     `again` replays the run for a watch, and `try_settings(seconds)` searches settings that reserve less, best first, in about that time.
     """
 
     history: History
-    places: tuple[Place, ...]
+    places: tuple[AllocationSite, ...]
     phases: Column
     costs: Costs | None
     failure: Failure | None
@@ -74,7 +74,7 @@ class Subject:
 
 def subject_of_tape(
     tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
-) -> Subject:
+) -> DiagnosedRun:
     """The run of a tape.
 
     Raises:
@@ -82,7 +82,7 @@ def subject_of_tape(
     """
     settings = settings or AllocatorSettings()
     history = history_of_tape(tape, device, settings, calibration)
-    operator = tape.storages.operator[tape.events.storage[history.blocks.born]]
+    operator = tape.storages.operator[tape.events.storage[history.blocks.allocated_at]]
     seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
     phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
 
@@ -92,7 +92,7 @@ def subject_of_tape(
         prepared = with_workspaces_of(card, tape, calibration)
         tried = []
         for text in _SETTINGS:
-            peak_bytes = int(levels_on(card, prepared, AllocatorSettings.parse(text)).reserved.max(initial=0))
+            peak_bytes = int(timeline_on(card, prepared, AllocatorSettings.parse(text)).reserved.max(initial=0))
             saves_bytes = int(history.reserved.max(initial=0)) - peak_bytes
             tried.append((saves_bytes, text, peak_bytes))
         advised = _advised({text: saves_bytes for saves_bytes, text, _ in tried}, int(history.reserved.max(initial=0)))
@@ -109,7 +109,7 @@ def subject_of_tape(
             ]
         )
 
-    return Subject(
+    return DiagnosedRun(
         history=history,
         places=tuple(place_of(stack) for stack in history.stacks),
         phases=phases,
@@ -120,7 +120,7 @@ def subject_of_tape(
     )
 
 
-def subject_of_recording(recording: Recording, device_index: int | None = None) -> Subject:
+def subject_of_recording(recording: Recording, device_index: int | None = None) -> DiagnosedRun:
     """The run of a recording.
 
     Raises:
@@ -132,8 +132,8 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
     places = tuple(place_of(stack) for stack in history.stacks)
     blocks = history.blocks
     lives = Lives(
-        born=blocks.born,
-        died=blocks.died,
+        allocated_at=blocks.allocated_at,
+        freed_at=blocks.freed_at,
         num_bytes=blocks.num_bytes,
         stack=blocks.stack,
         num_events=history.num_events,
@@ -163,7 +163,7 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
             ]
         )
 
-    return Subject(
+    return DiagnosedRun(
         history=history,
         places=places,
         phases=phases_of(places, lives),

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tightfit.diagnosis.alignment import Stretch, align
+from tightfit.diagnosis.alignment import AlignedRange, align
 from tightfit.diagnosis.allocation_sites import bytes_by_category
-from tightfit.diagnosis.diagnosed_run import Subject
-from tightfit.diagnosis.timeline import Step, steps_of
-from tightfit.recordings.frames import Place
+from tightfit.diagnosis.diagnosed_run import DiagnosedRun
+from tightfit.diagnosis.timeline import StepSpan, steps_of
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES
 from tightfit.tape import Column
 from tightfit.units import MIB
@@ -44,7 +44,7 @@ class Side:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SiteChange:
     """Blocks of one category and allocation site at the peak of either run, with its line in each run, empty where it is not known."""
 
     kind: Kind
@@ -106,12 +106,12 @@ class Parting:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RunDifference:
     """Two runs compared: the second against the first. `partings` are those of the first two steps that differ, in order."""
 
     a: Side
     b: Side
-    changes: tuple[Change, ...]
+    changes: tuple[SiteChange, ...]
     steps: tuple[StepPair, ...]
     partings: tuple[Parting, ...]
     matched_by: Literal["lines", "order"]
@@ -121,14 +121,14 @@ class Difference:
         return {"schema": SCHEMA} | dataclasses.asdict(self)
 
 
-def difference(a: Subject, b: Subject) -> Difference:
+def difference(a: DiagnosedRun, b: DiagnosedRun) -> RunDifference:
     """Compares two runs."""
     matched_by: Literal["lines", "order"] = "lines" if _share_lines(a, b) else "order"
     pairs = [_Pair(a, b, one, other, matched_by) for one, other in _paired(a, b)]
     a_spots, b_spots = _Spots(a, [pair.a_step for pair in pairs]), _Spots(b, [pair.b_step for pair in pairs])
     if matched_by == "order":
         a_spots.name_as(b_spots, [partners for pair in pairs for partners in pair.partners()])
-    return Difference(
+    return RunDifference(
         a=_side(a),
         b=_side(b),
         changes=_changes(a_spots, b_spots),
@@ -139,7 +139,7 @@ def difference(a: Subject, b: Subject) -> Difference:
     )
 
 
-def _side(subject: Subject) -> Side:
+def _side(subject: DiagnosedRun) -> Side:
     history = subject.history
     return Side(
         label=history.label,
@@ -151,7 +151,7 @@ def _side(subject: Subject) -> Side:
     )
 
 
-def _paired(a: Subject, b: Subject) -> list[tuple[Step, Step]]:
+def _paired(a: DiagnosedRun, b: DiagnosedRun) -> list[tuple[StepSpan, StepSpan]]:
     """Pairs of steps: by name where both runs have names, else counted from the last step, which is the most typical one."""
     ours, theirs = (steps_of(subject.history, kinds=("step",)) for subject in (a, b))
     if not (a.history.are_spans_guessed or b.history.are_spans_guessed):
@@ -167,18 +167,23 @@ class _Pair:
     """Two steps with their allocations aligned: by line and operator where the runs share those, else by size."""
 
     def __init__(
-        self, a: Subject, b: Subject, a_step: Step, b_step: Step, matched_by: Literal["lines", "order"]
+        self,
+        a: DiagnosedRun,
+        b: DiagnosedRun,
+        a_step: StepSpan,
+        b_step: StepSpan,
+        matched_by: Literal["lines", "order"],
     ) -> None:
         self.a, self.b, self.a_step, self.b_step = a, b, a_step, b_step
         self.a_blocks, self.b_blocks = _born_in(a, a_step), _born_in(b, b_step)
         sizes = _sizes(a, self.a_blocks), _sizes(b, self.b_blocks)
         if matched_by == "order":
-            self.stretches = align(*sizes)
+            self.aligned_ranges = align(*sizes)
         else:
             # By site first and size second: two runs with different batch sizes have no size in common, but all their lines.
             places = [_line_and_operator(a, block) for block in self.a_blocks.tolist()]
             others = [_line_and_operator(b, block) for block in self.b_blocks.tolist()]
-            self.stretches = [piece for stretch in align(places, others) for piece in _by_size(stretch, *sizes)]
+            self.aligned_ranges = [piece for aligned in align(places, others) for piece in _by_size(aligned, *sizes)]
 
     def summary(self) -> StepPair:
         """The figures of both."""
@@ -187,7 +192,7 @@ class _Pair:
             b_step=self.b_step.name,
             a_allocations=len(self.a_blocks),
             b_allocations=len(self.b_blocks),
-            same_allocations=sum(stretch.a_end - stretch.a_begin for stretch in self.stretches if stretch.is_same),
+            same_allocations=sum(aligned.a_end - aligned.a_begin for aligned in self.aligned_ranges if aligned.is_same),
             a_peak_bytes=self.a_step.peak_allocated_bytes,
             b_peak_bytes=self.b_step.peak_allocated_bytes,
             a_end_bytes=self.a_step.end_allocated_bytes,
@@ -196,23 +201,23 @@ class _Pair:
 
     def partners(self) -> Iterator[tuple[int, int]]:
         """Pairs of blocks that the same allocation of the program made in both runs."""
-        for stretch in self.stretches:
-            if stretch.is_same:
+        for aligned in self.aligned_ranges:
+            if aligned.is_same:
                 yield from zip(
-                    self.a_blocks[stretch.a_begin : stretch.a_end].tolist(),
-                    self.b_blocks[stretch.b_begin : stretch.b_end].tolist(),
+                    self.a_blocks[aligned.a_begin : aligned.a_end].tolist(),
+                    self.b_blocks[aligned.b_begin : aligned.b_end].tolist(),
                     strict=True,
                 )
 
     def partings(self) -> list[Parting]:
         """Where the two diverge, grouped by pairs of allocation sites."""
-        groups: dict[tuple[str, str], list[Stretch]] = {}
-        for stretch in self.stretches:
-            if not stretch.is_same and not self._is_from_before(stretch):
-                first_a = self._asked(self.a, self.a_blocks, stretch.a_begin, stretch.a_end)
-                first_b = self._asked(self.b, self.b_blocks, stretch.b_begin, stretch.b_end)
+        groups: dict[tuple[str, str], list[AlignedRange]] = {}
+        for aligned in self.aligned_ranges:
+            if not aligned.is_same and not self._is_from_before(aligned):
+                first_a = self._asked(self.a, self.a_blocks, aligned.a_begin, aligned.a_end)
+                first_b = self._asked(self.b, self.b_blocks, aligned.b_begin, aligned.b_end)
                 key = (first_a.where if first_a else "", first_b.where if first_b else "")
-                groups.setdefault(key, []).append(stretch)
+                groups.setdefault(key, []).append(aligned)
         return [
             Parting(
                 a_step=self.a_step.name,
@@ -226,15 +231,15 @@ class _Pair:
             for some in groups.values()
         ]
 
-    def _is_from_before(self, stretch: Stretch) -> bool:
+    def _is_from_before(self, aligned: AlignedRange) -> bool:
         """Whether a difference is only that one recording began later, when these blocks were already allocated."""
-        if stretch.a_begin or stretch.b_begin or (self.a_step.begin and self.b_step.begin):
+        if aligned.a_begin or aligned.b_begin or (self.a_step.begin and self.b_step.begin):
             return False
-        late = [run for run, end in ((self.a, stretch.a_end), (self.b, stretch.b_end)) if not end]
-        return any(bool((run.history.blocks.born < 0).any()) for run in late)
+        late = [run for run, end in ((self.a, aligned.a_end), (self.b, aligned.b_end)) if not end]
+        return any(bool((run.history.blocks.allocated_at < 0).any()) for run in late)
 
     @staticmethod
-    def _asked(subject: Subject, blocks: Column, begin: int, end: int) -> Asked | None:
+    def _asked(subject: DiagnosedRun, blocks: Column, begin: int, end: int) -> Asked | None:
         if begin == end:
             return None
         place = _place(subject, int(blocks[begin]))
@@ -248,35 +253,35 @@ class _Pair:
         )
 
 
-def _by_size(stretch: Stretch, a: Sequence[int], b: Sequence[int]) -> Iterator[Stretch]:
+def _by_size(aligned: AlignedRange, a: Sequence[int], b: Sequence[int]) -> Iterator[AlignedRange]:
     """Splits a range of equal allocation sites into ranges of equal sizes and single allocations of different sizes."""
-    if not stretch.is_same:
-        yield stretch
+    if not aligned.is_same:
+        yield aligned
         return
     begin = 0
-    num_places = stretch.a_end - stretch.a_begin
-    are_same = [a[stretch.a_begin + at] == b[stretch.b_begin + at] for at in range(num_places)]
+    num_places = aligned.a_end - aligned.a_begin
+    are_same = [a[aligned.a_begin + at] == b[aligned.b_begin + at] for at in range(num_places)]
     while begin < num_places:
         end = begin + 1
         # Different sizes stay single, so that each is reported with its own partner.
         while are_same[begin] and end < num_places and are_same[end]:
             end += 1
-        yield Stretch(
+        yield AlignedRange(
             is_same=are_same[begin],
-            a_begin=stretch.a_begin + begin,
-            a_end=stretch.a_begin + end,
-            b_begin=stretch.b_begin + begin,
-            b_end=stretch.b_begin + end,
+            a_begin=aligned.a_begin + begin,
+            a_end=aligned.a_begin + end,
+            b_begin=aligned.b_begin + begin,
+            b_end=aligned.b_begin + end,
         )
         begin = end
 
 
-def _line_and_operator(subject: Subject, block: int) -> tuple[str, str]:
+def _line_and_operator(subject: DiagnosedRun, block: int) -> tuple[str, str]:
     place = _place(subject, block)
     return _file_and_line(place.name), place.operator
 
 
-def _share_lines(a: Subject, b: Subject) -> bool:
+def _share_lines(a: DiagnosedRun, b: DiagnosedRun) -> bool:
     """Whether the two runs are of one program: lines that both have allocate a good part of the first run's bytes."""
     known = {_file_and_line(place.line) for place in b.places if place.line}
     blocks = a.history.blocks
@@ -288,21 +293,21 @@ def _share_lines(a: Subject, b: Subject) -> bool:
     return bool(shared_bytes > _MIN_SHARED * named_bytes)
 
 
-def _born_in(subject: Subject, step: Step) -> Column:
+def _born_in(subject: DiagnosedRun, step: StepSpan) -> Column:
     """The blocks that were allocated in any piece of a step, in order."""
-    born = subject.history.blocks.born
-    inside = np.zeros(len(born), dtype=bool)
+    allocated_at = subject.history.blocks.allocated_at
+    inside = np.zeros(len(allocated_at), dtype=bool)
     for span in subject.history.spans:
         if (span.name, span.kind) == (step.name, step.kind):
-            inside |= (born >= span.begin) & (born < span.end)
+            inside |= (allocated_at >= span.begin) & (allocated_at < span.end)
     return np.flatnonzero(inside)
 
 
-def _sizes(subject: Subject, blocks: Column) -> list[int]:
+def _sizes(subject: DiagnosedRun, blocks: Column) -> list[int]:
     return subject.history.blocks.num_bytes[blocks].tolist()
 
 
-def _place(subject: Subject, block: int) -> Place:
+def _place(subject: DiagnosedRun, block: int) -> AllocationSite:
     return subject.places[int(subject.history.blocks.stack[block])]
 
 
@@ -317,7 +322,7 @@ class _Spots:
     Of several equal peaks, one in a compared step is taken, as only its allocations have partners on the other side.
     """
 
-    def __init__(self, subject: Subject, compared: Sequence[Step]) -> None:
+    def __init__(self, subject: DiagnosedRun, compared: Sequence[StepSpan]) -> None:
         history = subject.history
         peaks = np.flatnonzero(history.allocated == history.allocated.max(initial=0))
         inside = [at for at in peaks.tolist() if any(step.begin <= at < step.end for step in compared)]
@@ -351,7 +356,7 @@ class _Held:
     where: str = ""
 
 
-def _changes(a: _Spots, b: _Spots) -> tuple[Change, ...]:
+def _changes(a: _Spots, b: _Spots) -> tuple[SiteChange, ...]:
     """The differences at the two peaks, largest first."""
     # A category with blocks of unknown site (allocated before the recording began) is compared as a whole.
     alive = [np.flatnonzero(side.alive).tolist() for side in (a, b)]
@@ -372,11 +377,11 @@ def _changes(a: _Spots, b: _Spots) -> tuple[Change, ...]:
     return tuple(sorted(changed, key=lambda change: -abs(change.more_bytes))[:NUM_CHANGES])
 
 
-def _change(category: str, ours: _Held, theirs: _Held) -> Change:
+def _change(category: str, ours: _Held, theirs: _Held) -> SiteChange:
     kind: Kind = "grown" if theirs.num_bytes > ours.num_bytes else "shrunk"
     if not ours.num_bytes or not theirs.num_bytes:
         kind = "gone" if ours.num_bytes else "new"
-    return Change(
+    return SiteChange(
         kind=kind,
         category=category,
         a_where=ours.where,

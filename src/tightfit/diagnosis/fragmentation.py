@@ -61,7 +61,7 @@ def fragmentation_of(allocator: CachingAllocator, blocks: Mapping[int, Block]) -
     causes: Counter[str] = Counter()
     pinned: Counter[Block] = Counter()
     returnable_bytes = largest_bytes = 0
-    for block in allocator.free_blocks():
+    for block in allocator.pools.free_blocks():
         # By walking the blocks: torch's inactive_split statistic leaves expandable segments out, so it cannot tell what is returnable.
         returned_bytes = _returnable_bytes(block)
         returnable_bytes += returned_bytes

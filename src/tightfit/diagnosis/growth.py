@@ -7,8 +7,8 @@ import dataclasses
 
 import numpy as np
 
-from tightfit.diagnosis.timeline import Step
-from tightfit.recordings.frames import Place
+from tightfit.diagnosis.timeline import StepSpan
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category
 
@@ -32,24 +32,28 @@ class Growth:
     num_bytes: int
 
 
-def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ...]) -> tuple[Growth, ...]:
+def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]) -> tuple[Growth, ...]:
     """The sites that grow, fastest first; empty with fewer than `MIN_STEPS` steps."""
     if len(steps) < MIN_STEPS:
         return ()
     blocks = history.blocks
     ends = [step.end - 1 for step in steps[1:]]
-    lasting = np.flatnonzero((blocks.died > ends[0]) & (blocks.category != Category.GRADIENTS))
+    lasting = np.flatnonzero((blocks.freed_at > ends[0]) & (blocks.category != Category.GRADIENTS))
     # By allocation site: a list that grows gets a new block in each step, all from one line.
-    held: dict[tuple[Place, int], list[int]] = {}
+    held: dict[tuple[AllocationSite, int], list[int]] = {}
     for block in lasting.tolist():
         held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)
     found = []
     for (place, category), members in held.items():
-        born, died, num_bytes = blocks.born[members], blocks.died[members], blocks.num_bytes[members]
-        levels = [int(num_bytes[(born <= end) & (died > end)].sum()) for end in ends]
-        growth = (levels[-1] - levels[0]) // (len(levels) - 1)
+        allocated_at, freed_at, num_bytes = (
+            blocks.allocated_at[members],
+            blocks.freed_at[members],
+            blocks.num_bytes[members],
+        )
+        bytes_at_ends = [int(num_bytes[(allocated_at <= end) & (freed_at > end)].sum()) for end in ends]
+        growth = (bytes_at_ends[-1] - bytes_at_ends[0]) // (len(bytes_at_ends) - 1)
         # Monotonic in every step: a cache that is filled and dropped in turn is no leak.
-        if growth >= MIN_BYTES and levels == sorted(levels):
+        if growth >= MIN_BYTES and bytes_at_ends == sorted(bytes_at_ends):
             found.append(
                 Growth(
                     where=place.name,
@@ -58,8 +62,8 @@ def growth_of(history: History, places: tuple[Place, ...], steps: tuple[Step, ..
                     operator=place.operator,
                     category=CATEGORIES[category],
                     bytes_per_step=growth,
-                    num_blocks=int(((born <= ends[-1]) & (died > ends[-1])).sum()),
-                    num_bytes=levels[-1],
+                    num_blocks=int(((allocated_at <= ends[-1]) & (freed_at > ends[-1])).sum()),
+                    num_bytes=bytes_at_ends[-1],
                 )
             )
     return tuple(sorted(found, key=lambda one: -one.bytes_per_step)[:NUM_GROWING])

@@ -23,7 +23,7 @@ from tightfit.recordings.marks import Marks
 from tightfit.recordings.read import Action, DeviceRecording, Recording
 from tightfit.recordings.replayed import replay
 from tightfit.simulate.history import UNKNOWN, Blocks, History, HistorySpan
-from tightfit.simulate.timeline_bytes import Watch, levels_on
+from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Assumption, Column, EventKind, SpanKind, Tape
 
@@ -63,13 +63,13 @@ def history_of_tape(
         if watch is not None:
             watch(event, allocator, blocks)
 
-    levels = levels_on(device, tape, settings, watch=look)
+    timeline = timeline_on(device, tape, settings, watch=look)
     stack, stacks = _stacks(tape)
     module, modules = _modules(tape)
-    held = _in_order_of_birth(tape, levels.block_bytes)
+    held = _in_order_of_birth(tape, timeline.block_bytes)
     columns = {
         "num_bytes": tape.storages.num_bytes,
-        "block_bytes": levels.block_bytes,
+        "block_bytes": timeline.block_bytes,
         "address": addresses,
         "lane": tape.storages.stream,
         "category": tape.storages.category,
@@ -85,8 +85,8 @@ def history_of_tape(
         capacity_bytes=device.capacity_bytes,
         context_bytes=device.context_bytes,
         settings=settings,
-        allocated=levels.allocated,
-        reserved=levels.reserved,
+        allocated=timeline.allocated,
+        reserved=timeline.reserved,
         time_us=(seconds[tape.events.operator] * _MICROSECONDS).astype(np.int64),
         blocks=Blocks(**{name: column[held].astype(np.int64) for name, column in columns.items()}),
         stacks=stacks,
@@ -118,7 +118,7 @@ def history_of_recording(
     # Replayed rather than read off: events have requested sizes, and only the allocator knows the size of a block.
     replay(recording, settings=settings, device=chosen.device, watch=follower.look)
     columns = {name: np.asarray(column, dtype=np.int64) for name, column in follower.rows.items()}
-    columns["died"] = np.where(columns["died"] < 0, chosen.num_events, columns["died"])
+    columns["freed_at"] = np.where(columns["freed_at"] < 0, chosen.num_events, columns["freed_at"])
     marks = None if recording.extra is None else Marks.from_plain(recording.extra)
     # Marks are of one device; the others of the same file are guessed.
     marks = marks if marks is not None and marks.trace == chosen.device else None
@@ -132,8 +132,8 @@ def history_of_recording(
         capacity_bytes=None if marks is None else marks.capacity_bytes,
         context_bytes=None if marks is None else marks.context_bytes,
         settings=settings or recording.settings,
-        allocated=follower.levels[0],
-        reserved=follower.levels[1],
+        allocated=follower.timeline[0],
+        reserved=follower.timeline[1],
         time_us=chosen.time_us - begin_us if chosen.time_us.any() else np.zeros(0, dtype=np.int64),
         blocks=Blocks(**(columns | {"category": named.category, "module": named.module})),
         stacks=recording.stacks,
@@ -160,9 +160,9 @@ class _Follower:
     """Collects the blocks of a recording while it is replayed: `rows` are the columns of `Blocks` without categories and modules."""
 
     def __init__(self, recording: DeviceRecording, watch: Watch | None) -> None:
-        self.levels = np.zeros((2, recording.num_events), dtype=np.int64)
+        self.timeline = np.zeros((2, recording.num_events), dtype=np.int64)
         self.rows: dict[str, list[int]] = {
-            name: [] for name in ("num_bytes", "block_bytes", "address", "lane", "born", "died", "stack")
+            name: [] for name in ("num_bytes", "block_bytes", "address", "lane", "allocated_at", "freed_at", "stack")
         }
         self._watch = watch
         self._alive: dict[int, int] = {}
@@ -180,13 +180,13 @@ class _Follower:
                 if blocks[address].is_live:
                     self._add(event, address, blocks[address], 0)
         else:
-            self.levels[:, event] = allocator.allocated_bytes, allocator.reserved_bytes
+            self.timeline[:, event] = allocator.allocated_bytes, allocator.reserved_bytes
             action, address = self._actions[event], self._addresses[event]
             if action == Action.ALLOC:
                 self._add(event, address, blocks[address], self._stacks[event])
             elif action == Action.FREE_REQUESTED and address in self._alive:
                 # At free_requested, when the program frees it, whatever streams still use it.
-                self.rows["died"][self._alive.pop(address)] = event
+                self.rows["freed_at"][self._alive.pop(address)] = event
             # Only now is it known which blocks outlast the recording.
             if event + 1 == len(self._actions):
                 self._name_what_lasted()
@@ -194,7 +194,7 @@ class _Follower:
             self._watch(event, allocator, blocks)
 
     def _add(self, event: int, address: int, block: Block, stack: int) -> None:
-        self._alive[address] = len(self.rows["born"])
+        self._alive[address] = len(self.rows["allocated_at"])
         row = (block.requested_bytes, block.size, block.address, block.pool.stream, event, -1, stack)
         for column, value in zip(self.rows.values(), row, strict=True):
             column.append(value)
@@ -202,7 +202,7 @@ class _Follower:
     def _name_what_lasted(self) -> None:
         """Gives blocks that were allocated throughout the recording the stack that the segments at its end have for them."""
         for address, index in self._alive.items():
-            if self.rows["born"][index] < 0:
+            if self.rows["allocated_at"][index] < 0:
                 self.rows["stack"][index] = self._stacks_at_end.get(address, 0)
 
 
@@ -220,16 +220,17 @@ class _Named:
 def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
     places = [place_of(stack) for stack in recording.stacks]
     lives = Lives(
-        num_events=chosen.num_events, **{name: columns[name] for name in ("born", "died", "num_bytes", "stack")}
+        num_events=chosen.num_events,
+        **{name: columns[name] for name in ("allocated_at", "freed_at", "num_bytes", "stack")},
     )
     phases = phases_of(places, lives)
     # Frees after the last allocation belong to the end of the program, not to a step.
-    last_request = int(lives.born.max(initial=-1))
+    last_request = int(lives.allocated_at.max(initial=-1))
     told = annotated_spans(recording.annotations, chosen.device, chosen.time_us, last_request)
     spans = told or guess_spans(lives, phases)
     return _Named(
         category=guess_categories(lives, phases, places, spans),
-        module=np.zeros(len(lives.born), dtype=np.int64),
+        module=np.zeros(len(lives.allocated_at), dtype=np.int64),
         modules=("",),
         spans=spans,
         assumptions=(
@@ -242,13 +243,13 @@ def _as_guessed(recording: Recording, columns: Mapping[str, Column], chosen: Dev
 
 
 def _as_marked(marks: Marks, columns: Mapping[str, Column], chosen: DeviceRecording) -> _Named:
-    born = columns["born"]
+    allocated_at = columns["allocated_at"]
     of_event = marks.category_of_events(chosen.num_events)
     of_start = dict(zip(marks.start_addresses.tolist(), marks.start_categories.tolist(), strict=True))
-    at_start = [of_start.get(address, UNKNOWN) for address in columns["address"][born < 0].tolist()]
-    modules = marks.module_of_events(chosen.num_events)[born[born >= 0]]
+    at_start = [of_start.get(address, UNKNOWN) for address in columns["address"][allocated_at < 0].tolist()]
+    modules = marks.module_of_events(chosen.num_events)[allocated_at[allocated_at >= 0]]
     return _Named(
-        category=np.append(np.asarray(at_start, dtype=np.int64), of_event[born[born >= 0]]),
+        category=np.append(np.asarray(at_start, dtype=np.int64), of_event[allocated_at[allocated_at >= 0]]),
         module=np.append(
             np.full(len(at_start), len(marks.modules)), np.where(modules < 0, len(marks.modules), modules)
         ),
@@ -262,7 +263,7 @@ def _lifetimes(tape: Tape) -> dict[str, Column]:
     """The events that allocate and free each storage; the number of events for never."""
     num_storages, num_events = len(tape.storages), len(tape.events)
     lifetimes = {}
-    for name, kind in (("born", EventKind.ALLOCATE), ("died", EventKind.FREE)):
+    for name, kind in (("allocated_at", EventKind.ALLOCATE), ("freed_at", EventKind.FREE)):
         at = np.flatnonzero(tape.events.kind == kind)
         lifetimes[name] = np.full(num_storages, num_events, dtype=np.int64)
         lifetimes[name][tape.events.storage[at]] = at
@@ -271,9 +272,9 @@ def _lifetimes(tape: Tape) -> dict[str, Column]:
 
 def _in_order_of_birth(tape: Tape, block_bytes: Column) -> Column:
     """The storages that had a block, in the order of allocation."""
-    born = tape.events.storage[tape.events.kind == EventKind.ALLOCATE]
+    allocated_at = tape.events.storage[tape.events.kind == EventKind.ALLOCATE]
     # A cuDNN workspace that did not fit in the replay has no block.
-    return born[block_bytes[born] > 0]
+    return allocated_at[block_bytes[allocated_at] > 0]
 
 
 def _stacks(tape: Tape) -> tuple[Column, tuple[tuple[str, ...], ...]]:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category, Column
 from tightfit.units import MIB
@@ -65,8 +65,14 @@ class Costs:
     block_seconds: Column
     forward_seconds: dict[str, float]
 
+    def forward_seconds_of(self, group: str) -> float:
+        """The seconds of the modules of one group, numbered children of one module."""
+        return sum(seconds for module, seconds in self.forward_seconds.items() if _group_of(module) == group)
 
-def remedies_of(history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> list[Remedy]:
+
+def remedies_of(
+    history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
+) -> list[Remedy]:
     """Suggestions that lower the allocated peak, best first. `places` has an entry per stack, `phases` (`Phase`) one per block."""
     if not len(history.blocks) or not history.num_events:
         return []
@@ -87,23 +93,25 @@ def remedies_of(history: History, places: tuple[Place, ...], phases: Column, cos
 class _Seen:
     """A history prepared for the checks behind each suggestion."""
 
-    def __init__(self, history: History, places: tuple[Place, ...], phases: Column, costs: Costs | None) -> None:
+    def __init__(
+        self, history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
+    ) -> None:
         self.history, self.places, self.phases, self.costs = history, places, phases, costs
         self.blocks = history.blocks
         self.steps = steps_of(history, kinds=("step",))
         numbers = np.append(step_numbers(history, self.steps), NO_STEP)
-        self.step_of = numbers[self.blocks.born]
+        self.step_of = numbers[self.blocks.allocated_at]
         self.operators = np.array([place.operator for place in places])[self.blocks.stack]
 
     def saved(self, chosen: Column, begin: Column | None = None, *, kept_bytes: int = 0) -> int:
         """How much the peak falls without the chosen blocks, from `begin` (by default their allocation) until they are freed."""
         blocks = self.blocks
-        begins = blocks.born if begin is None else begin
+        begins = blocks.allocated_at if begin is None else begin
         return saved_bytes(
-            self.history, blocks.block_bytes[chosen], begins[chosen], blocks.died[chosen], kept_bytes=kept_bytes
+            self.history, blocks.block_bytes[chosen], begins[chosen], blocks.freed_at[chosen], kept_bytes=kept_bytes
         )
 
-    def place_of(self, block: int) -> Place:
+    def place_of(self, block: int) -> AllocationSite:
         """The allocation site of a block."""
         return self.places[int(self.blocks.stack[block])]
 
@@ -113,7 +121,7 @@ class _Seen:
         ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
         passing = np.isin(blocks.category, _PASSING) & (self.step_of != NO_STEP)
         # Blocks that are never freed and allocated anew in every step are growth, which is reported as such.
-        chosen = passing & (blocks.died > ends) & (blocks.died < self.history.num_events)
+        chosen = passing & (blocks.freed_at > ends) & (blocks.freed_at < self.history.num_events)
         keys = np.array([place.name for place in self.places])[blocks.stack]
         sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
         for key in sorted(sizes, key=lambda key: -sizes[key])[:_NUM_KEPT]:
@@ -134,10 +142,12 @@ class _Seen:
         chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
         rows = [
             # From the next step's begin until backward would allocate it anyway, at the same age as in its own step.
-            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.died[b]), later.begin + self._age(b), later.end))
+            (int(blocks.block_bytes[b]), later.begin, min(int(blocks.freed_at[b]), later.begin + age, later.end))
             for b in chosen.tolist()
-            for later in steps[int(self.step_of[b]) + 1 :]
-            if later.begin < blocks.died[b]
+            for own in [int(self.step_of[b])]
+            for age in [int(blocks.allocated_at[b]) - steps[own].begin]
+            for later in steps[own + 1 :]
+            if later.begin < blocks.freed_at[b]
         ]
         if rows:
             num_bytes, begin, end = np.asarray(rows, dtype=np.int64).T
@@ -151,10 +161,6 @@ class _Seen:
                 note="gradients stay allocated through the next forward pass; not where they are accumulated over steps",
                 is_one_line=True,
             )
-
-    def _age(self, block: int) -> int:
-        """The number of events between the begin of its step and the allocation of a block."""
-        return int(self.blocks.born[block]) - self.steps[int(self.step_of[block])].begin
 
     def optimizer_temporaries(self) -> Iterable[Remedy]:
         """Temporaries that foreach optimizers allocate for a whole list of tensors at once."""
@@ -200,7 +206,10 @@ class _Seen:
                 where="",
                 saves="allocated",
                 saves_bytes=saved_bytes(
-                    self.history, blocks.block_bytes[spared] * 3 // 4, blocks.born[spared], blocks.died[spared]
+                    self.history,
+                    blocks.block_bytes[spared] * 3 // 4,
+                    blocks.allocated_at[spared],
+                    blocks.freed_at[spared],
                 ),
                 adds_seconds=None,
                 is_exact=False,
@@ -216,21 +225,23 @@ class _Seen:
             return
         whole_bytes = int(blocks.num_bytes[softmax].max())
         # Half the bytes: log_softmax runs in float32 also where the logits are in 16 bits.
-        alike = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
+        same_size = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
         makes = (
-            alike & (self.phases == 0) & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
+            same_size
+            & (self.phases == 0)
+            & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
         )
         seconds = None
         if self.costs is not None:
             steps = max(1, len(np.unique(self.step_of[makes])))
             seconds = float(self.costs.block_seconds[makes].sum()) / steps
         # Logits, log-probabilities and the gradient of one chunk exist at once.
-        kept_bytes = int(blocks.block_bytes[alike].max()) * 3 // _NUM_CHUNKS
+        kept_bytes = int(blocks.block_bytes[same_size].max()) * 3 // _NUM_CHUNKS
         yield Remedy(
             what=f"the loss in {_NUM_CHUNKS} chunks of tokens, with the logits recomputed in the backward pass",
             where=self.place_of(int(np.flatnonzero(softmax)[0])).name,
             saves="allocated",
-            saves_bytes=self.saved(alike, kept_bytes=kept_bytes),
+            saves_bytes=self.saved(same_size, kept_bytes=kept_bytes),
             adds_seconds=seconds,
             is_exact=True,
             note="exact up to the order of sums",
@@ -251,7 +262,7 @@ class _Seen:
                 where=f"{group}*",
                 saves="allocated",
                 saves_bytes=self.saved(inside & ~outputs, kept_bytes=largest_bytes),
-                adds_seconds=None if self.costs is None else self._forward_seconds(group),
+                adds_seconds=None if self.costs is None else self.costs.forward_seconds_of(group),
                 is_exact=True,
                 note="runs their forward pass twice",
             )
@@ -279,10 +290,6 @@ class _Seen:
             outputs[visit[-1]] = True
             largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
         return outputs, largest_bytes
-
-    def _forward_seconds(self, group: str) -> float:
-        assert self.costs is not None, "only asked where the costs are known"
-        return sum(seconds for module, seconds in self.costs.forward_seconds.items() if _group_of(module) == group)
 
 
 def _repeated(module: str) -> tuple[str, int] | None:

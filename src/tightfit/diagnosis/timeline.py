@@ -11,7 +11,7 @@ NO_STEP = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepSpan:
     """One span with all its pieces: from the begin of the first to the end of the last."""
 
     name: str
@@ -23,7 +23,7 @@ class Step:
     end_allocated_bytes: int
 
 
-def steps_of(history: History, *, kinds: tuple[str, ...] = ("setup", "step", "aside")) -> tuple[Step, ...]:
+def steps_of(history: History, *, kinds: tuple[str, ...] = ("setup", "step", "aside")) -> tuple[StepSpan, ...]:
     """The spans of a history in order of first appearance, pieces of one name merged, without empty ones."""
     # A step that an evaluation interrupts is two spans of one name.
     pieces: dict[tuple[str, str], list[slice]] = {}
@@ -31,7 +31,7 @@ def steps_of(history: History, *, kinds: tuple[str, ...] = ("setup", "step", "as
         if span.begin < span.end and span.kind in kinds:
             pieces.setdefault((span.name, span.kind), []).append(slice(span.begin, span.end))
     return tuple(
-        Step(
+        StepSpan(
             name=name,
             kind=kind,
             begin=slices[0].start,
@@ -44,7 +44,7 @@ def steps_of(history: History, *, kinds: tuple[str, ...] = ("setup", "step", "as
     )
 
 
-def step_numbers(history: History, steps: tuple[Step, ...]) -> Column:
+def step_numbers(history: History, steps: tuple[StepSpan, ...]) -> Column:
     """For each event the index of its step, `NO_STEP` outside; of nested ones the later."""
     numbers = np.full(history.num_events, NO_STEP, dtype=np.int64)
     for number, step in enumerate(steps):

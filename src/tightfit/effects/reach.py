@@ -4,6 +4,7 @@ Code is read, not run: the globals, closures, defaults and class attributes that
 state in modules and in the objects that these refer to. The walk ends after a bounded number of objects; state beyond is found by comparing values.
 """
 
+import abc
 import builtins
 import dataclasses
 import dis
@@ -207,17 +208,21 @@ class _CellMapping(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
 
-class _Walk:
-    """One walk; `inside` are the modules of the region, whose children are walked through as well."""
+class _Collected:
+    """What a walk has found, and the objects that it has met."""
 
-    def __init__(self, inside: Collection[int]) -> None:
+    def __init__(self) -> None:
         self.found = Reach()
         self._seen: set[int] = set()
         # Keeps visited objects alive during the walk: ids are only unique among live objects.
         self._alive: list[Any] = []
-        self._inside = inside
 
-    def _hold(self, holder: Holder, *, is_other: bool = False) -> bool:
+    def is_full(self) -> bool:
+        """Whether so many objects were met that the walk ends."""
+        return len(self._seen) > 4 * _MAX_OBJECTS
+
+    def hold(self, holder: Holder, *, is_other: bool = False) -> bool:
+        """Adds a holder with its contents; whether there was room for it."""
         if len(self.found.holders) >= _MAX_OBJECTS:
             return False
         if is_other:
@@ -226,56 +231,38 @@ class _Walk:
         self.found.contents.append(holder.content(is_kept=True))
         return True
 
-    def _hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
+    def hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
+        """Adds a dict."""
         get = functools.partial(_same, value)
-        if self._hold(Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)):
+        if self.hold(Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)):
             self.found.dicts.append(value)
 
-    def _hold_attributes(self, path: str, module: torch.nn.Module) -> None:
+    def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
+        """Adds the attributes of a module, without keeping the module."""
         reference = weakref.ref(module)
-        if self._hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
+        if self.hold(Names(path, id(module), lambda: _attributes(reference), is_attributes=True)):
             self.found.modules.append(reference)
 
-    def _is_new(self, value: Any) -> bool:
+    def is_new(self, value: Any) -> bool:
+        """Whether an object is met for the first time."""
         if id(value) in self._seen:
             return False
         self._seen.add(id(value))
         self._alive.append(value)
         return True
 
-    def module(self, path: str, module: torch.nn.Module) -> None:
-        """A module of the region."""
-        if not self._is_new(module):
-            return
-        self._hold_attributes(path, module)
-        for name, value in list(vars(module).items()):
-            if isinstance(value, dict) and name.startswith("_") and not value:
-                self.found.empty.append(value)
-            elif isinstance(value, dict) and name.startswith("_"):
-                # Parameters, buffers, children and hooks: `_buffers` is no word that a person looks for.
-                shown = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
-                if self._is_new(value):
-                    self._hold_dict(shown, value, is_attributes=shown == path, keeps_graphs=name == "_parameters")
-                for key, inner in list(value.items()):
-                    if not isinstance(inner, torch.nn.Module):
-                        self._value(f"{shown}.{key}", inner)
-            # Our own wrappers stand there while a plan is on the model.
-            elif name != "forward":
-                self._value(f"{path}.{name}", value)
-        self._class(type(module), path)
 
-    def hooks_of_all_modules(self) -> None:
-        """The hooks that torch calls for every module of the process."""
-        for name in _HOOKS_OF_ALL_MODULES:
-            hooks = vars(torch.nn.modules.module)[name]
-            if hooks:
-                self._hold_dict(f"torch.nn.{name}", hooks, is_attributes=False)
-            else:
-                self.found.empty.append(hooks)
-            for hook in list(hooks.values()):
-                self._value(f"torch.nn.{name}", hook)
+class _CodeWalk(abc.ABC):
+    """The part of a walk that goes through the user's code; `_value` goes on with what the code refers to."""
 
-    def _class(self, kind: type, path: str) -> None:
+    def __init__(self) -> None:
+        self.collected = _Collected()
+
+    @abc.abstractmethod
+    def _value(self, path: str, value: Any) -> None:
+        """A value of any type."""
+
+    def users_class(self, kind: type, path: str) -> None:
         """The code of a class's `forward`, and of the methods that it calls on `self`."""
         waiting, seen = ["forward"], {"forward"}
         while waiting:
@@ -292,19 +279,20 @@ class _Walk:
                 self._value(f"{kind.__name__}.{name}", function)
                 function = function.__wrapped__
             if isinstance(function, types.FunctionType) and is_users_file(function.__code__.co_filename):
-                self._function(f"{kind.__name__}.{name}", function)
+                self.function(f"{kind.__name__}.{name}", function)
                 more = _names_in(function.__code__)[1] - seen
                 waiting += more
                 seen |= more
         for base in kind.__mro__:
-            if is_users_class(base) and self._is_new(base):
-                self._hold(ClassAttributes(base.__name__, base), is_other=True)
+            if is_users_class(base) and self.collected.is_new(base):
+                self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
                 for name, value in list(vars(base).items()):
                     if isinstance(value, (torch.Tensor, list, dict, set)) and not name.startswith("__"):
                         self._value(f"{base.__name__}.{name}", value)
 
-    def _function(self, path: str, function: types.FunctionType) -> None:
-        if not self._is_new(function) or not is_users_file(function.__code__.co_filename):
+    def function(self, path: str, function: types.FunctionType) -> None:
+        """A function: the globals, closures, defaults and attributes that it names."""
+        if not self.collected.is_new(function) or not is_users_file(function.__code__.co_filename):
             return
         names, attributes = _names_in(function.__code__)
         space = function.__globals__
@@ -315,51 +303,98 @@ class _Walk:
         plain = tuple(n for n in plain if n in space or n not in vars(builtins))
         module = function.__module__ or ""
         if plain:
-            self._hold(Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True)
+            self.collected.hold(
+                Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True
+            )
         for name in names:
             value = space.get(name)
             if isinstance(value, type):
                 if is_users_class(value) and not issubclass(value, torch.nn.Module):
-                    self._class(value, name)
+                    self.users_class(value, name)
             elif isinstance(value, types.ModuleType):
                 self._python_module(value, attributes)
             else:
                 self._value(f"{module}.{name}", value)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if variable != "__class__" and self._is_new(cell):
-                self._hold(_Cell(f"{path}:{variable}", cell), is_other=True)
+            if variable != "__class__" and self.collected.is_new(cell):
+                self.collected.hold(_Cell(f"{path}:{variable}", cell), is_other=True)
                 for value in _CellMapping(cell).values():
                     self._value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(f"{path}()", value)
 
     def _attributes_of(self, path: str, function: types.FunctionType) -> None:
-        if vars(function) and self._is_new(vars(function)):
-            self._hold_dict(path, vars(function), is_attributes=True)
+        if vars(function) and self.collected.is_new(vars(function)):
+            self.collected.hold_dict(path, vars(function), is_attributes=True)
             for name, value in list(vars(function).items()):
                 self._value(f"{path}.{name}", value)
 
     def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
-        if module is os and attributes & READS_ENVIRONMENT and self._is_new(os.environ):
-            self._hold(environment(), is_other=True)
-        if not is_users_file(getattr(module, "__file__", None) or "<frozen") or not self._is_new(module):
+        if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
+            self.collected.hold(environment(), is_other=True)
+        if not is_users_file(getattr(module, "__file__", None) or "<frozen") or not self.collected.is_new(module):
             return
         named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
-        self._hold(Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True)
+        self.collected.hold(
+            Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
+        )
         for name in named:
             self._value(f"{module.__name__}.{name}", vars(module)[name])
+
+
+class _Walk(_CodeWalk):
+    """One walk; `inside` are the modules of the region, whose children are walked through as well."""
+
+    def __init__(self, inside: Collection[int]) -> None:
+        super().__init__()
+        self.found = self.collected.found
+        self._inside = inside
+
+    def module(self, path: str, module: torch.nn.Module) -> None:
+        """A module of the region."""
+        if not self.collected.is_new(module):
+            return
+        self.collected.hold_attributes(path, module)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, dict) and name.startswith("_") and not value:
+                self.found.empty.append(value)
+            elif isinstance(value, dict) and name.startswith("_"):
+                # Parameters, buffers, children and hooks: `_buffers` is no word that a person looks for.
+                shown = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
+                if self.collected.is_new(value):
+                    self.collected.hold_dict(
+                        shown, value, is_attributes=shown == path, keeps_graphs=name == "_parameters"
+                    )
+                for key, inner in list(value.items()):
+                    if not isinstance(inner, torch.nn.Module):
+                        self._value(f"{shown}.{key}", inner)
+            # Our own wrappers stand there while a plan is on the model.
+            elif name != "forward":
+                self._value(f"{path}.{name}", value)
+        self.users_class(type(module), path)
+
+    def hooks_of_all_modules(self) -> None:
+        """The hooks that torch calls for every module of the process."""
+        for name in _HOOKS_OF_ALL_MODULES:
+            hooks = vars(torch.nn.modules.module)[name]
+            if hooks:
+                self.collected.hold_dict(f"torch.nn.{name}", hooks, is_attributes=False)
+            else:
+                self.found.empty.append(hooks)
+            for hook in list(hooks.values()):
+                self._value(f"torch.nn.{name}", hook)
 
     def argument(self, path: str, value: Any) -> None:
         """An argument of the forward; its tensors are watched whether they have a graph or not."""
         for number, leaf in enumerate(tree_leaves(value)):
-            if isinstance(leaf, torch.Tensor) and self._is_new(leaf):
+            if isinstance(leaf, torch.Tensor) and self.collected.is_new(leaf):
                 self.found.tensors.append(leaf)
                 self.found.tensor_paths.append(path if leaf is value else f"{path}[{number}]")
         self._value(path, value)
 
     def _value(self, path: str, value: Any) -> None:
         """A value of any type."""
-        if isinstance(value, PLAIN) or len(self._seen) > 4 * _MAX_OBJECTS or not _can_hold(value):
+        if isinstance(value, PLAIN) or self.collected.is_full() or not _can_hold(value):
             return
         if type(value) in weakref.ProxyTypes:
             # Checked first, as a proxy reports the class of its object.
@@ -367,15 +402,15 @@ class _Walk:
             return
         if isinstance(value, torch.nn.Module):
             # One that is not inside the region: its own attributes, not all that lies below it.
-            if id(value) not in self._inside and self._is_new(value):
-                self._hold_attributes(path, value)
+            if id(value) not in self._inside and self.collected.is_new(value):
+                self.collected.hold_attributes(path, value)
             return
         if isinstance(value, types.MethodType):
             self._value(path, value.__self__)
             value = value.__func__
         if isinstance(value, types.FunctionType):
-            self._function(path, value)
-        elif self._is_new(value):
+            self.function(path, value)
+        elif self.collected.is_new(value):
             self._object(path, value)
 
     def _object(self, path: str, value: Any) -> None:
@@ -408,7 +443,7 @@ class _Walk:
         if (drawn := _drawn(path, value)) is not None:
             self.found.drawn.append(drawn)
         elif (holder := scope(path, value)) is not None:
-            self._hold(holder, is_other=True)
+            self.collected.hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
                 self._value(f"{path}.{name}", inner)
         else:
@@ -416,14 +451,14 @@ class _Walk:
 
     def _container(self, path: str, value: Any) -> None:
         if isinstance(value, dict):
-            self._hold_dict(path, value, is_attributes=False)
+            self.collected.hold_dict(path, value, is_attributes=False)
             for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
                 self._value(f"{path}[{name!r}]", inner)
         elif isinstance(value, set):
-            self._hold(Members(path, value), is_other=True)
+            self.collected.hold(Members(path, value), is_other=True)
         else:
             if isinstance(value, list | deque):
-                self._hold(Items(path, value), is_other=True)
+                self.collected.hold(Items(path, value), is_other=True)
             for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
                 self._value(f"{path}[{number}]", inner)
 
@@ -436,7 +471,7 @@ class _Walk:
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._hold_dict(path, own, is_attributes=True)
+            self.collected.hold_dict(path, own, is_attributes=True)
         if not is_bag and not is_users_class(kind):
             # Of a library's object (a cache, a configuration): the containers and tensors that are its own.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
@@ -445,16 +480,16 @@ class _Walk:
             return
         slots = slots_of(kind)
         if slots:
-            self._hold(
+            self.collected.hold(
                 Names(path, (id(value), "slots"), lambda: Slots(value, slots), is_attributes=True), is_other=True
             )
         for name in (*(own or ()), *slots):
             inner = own[name] if own and name in own else getattr(value, name, None)
             self._value(f"{path}.{name}", inner)
-        self._class(kind, path)
+        self.users_class(kind, path)
         call = vars(kind).get("__call__")
         if isinstance(call, types.FunctionType):
-            self._function(f"{kind.__name__}.__call__", call)
+            self.function(f"{kind.__name__}.__call__", call)
 
 
 def _attributes(reference: "weakref.ref[torch.nn.Module]") -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class StateDifference:
     """One change of the state. A snapshot can restore it unless `is_in_place`: a tensor was written to or given other data, or an iterator
     advanced. `tensor` is the tensor."""
 
@@ -138,13 +138,13 @@ def _refers_to_nothing(*values: Any) -> bool:
     return all(isinstance(value, PLAIN) or type(value).__name__ == "_InGraph" for value in values)
 
 
-def differences(before: Snapshot, after: Snapshot) -> list[Difference]:
+def differences(before: Snapshot, after: Snapshot) -> list[StateDifference]:
     """The differences between two snapshots: plain values by equality, everything else by identity, version and storage."""
     found = []
     if before.python_random != after.python_random:
-        found.append(Difference(path="Python's random", what="was drawn from"))
+        found.append(StateDifference(path="Python's random", what="was drawn from"))
     if not numpy_state.same(before.numpy_random, after.numpy_random):
-        found.append(Difference(path="numpy.random", what="was drawn from"))
+        found.append(StateDifference(path="numpy.random", what="was drawn from"))
     found += _different_contents(before, after)
     found += _different_tensors(before, after)
     found += _different_drawn(before, after)
@@ -168,7 +168,7 @@ def restore(to: Snapshot) -> None:
             each.put(state)
 
 
-def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[StateDifference]:
     if before.contents is after.contents:
         return
     later = {holder.key: content for holder, content in zip(after.reach.holders, after.contents, strict=True)}
@@ -181,12 +181,12 @@ def _different_contents(before: Snapshot, after: Snapshot) -> Iterator[Differenc
             is_all_lost = not is_dict and any(map(is_gone, first))
             for name in holder.changed(first, second):
                 is_lost = is_all_lost or (bool(lost) and name.strip(".[]'") in lost)
-                yield Difference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
+                yield StateDifference(path=f"{holder.path}{name}", what="was changed", is_in_place=is_lost)
     empty = set(map(id, before.reach.empty))
-    yield from (Difference(path=h.path, what="was added to") for h in after.reach.holders if h.key in empty)
+    yield from (StateDifference(path=h.path, what="was added to") for h in after.reach.holders if h.key in empty)
 
 
-def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[StateDifference]:
     same_storages = before.reach is after.reach and all(map(operator.is_, before.storages, after.storages))
     if same_storages and before.versions == after.versions:
         return
@@ -195,16 +195,16 @@ def _different_tensors(before: Snapshot, after: Snapshot) -> Iterator[Difference
     for path, tensor, version, storage in places:
         now = later.get(id(tensor)) or (_version(tensor), _storage(tensor))
         if now[1] is not storage:
-            yield Difference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
+            yield StateDifference(path=path, what="was given other data", is_in_place=True, tensor=tensor)
         elif now[0] != version:
-            yield Difference(path=path, what="was written to", is_in_place=True, tensor=tensor)
+            yield StateDifference(path=path, what="was written to", is_in_place=True, tensor=tensor)
 
 
-def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
+def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDifference]:
     later = {each.key: state for each, state in zip(after.reach.drawn, after.drawn, strict=True)}
     for each, state in zip(before.reach.drawn, before.drawn, strict=True):
         if later.get(each.key, state) != state:
-            yield Difference(path=each.path, what="was drawn from", is_in_place=each.put is None)
+            yield StateDifference(path=each.path, what="was drawn from", is_in_place=each.put is None)
 
 
 # Of the virtual GPU: they have storages of their own, without data.

@@ -1,6 +1,6 @@
 """Compares outputs and gradients of parts with those of the whole, by value, in the first steps of a real run, within a bound from their dtype.
 
-The proof is by structure (`effects.independence`); this is a second check, on real numbers. Weights that are all zero, of a head or an adapter
+The proof is by structure (`effects.independence.row_proof`); this is a second check, on real numbers. Weights that are all zero, of a head or an adapter
 that starts so, would hide what comes before them: they are replaced by random ones for the check, and the model's own are not touched.
 """
 

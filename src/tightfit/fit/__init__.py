@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
 from tightfit.devices.calibration import Calibration
@@ -16,7 +16,7 @@ from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.extent import Steps, extent_of
-from tightfit.fit.progress import OnProgress, ProgressLog
+from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
@@ -104,7 +104,7 @@ def estimate(
     the one in the environment. `margin` says which end of the peak's range has to fit: "safe" (the upper one), "likely" (the likely peak) or 0 (the
     lower one). After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
     neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
-    is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.progress.Progress`. `used` is what other
+    is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.planning_progress.Progress`. `used` is what other
     processes hold on the card ("3GiB", "10%", or bytes). What the workload writes is dropped and it has no network, but for what `allow_writes`
     and `allow_network` allow.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.devices.calibration import Calibration
@@ -22,7 +22,7 @@ from tightfit.fit import allocator_settings, margin_named
 from tightfit.fit.available import Used, used_bytes_of, without_used
 from tightfit.fit.extent import Steps, extent_of
 from tightfit.fit.planning import allowed
-from tightfit.fit.progress import OnProgress, ProgressLog
+from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest

@@ -8,7 +8,7 @@ has the lowest peak on each, until the next prediction is above what was reached
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tightfit.fit.candidates import Candidate, Candidates, context_bytes, gap_after
+from tightfit.fit.candidates import Candidate, Candidates, context_bytes
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
@@ -79,7 +79,11 @@ class LeastPeak:
         variant = self._candidates.variant(start, [option for option in options if option.retains])
         left = problems.with_taken(variant.problem, own)
         peak = least_peak(left, time_limit_seconds=_SECONDS_TO_PREDICT)
-        return Prediction(needed_bytes=peak + gap_after(own, variant, left), options=(*self._free, *options))
+        # What a card needs beyond the bytes that are allocated comes and goes with them, but for the context.
+        plain, context = self._candidates.variant(start), context_bytes(start)
+        share = peak / max(1, plain.problem.peak_bytes(()))
+        gap = context + round(share * max(0, plain.gap_bytes - context))
+        return Prediction(needed_bytes=peak + gap, options=(*self._free, *options))
 
     def search(self, base: TracedRun, start: TracedRun) -> Candidate | None:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""

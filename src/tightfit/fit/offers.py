@@ -101,8 +101,12 @@ class Offers:
         many blocks does not need a trace for each."""
         own = [option for option in options if option.technique == technique]
         meant = [o for o in own if o.where in places] or [o for o in own if modules_of(o) & set(places)]
-        alike = {option.alike for option in meant if option.alike}
-        again = alike & self._refused_kinds
-        self._refused_kinds |= alike
+        equivalence_class = {option.equivalence_class for option in meant if option.equivalence_class}
+        again = equivalence_class & self._refused_kinds
+        self._refused_kinds |= equivalence_class
         offered = [o for (name, _), found in self._offered.items() if name == technique for o in found]
-        return list(dict.fromkeys([*places, *(o.where for o in (*meant, *(o for o in offered if o.alike in again)))]))
+        return list(
+            dict.fromkeys(
+                [*places, *(o.where for o in (*meant, *(o for o in offered if o.equivalence_class in again)))]
+            )
+        )

@@ -91,9 +91,9 @@ def _blocks(base: TracedRun) -> Iterable[str]:
     """A model with fewer of its repeated blocks: their parameters, gradients, states and activations are gone."""
     run, parts = base.profile.optimizer, base.profile.trained_parts
     blocks = parts.blocks
-    if blocks is None or not run.stretches or not len(parts.gradients):
+    if blocks is None or not run.step_ranges or not len(parts.gradients):
         return
-    trained_bytes = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
+    trained_bytes = int(run.block_bytes[run.gradients(run.step_ranges[-1])].sum())
     if 2 * trained_bytes < base.estimate.at_peak["parameters"]:
         return  # of weights that are frozen a tape does not tell whose they are
     number = max(1, blocks.number // _PART_OF_BLOCKS)
@@ -116,7 +116,7 @@ def _blocks(base: TracedRun) -> Iterable[str]:
 
 def _one_for_each_weight(parts: TrainedParts, gone: Column) -> Column:
     """Of the gradients that `gone` marks, those that live when the last optimizer step begins: one for each weight, and as large."""
-    return np.intersect1d(parts.gradients[gone], parts.run.gradients(parts.run.stretches[-1]))
+    return np.intersect1d(parts.gradients[gone], parts.run.gradients(parts.run.step_ranges[-1]))
 
 
 def _cards(found: Found, card: Device) -> Iterable[str]:

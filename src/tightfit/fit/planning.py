@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.containment.policy import Policy
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import parse_target
 from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
@@ -19,7 +19,7 @@ from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.candidates import Variant
 from tightfit.fit.extent import Steps, extent_of
 from tightfit.fit.plan_advice import advice
-from tightfit.fit.progress import OnProgress, ProgressLog
+from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
@@ -70,7 +70,7 @@ def plan(
     there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
     most. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
     (the likely peak) or 0 (the lower one), `used` what other processes hold on the card. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
-    and `on_progress` has more of it (`tightfit.fit.progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
+    and `on_progress` has more of it (`tightfit.fit.planning_progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
     is true; a second interrupt is raised.
 
     Raises:

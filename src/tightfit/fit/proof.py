@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Sequence
 
-from tightfit.capture.containment.policy import CLOSED, Policy
+from tightfit.capture.processes.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
 from tightfit.errors import ApplyError
-from tightfit.fit.progress import ProgressLog
-from tightfit.fit.values import HostRun, differences, run_on_host
+from tightfit.fit.planning_progress import ProgressLog
+from tightfit.fit.values import HostValues, differences, run_on_host
 from tightfit.planner.plan import Choice, Proof
 from tightfit.tape import Category, Tape
 from tightfit.techniques.registry import technique
@@ -50,7 +50,7 @@ class Prover:
         self._seconds = seconds
         self._log = log
         self._policy = policy
-        self._plain: HostRun | None = None
+        self._plain: HostValues | None = None
         self._is_double = True
         self._deadline = 0.0
 
@@ -99,7 +99,7 @@ class Prover:
             return "not verified by values: the host has too little memory"
         return ""
 
-    def _plain_run(self) -> HostRun:
+    def _plain_run(self) -> HostValues:
         """The plain run, in float64 where the program takes it, twice: if the two differ, it proves nothing."""
         if self._plain is not None:
             return self._plain
@@ -110,7 +110,7 @@ class Prover:
         self._plain = found
         return found
 
-    def _run(self, choices: Sequence[Choice]) -> HostRun:
+    def _run(self, choices: Sequence[Choice]) -> HostValues:
         return run_on_host(
             self._target,
             [c for c in choices if "alloc_conf" not in c.settings],
@@ -120,12 +120,12 @@ class Prover:
             policy=self._policy,
         )
 
-    def _first_difference(self, plain: HostRun, planned: HostRun, choices: Sequence[Choice]) -> str:
+    def _first_difference(self, plain: HostValues, planned: HostValues, choices: Sequence[Choice]) -> str:
         assert plain.values is not None and planned.values is not None
         is_bitwise = all(_promises_bits(choice) for choice in choices)
         return next(iter(differences(plain.values, planned.values, is_bitwise=is_bitwise)), "")
 
-    def _to_blame(self, plain: HostRun, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
+    def _to_blame(self, plain: HostValues, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
         """The techniques with which, alone, the values are others; if none is by itself, the last that is put on."""
         assert plain.values is not None
         # Something is wrong, and what it is must be known.

@@ -12,14 +12,14 @@ import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
-from tightfit.capture.containment.policy import CLOSED, Policy
+from tightfit.capture.processes.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
 from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import CaptureError
 from tightfit.fit.extent import Extent
-from tightfit.fit.progress import ProgressLog
+from tightfit.fit.planning_progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
 from tightfit.simulate.estimate import Estimate, needed_bytes

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tightfit.capture.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.children import shared_folder
+from tightfit.capture.processes.containment.policy import CLOSED, Containment, Policy, contained
 from tightfit.capture.processes.fork_server import forked_child
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace import Preparation
@@ -24,7 +24,7 @@ _ABSOLUTE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostRun:
+class HostValues:
     """What a run on the host has left; `values` is None, and `why` says it, where it did not come to its end."""
 
     values: dict[str, Any] | None
@@ -39,7 +39,7 @@ def run_on_host(
     is_double: bool,
     timeout_seconds: float,
     policy: Policy = CLOSED,
-) -> HostRun:
+) -> HostValues:
     """The first steps of `target` on the host with `choices` on it; `policy` as for `tightfit.capture.trace.trace`.
 
     Raises:
@@ -69,10 +69,10 @@ def run_on_host(
             error.trace = answer["trace"]
             raise error
         if answer["kind"] != "done":
-            return HostRun(values=None, why=answer["message"])
+            return HostValues(values=None, why=answer["message"])
         import torch
 
-        return HostRun(values=torch.load(values, weights_only=True))
+        return HostValues(values=torch.load(values, weights_only=True))
 
 
 def _answer(request: Path, timeout_seconds: float, policy: Policy, containment: Containment | None) -> dict[str, Any]:

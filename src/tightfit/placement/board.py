@@ -78,8 +78,10 @@ class Board:
 
 def _sections(lower: Numbers, upper: Numbers) -> Flags:
     """The maximal sets of live buffers: those just after a lifetime begins, where the next change is an end."""
-    births, deaths = set(lower.tolist()), set(upper.tolist())
-    moments = sorted(births | deaths)
-    starts = [moment for moment, following in itertools.pairwise(moments) if moment in births and following in deaths]
+    allocations, deaths = set(lower.tolist()), set(upper.tolist())
+    moments = sorted(allocations | deaths)
+    starts = [
+        moment for moment, following in itertools.pairwise(moments) if moment in allocations and following in deaths
+    ]
     at = np.array(starts, dtype=np.int64)[:, None]
     return (lower <= at) & (at < upper)

@@ -41,7 +41,7 @@ class Outcome(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Node:
+class PartialPlacement:
     """A partial placement.
 
     `starts` (n): the lowest possible offset of each open buffer. `is_held` (n): it must rest on a buffer that is still open.
@@ -54,7 +54,7 @@ class Node:
     loads: Numbers
 
 
-class Search:
+class BranchAndBound:
     """One depth-first run below `height` units; `offsets` (n, in units) holds the placement after FOUND.
 
     `ranks` (n) says which of several buffers at the same height is tried first. `weights` (s) is raised where sections fail and may be handed
@@ -84,7 +84,7 @@ class Search:
     def run(self) -> Outcome:
         """Searches from the empty placement."""
         num_buffers = len(self.board.sizes)
-        root = Node(
+        root = PartialPlacement(
             np.zeros(num_buffers, dtype=np.int64),
             np.zeros(num_buffers, dtype=np.bool_),
             np.ones(num_buffers, dtype=np.bool_),
@@ -94,7 +94,7 @@ class Search:
         with _deep_recursion(_FRAMES_PER_BUFFER * num_buffers):
             return self._solve(root)
 
-    def _solve(self, node: Node) -> Outcome:
+    def _solve(self, node: PartialPlacement) -> Outcome:
         """Solves each group of buffers whose lifetimes do not overlap; the first without a solution ends it."""
         if not node.is_open.any():
             return Outcome.FOUND
@@ -105,12 +105,12 @@ class Search:
             is_open = np.zeros_like(node.is_open)
             is_open[part] = True
             loads = self.board.member_sizes[:, part].sum(axis=1)
-            outcome = self._solve_part(Node(node.starts, node.is_held & is_open, is_open, loads))
+            outcome = self._solve_part(PartialPlacement(node.starts, node.is_held & is_open, is_open, loads))
             if outcome is not Outcome.FOUND:
                 return outcome
         return Outcome.FOUND
 
-    def _solve_part(self, node: Node) -> Outcome:
+    def _solve_part(self, node: PartialPlacement) -> Outcome:
         self.num_nodes_left -= 1
         if self.num_nodes_left < 0 or time.monotonic() > self.deadline:
             return Outcome.STOPPED
@@ -137,21 +137,21 @@ class Search:
                 return outcome
         return Outcome.EXHAUSTED
 
-    def _placed(self, node: Node, buffer: np.intp) -> Node:
+    def _placed(self, node: PartialPlacement, buffer: np.intp) -> PartialPlacement:
         """The node after `buffer` was placed at its start; overlapping ones move above it, and held ones may rest on it."""
         board = self.board
         top = node.starts[buffer] + board.sizes[buffer]
         is_lifted = board.meets[buffer] & (node.starts <= top)
         is_open = node.is_open.copy()
         is_open[buffer] = False
-        return Node(
+        return PartialPlacement(
             np.where(is_lifted, top, node.starts),
             node.is_held & ~is_lifted,
             is_open,
             node.loads - board.member_sizes[:, buffer],
         )
 
-    def _tighten(self, node: Node) -> Node | None:
+    def _tighten(self, node: PartialPlacement) -> PartialPlacement | None:
         """The node with starts raised as far as can be inferred, or None where some section cannot hold its buffers any more."""
         board, is_open, loads = self.board, node.is_open, node.loads
         starts, is_held = node.starts, node.is_held
@@ -167,10 +167,10 @@ class Search:
             is_held = is_held | (is_open & waits.any(axis=0))
             held = np.flatnonzero(is_held)
             if not len(held):
-                return Node(starts, is_held, is_open, loads)
+                return PartialPlacement(starts, is_held, is_open, loads)
             supports = (board.apart_or_self[held] + tops).min(axis=1)
             if not (supports > starts[held]).any():
-                return Node(starts, is_held, is_open, loads)
+                return PartialPlacement(starts, is_held, is_open, loads)
             starts = starts.copy()
             starts[held] = np.maximum(starts[held], supports)
 
@@ -186,7 +186,7 @@ class Search:
         self.weights[is_full] += 1
         return True
 
-    def _choices(self, node: Node) -> Flags:
+    def _choices(self, node: PartialPlacement) -> Flags:
         """The most promising set of buffers of which one must be placed at its start: a small set, in sections that failed often."""
         board = self.board
         starts = np.where(node.is_open, node.starts, FAR)

@@ -45,7 +45,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class PlacementProblem:
     """Buffers to be placed below `capacity` bytes, each at a multiple of `alignment`; no capacity means as low as possible."""
 
     buffers: tuple[Buffer, ...]
@@ -78,16 +78,16 @@ class Crowd:
     names: tuple[str, ...]
 
 
-def worst_crowd(problem: Problem) -> Crowd:
+def worst_crowd(problem: PlacementProblem) -> Crowd:
     """The lower bound of the height of any placement.
 
     Buffers stacked at multiples of the alignment each take their size rounded up, except the one on top; leaving out the largest such
     rounding keeps the bound valid whichever that is.
     """
     # Live bytes grow only where a lifetime begins, so a maximum is at such a time.
-    births = sorted({buffer.lower for buffer in problem.buffers})
+    allocations = sorted({buffer.lower for buffer in problem.buffers})
     worst = Crowd(moment=0, num_bytes=0, names=())
-    for moment in births:
+    for moment in allocations:
         live = [buffer for buffer in problem.buffers if buffer.lower <= moment < buffer.upper and buffer.size]
         paddings = [-buffer.size % problem.alignment for buffer in live]
         total = sum(buffer.size for buffer in live) + sum(paddings) - max(paddings, default=0)
@@ -96,7 +96,7 @@ def worst_crowd(problem: Problem) -> Crowd:
     return worst
 
 
-def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> Problem:
+def read_problem(path: Path | str, *, capacity: int | None = None, alignment: int = 1) -> PlacementProblem:
     """The problem in a CSV file with the columns `id,lower,upper,size` in any order; a column `offset` is ignored.
 
     Raises:
@@ -113,10 +113,10 @@ def read_problem(path: Path | str, *, capacity: int | None = None, alignment: in
         raise UsageError(
             f"{path} is not a text file; a CSV file with the columns id,lower,upper,size is needed"
         ) from None
-    return Problem(buffers=buffers, capacity=capacity, alignment=alignment)
+    return PlacementProblem(buffers=buffers, capacity=capacity, alignment=alignment)
 
 
-def write_solution(path: Path | str, problem: Problem, offsets: Mapping[str, int]) -> None:
+def write_solution(path: Path | str, problem: PlacementProblem, offsets: Mapping[str, int]) -> None:
     """Writes the buffers in their order with the column `offset`, in bytes from the start of the arena.
 
     Raises:

@@ -6,7 +6,7 @@ They take milliseconds and give the first placement, which a search then has to 
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tightfit.placement.buffers import Buffer, Problem
+from tightfit.placement.buffers import Buffer, PlacementProblem
 
 Key = Callable[[Buffer], tuple[int, ...]]
 
@@ -38,6 +38,6 @@ def place_in_order(buffers: Sequence[Buffer], alignment: int) -> dict[str, int]:
     return offsets
 
 
-def greedy(problem: Problem, order: str) -> dict[str, int]:
+def greedy(problem: PlacementProblem, order: str) -> dict[str, int]:
     """Offsets in bytes by the order of that name in `ORDERS`."""
     return place_in_order(sorted(problem.buffers, key=ORDERS[order]), problem.alignment)

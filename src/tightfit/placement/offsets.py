@@ -7,11 +7,11 @@ import bisect
 import dataclasses
 from collections.abc import Mapping
 
-from tightfit.placement.buffers import Crowd, Problem
+from tightfit.placement.buffers import Crowd, PlacementProblem
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class PlacementSolution:
     """The offset of each buffer.
 
     `offsets` and `height` are in bytes; `crowd` is the time of the most live bytes, a lower bound of any height. `is_proven_optimal` says that no
@@ -33,12 +33,12 @@ class Solution:
         return self.crowd.num_bytes
 
 
-def height_of(problem: Problem, offsets: Mapping[str, int]) -> int:
+def height_of(problem: PlacementProblem, offsets: Mapping[str, int]) -> int:
     """The end of the topmost buffer in bytes, without buffers of 0 bytes."""
     return max((offsets[buffer.name] + buffer.size for buffer in problem.buffers if buffer.size), default=0)
 
 
-def faults(problem: Problem, offsets: Mapping[str, int]) -> list[str]:
+def faults(problem: PlacementProblem, offsets: Mapping[str, int]) -> list[str]:
     """A sentence for each fault of a placement; an empty list means: each buffer once, aligned, below the capacity, and no two live ones overlap."""
     names = {buffer.name for buffer in problem.buffers}
     found = [f"{name} has no offset" for name in sorted(names - offsets.keys())]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.placement.board import Board, Numbers
-from tightfit.placement.branch_and_bound import Outcome, Search
+from tightfit.placement.branch_and_bound import BranchAndBound, Outcome
 
 # Short, so that a run that began badly is soon tried in another order; later runs grow by _GROWTH.
 _FIRST_NODES = 400
@@ -56,7 +56,7 @@ def place_below(board: Board, height: int, *, deadline: float) -> tuple[Outcome,
     """Offsets in units below `height`, where there are any and `deadline` (of `time.monotonic`) leaves time to find them; deterministic but for the deadline."""
     orders = [_ranks(priority(board)) for priority in PRIORITIES.values()]
     for ranks in orders:
-        search = Search(
+        search = BranchAndBound(
             board,
             height,
             ranks=ranks,
@@ -83,7 +83,7 @@ def _shuffled_runs(
         if num_runs >= len(orders):
             noise = random.normal(0, len(ranks) * _SHUFFLE, len(ranks))
             ranks = np.argsort(np.argsort(ranks + noise))
-        search = Search(
+        search = BranchAndBound(
             board, height, ranks=ranks, weights=weights, uses_sections=True, num_nodes=int(num_nodes), deadline=deadline
         )
         outcome = search.run()

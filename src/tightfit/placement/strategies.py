@@ -9,9 +9,9 @@ import time
 
 from tightfit.placement.board import Board
 from tightfit.placement.branch_and_bound import Outcome
-from tightfit.placement.buffers import Buffer, Crowd, Problem, worst_crowd
+from tightfit.placement.buffers import Buffer, Crowd, PlacementProblem, worst_crowd
 from tightfit.placement.greedy import ORDERS, greedy
-from tightfit.placement.offsets import Solution, height_of
+from tightfit.placement.offsets import PlacementSolution, height_of
 from tightfit.placement.restarts import place_below
 
 _MAX_BUFFERS = 2000
@@ -31,13 +31,13 @@ class _Best:
     strategy: str
     unreachable: int
 
-    def improve(self, problem: Problem, offsets: dict[str, int], strategy: str) -> None:
+    def improve(self, problem: PlacementProblem, offsets: dict[str, int], strategy: str) -> None:
         height = height_of(problem, offsets)
         if height < self.height:
             self.offsets, self.height, self.strategy = offsets, height, strategy
 
 
-def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
+def solve(problem: PlacementProblem, *, seconds: float = 60.0) -> PlacementSolution:
     """A placement within the capacity, or with no capacity the lowest one, found within `seconds`.
 
     Where it does not fit, the solution holds the lowest placement that was found, and says whether it is proven that none fits.
@@ -60,7 +60,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
             _descend(problem, best, begin + seconds)
     # With an alignment the search counts in its multiples, so the last partial unit is not proven.
     is_lowest = problem.alignment == 1 and best.height <= best.unreachable + 1 and (capacity is None or is_infeasible)
-    return Solution(
+    return PlacementSolution(
         offsets=best.offsets,
         height=best.height,
         crowd=crowd,
@@ -72,7 +72,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
     )
 
 
-def _greedy_best(problem: Problem, crowd: Crowd) -> _Best:
+def _greedy_best(problem: PlacementProblem, crowd: Crowd) -> _Best:
     placements = {order: greedy(problem, order) for order in ORDERS}
     order = min(placements, key=lambda name: height_of(problem, placements[name]))
     return _Best(
@@ -83,7 +83,7 @@ def _greedy_best(problem: Problem, crowd: Crowd) -> _Best:
     )
 
 
-def _descend(problem: Problem, best: _Best, deadline: float) -> None:
+def _descend(problem: PlacementProblem, best: _Best, deadline: float) -> None:
     """Bisects heights between the bound and the best; after each one that was not decided in its share of the time, one nearer to the best."""
     # The bound itself first: it is reached more often than not, and then nothing is left to try.
     target = best.unreachable + 1
@@ -100,7 +100,7 @@ def _descend(problem: Problem, best: _Best, deadline: float) -> None:
         target = max(best.unreachable + 1, (low + highest + 1) // 2)
 
 
-def _attempt(problem: Problem, best: _Best, units: int, deadline: float) -> Outcome:
+def _attempt(problem: PlacementProblem, best: _Best, units: int, deadline: float) -> Outcome:
     """Searches for a placement below `units` times the alignment, group by group, and keeps it if it is better."""
     offsets = {buffer.name: 0 for buffer in problem.buffers}
     for group in _groups([buffer for buffer in problem.buffers if buffer.size]):

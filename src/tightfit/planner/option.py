@@ -51,7 +51,7 @@ class Option:
     """One choice of a technique at one place.
 
     `where` is the place: a path of the module tree that begins with the class of the model ("GPT2LMHeadModel.transformer.h.3"), or a word for
-    places without a module ("optimizer", "allocator"). `alike` names the equivalence class of places whose options differ only in their position.
+    places without a module ("optimizer", "allocator"). `equivalence_class` is equal for places whose options differ only in their position.
     `settings` is what `AbstractTechnique.apply` needs, as JSON. `seconds` are added to each step (negative: saved).
 
     At most one of the options that share a member of `slots` is chosen: a checkpointed module, say, takes the slots of all of its submodules.
@@ -65,7 +65,7 @@ class Option:
 
     technique: str
     where: str
-    alike: str = ""
+    equivalence_class: str = ""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     changes: tuple[Change, ...]
     seconds: float

@@ -47,40 +47,40 @@ class Problem:
             ("disk", self.disk_bytes, [option.disk_bytes for option in self.options]),
         ]
 
-    def levels(self, chosen: Iterable[int]) -> Bytes:
+    def timeline(self, chosen: Iterable[int]) -> Bytes:
         """Allocated bytes at each time step with the options `chosen`."""
         return self.base_bytes + self.changes[list(chosen)].sum(axis=0, dtype=np.int64)
 
     def peak_bytes(self, chosen: Iterable[int]) -> int:
         """The peak with the options `chosen`."""
-        return int(self.levels(chosen).max(initial=0))
+        return int(self.timeline(chosen).max(initial=0))
 
 
-def build(levels: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0) -> Problem:
-    """The problem of a run with the memory timeline `levels`, bytes after each event, shape (events,), and its options.
+def build(timeline: Bytes, options: Sequence[Option], *, host_bytes: int = 0, disk_bytes: int = 0) -> Problem:
+    """The problem of a run with the memory `timeline`, bytes after each event, shape (events,), and its options.
 
     An option whose changes lie outside of the events, or are not finite, is a bug of its technique, and fails an assertion.
     """
-    num_events = len(levels)
+    num_events = len(timeline)
     for option in options:
         assert np.isfinite(option.seconds), option.key
         assert all(0 <= c.begin <= c.end <= num_events for c in option.changes), option.key
     borders = np.unique([0, *(b for o in options for c in o.changes for b in (c.begin, c.end) if b < num_events)])
     starts = borders.astype(np.int64)
     # Between two borders every option changes all events alike, so the highest of them stands for the range.
-    highest = np.maximum.reduceat(levels, starts) if num_events else np.zeros(1, dtype=np.int64)
+    highest = np.maximum.reduceat(timeline, starts) if num_events else np.zeros(1, dtype=np.int64)
     steps = [_steps(option, starts) for option in options]
     # Dropped before the matrix is made: it has a row for each of some hundred options.
     matters = _can_be_the_peak(highest, steps)
     changes = np.zeros((len(options), int(matters.sum())), dtype=np.int64)
     for row, step in zip(changes, steps, strict=True):
         row[:] = np.cumsum(step)[matters]
-    useful = _useful(options, changes, int(levels.max(initial=0)))
+    useful = _useful(options, changes, int(timeline.max(initial=0)))
     options, changes = [options[i] for i in useful], changes[useful]
     kept = _highest_of_equals(highest[matters], changes)
     ends = np.append(starts[1:], num_events)
-    stretches = np.flatnonzero(matters)[kept]
-    events = [int(starts[i] + levels[starts[i] : ends[i]].argmax()) if num_events else 0 for i in stretches.tolist()]
+    ranges = np.flatnonzero(matters)[kept]
+    events = [int(starts[i] + timeline[starts[i] : ends[i]].argmax()) if num_events else 0 for i in ranges.tolist()]
     return Problem(
         options=tuple(options),
         base_bytes=highest[matters][kept],

@@ -36,10 +36,10 @@ def validate(problem: Problem, solution: Solution, budget_bytes: int) -> list[st
         moved = sum(sizes[index] for index in chosen)
         if moved > limit:
             faults.append(f"{moved:,} bytes are moved to {place}, which may take {limit:,}")
-    levels = problem.base_bytes.copy()
+    timeline = problem.base_bytes.copy()
     for index in chosen:
-        levels += problem.changes[index]
-    peak = int(levels.max(initial=0))
+        timeline += problem.changes[index]
+    peak = int(timeline.max(initial=0))
     if peak != solution.peak_bytes:
         faults.append(f"the peak is {peak:,} bytes, not {solution.peak_bytes:,}")
     if solution.fits != (peak <= budget_bytes):

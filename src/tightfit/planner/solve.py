@@ -117,8 +117,9 @@ class _Found:
 class _Program:
     """Rows and columns for HiGHS. Without costs there is one more column, the peak in MiB, which is minimised."""
 
-    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks) -> None:
+    def __init__(self, problem: Problem, rows: Sequence[_Row], tricks: Tricks, *, seen: _Found | None = None) -> None:
         self.problem = problem
+        self._seen = seen
         self.rows = list(rows)
         # The highest time steps of the plain run are the most likely to bind.
         order = np.argsort(-problem.base_bytes, kind="stable")
@@ -127,23 +128,33 @@ class _Program:
     def run(
         self, costs: npt.NDArray[np.float64] | None, deadline: float, *, max_mib: float | None = None
     ) -> _Found | None:
-        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time."""
+        """The cheapest choice by `costs`, or by the peak without them; None where there is none, or none was found in time.
+
+        With a choice that was `seen` before, the one with the lowest peak that was found in time is returned, and never None.
+        """
         while True:
             found, peak_mib = self._run(costs, deadline, max_mib)
             if found is None:
-                return None
-            levels = self.problem.levels(found.chosen) / _MIB
+                return self._seen
+            self._see(found)
+            timeline = self.problem.timeline(found.chosen) / _MIB
             ceiling = peak_mib if costs is None else max_mib
             assert ceiling is not None
             # Time steps that have a row are satisfied by the solver, up to its tolerance.
-            levels[self._moments] = -np.inf
-            broken = np.argsort(-levels, kind="stable")[:_NUM_MORE_MOMENTS]
-            broken = broken[levels[broken] > ceiling + _TOLERANCE_MIB]
+            timeline[self._moments] = -np.inf
+            broken = np.argsort(-timeline, kind="stable")[:_NUM_MORE_MOMENTS]
+            broken = broken[timeline[broken] > ceiling + _TOLERANCE_MIB]
             if not len(broken):
-                return found
+                return found if self._seen is None or found.is_proven else self._seen
             if time.monotonic() > deadline:
-                return None
+                return self._seen
             self._moments += broken.tolist()
+
+    def _see(self, found: _Found) -> None:
+        seen, peak = self._seen, self.problem.peak_bytes
+        # Also where time steps are broken that have no row yet: the choice is one, with the peak that it has.
+        if seen is not None and peak(found.chosen) < peak(seen.chosen):
+            self._seen = dataclasses.replace(found, is_proven=False)
 
     def _limits(self, costs: npt.NDArray[np.float64] | None, max_mib: float | None) -> list[_Row]:
         """A row for each time step considered: its bytes are at most `max_mib`, or at most the peak."""
@@ -208,8 +219,11 @@ class _Program:
 
 
 def _least(problem: Problem, rows: Sequence[_Row], tricks: Tricks, deadline: float) -> _Found:
-    found = _Program(problem, rows, tricks).run(None, deadline)
-    return found or _Found(chosen=(), bound=0.0, is_proven=False)
+    """The choice with the lowest peak, or, where it is not found in time, the best of those that were."""
+    nothing = _Found(chosen=(), bound=0.0, is_proven=False)
+    found = _Program(problem, rows, tricks, seen=nothing).run(None, deadline)
+    assert found is not None
+    return found
 
 
 def _conflict_rows(problem: Problem) -> list[_Row]:
@@ -232,14 +246,14 @@ def _order_rows(problem: Problem) -> list[_Row]:
     # Only places with the same options, saving the same, may be swapped.
     places: dict[str, list[int]] = {}
     for index, option in enumerate(problem.options):
-        if option.alike and option.changes:
+        if option.equivalence_class and option.changes:
             places.setdefault(option.where, []).append(index)
-    alike: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
+    equivalence_class: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
     for members in places.values():
-        kind = tuple(sorted((problem.options[i].alike, int(saved[i])) for i in members))
-        alike.setdefault(kind, []).append(members)
+        kind = tuple(sorted((problem.options[i].equivalence_class, int(saved[i])) for i in members))
+        equivalence_class.setdefault(kind, []).append(members)
     rows = []
-    for group in alike.values():
+    for group in equivalence_class.values():
         # In the order of the forward pass: earlier layers keep their activations longest.
         group.sort(key=lambda members: min(c.begin for c in problem.options[members[0]].changes))
         for earlier, later in itertools.pairwise(group):

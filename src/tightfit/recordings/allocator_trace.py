@@ -103,7 +103,7 @@ class TraceBuilder:
         # The allocator lists free blocks only; segments are found from them and from the allocated ones.
         for stream in self._streams:
             for is_small in (True, False):
-                yield from self.allocator.pool_of(stream, is_small=is_small).free_blocks()
+                yield from self.allocator.pools.of(stream, is_small=is_small).free_blocks()
 
     def _settle(self, stream: int) -> None:
         """Adds what the allocator did by itself: completed frees, then its driver calls."""

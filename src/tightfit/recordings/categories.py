@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tightfit.devices.cublas_workspaces import DEFAULT_CUBLAS_BYTES
-from tightfit.recordings.frames import Place
+from tightfit.recordings.frames import AllocationSite
 from tightfit.recordings.read import Annotation
 from tightfit.simulate.history import UNKNOWN, HistorySpan
 from tightfit.tape import Category, Column
@@ -30,21 +30,21 @@ _MAKES_INPUTS = ("aten.to_", "aten.rand", "aten.empty", "aten.tensor", "aten.zer
 class Lives:
     """Recorded blocks, as columns in the order of allocation: the events that allocated (-1: before) and freed them, bytes, and stacks."""
 
-    born: Column
-    died: Column
+    allocated_at: Column
+    freed_at: Column
     num_bytes: Column
     stack: Column
     num_events: int
 
 
-def phases_of(places: Sequence[Place], lives: Lives) -> Column:
+def phases_of(places: Sequence[AllocationSite], lives: Lives) -> Column:
     """The phase in which each block was allocated.
 
     Autograd's device thread has no Python frames, so in a recording of Python frames only an allocation without a stack is of the backward pass.
     """
     of_stack = np.array([_PHASES[place.phase] for place in places], dtype=np.int64)
     phases = of_stack[lives.stack]
-    during = lives.born >= 0
+    during = lives.allocated_at >= 0
     if _FORWARD in phases[during] and _BACKWARD not in phases[during]:
         phases = np.where(during & (phases == _NO_PHASE), _BACKWARD, phases)
     return phases
@@ -54,11 +54,11 @@ def guess_spans(lives: Lives, phases: Column) -> tuple[HistorySpan, ...]:
     """Steps: each ends where a forward pass follows the optimizer (or the backward pass, where the optimizer allocates nothing)."""
     if not lives.num_events:
         return ()
-    during = (lives.born >= 0) & (phases != _NO_PHASE)
+    during = (lives.allocated_at >= 0) & (phases != _NO_PHASE)
     # Fused and plain SGD allocate nothing in a step, so the optimizer may not be seen at all.
     ends_step = _OPTIMIZER if _OPTIMIZER in phases[during] else _BACKWARD
     begins, is_over = [0], False
-    for event, phase in zip(lives.born[during].tolist(), phases[during].tolist(), strict=True):
+    for event, phase in zip(lives.allocated_at[during].tolist(), phases[during].tolist(), strict=True):
         if phase == _FORWARD and is_over:
             begins.append(event)
         is_over = phase == ends_step or (is_over and phase != _FORWARD)
@@ -97,53 +97,57 @@ def annotated_spans(
     )
 
 
-def guess_categories(lives: Lives, phases: Column, places: Sequence[Place], spans: Sequence[HistorySpan]) -> Column:
+def guess_categories(
+    lives: Lives, phases: Column, places: Sequence[AllocationSite], spans: Sequence[HistorySpan]
+) -> Column:
     """The most likely category of each block; `spans` are the steps."""
-    born, died = lives.born, lives.died
-    asked = {phase: born[(phases == phase) & (born >= 0)] for phase in (_FORWARD, _BACKWARD, _OPTIMIZER)}
-    after = {phase: _next(events, born, lives.num_events) for phase, events in asked.items()}
-    over = _end_of_backward(asked, born, lives.num_events)
+    allocated_at, freed_at = lives.allocated_at, lives.freed_at
+    asked = {
+        phase: allocated_at[(phases == phase) & (allocated_at >= 0)] for phase in (_FORWARD, _BACKWARD, _OPTIMIZER)
+    }
+    after = {phase: _next(events, allocated_at, lives.num_events) for phase, events in asked.items()}
+    over = _end_of_backward(asked, allocated_at, lives.num_events)
     after_optimizer = np.minimum(after[_FORWARD], after[_BACKWARD])
     # Later rules win: the last one catches activations of a forward pass that no backward pass follows, as in inference.
     rules = (
-        (phases == _OPTIMIZER, died >= after_optimizer, Category.OPTIMIZER_STATE),
-        (phases == _BACKWARD, died > over, Category.GRADIENTS),
-        (phases == _FORWARD, died > after[_BACKWARD], Category.ACTIVATIONS),
-        (phases == _FORWARD, died == lives.num_events, Category.ACTIVATIONS),
+        (phases == _OPTIMIZER, freed_at >= after_optimizer, Category.OPTIMIZER_STATE),
+        (phases == _BACKWARD, freed_at > over, Category.GRADIENTS),
+        (phases == _FORWARD, freed_at > after[_BACKWARD], Category.ACTIVATIONS),
+        (phases == _FORWARD, freed_at == lives.num_events, Category.ACTIVATIONS),
     )
-    category = np.full(len(born), Category.TEMPORARIES, dtype=np.int64)
+    category = np.full(len(allocated_at), Category.TEMPORARIES, dtype=np.int64)
     for applies, outlives, found in rules:
         category[applies & outlives] = found
     # A recording without stacks says nothing about what its blocks are for.
-    category[(phases == _NO_PHASE) & (born >= 0)] = UNKNOWN
+    category[(phases == _NO_PHASE) & (allocated_at >= 0)] = UNKNOWN
     by_stack = {
         Category.WORKSPACE: [place.is_workspace for place in places],
         Category.PARAMETERS: [place.builds_module for place in places],
         Category.INPUTS: [not place.in_module and place.operator.startswith(_MAKES_INPUTS) for place in places],
     }
-    lasts = (category == Category.ACTIVATIONS) | (died == lives.num_events)
+    lasts = (category == Category.ACTIVATIONS) | (freed_at == lives.num_events)
     for found, of_stack in by_stack.items():
         chosen = np.array(of_stack, dtype=bool)[lives.stack]
         # Only blocks that last: a module that is built also makes temporaries while it is initialised. Workspaces are known by their
         # stack alone, in whatever phase the first matmul of a thread is.
         category[chosen & ((lasts & (phases == _FORWARD)) | (found == Category.WORKSPACE))] = found
-    before = (born < 0) & (phases == _NO_PHASE)
+    before = (allocated_at < 0) & (phases == _NO_PHASE)
     category[before] = _of_the_start(lives, category, before, phases, spans)
     return category
 
 
-def _next(events: Column, born: Column, num_events: int) -> Column:
+def _next(events: Column, allocated_at: Column, num_events: int) -> Column:
     """The first of `events` (ascending) after each allocation."""
     padded = np.append(events, num_events)
-    return padded[np.searchsorted(events, born, side="right")]
+    return padded[np.searchsorted(events, allocated_at, side="right")]
 
 
-def _end_of_backward(asked: dict[int, Column], born: Column, num_events: int) -> Column:
+def _end_of_backward(asked: dict[int, Column], allocated_at: Column, num_events: int) -> Column:
     """For each allocation, the event after which blocks that are still allocated are no temporaries of that backward pass.
 
     It is the optimizer's first allocation, or the last one of the backward pass where the optimizer allocates nothing before the next forward.
     """
-    forward, optimizer = (_next(asked[phase], born, num_events) for phase in (_FORWARD, _OPTIMIZER))
+    forward, optimizer = (_next(asked[phase], allocated_at, num_events) for phase in (_FORWARD, _OPTIMIZER))
     backward = np.append(asked[_BACKWARD], -1)
     last = backward[np.searchsorted(asked[_BACKWARD], forward, side="left") - 1]
     return np.where(optimizer < forward, optimizer, last)
@@ -153,23 +157,25 @@ def _of_the_start(
     lives: Lives, category: Column, before: Column, phases: Column, spans: Sequence[HistorySpan]
 ) -> list[int]:
     """Categories of blocks from before the recording: by the gradients of their size if they last, else by when they were freed."""
-    during = lives.born >= 0
+    during = lives.allocated_at >= 0
     gradients: Counter[int] = Counter()
     for span in spans:
-        of_step = (lives.born >= span.begin) & (lives.born < span.end) & (category == Category.GRADIENTS)
+        of_step = (
+            (lives.allocated_at >= span.begin) & (lives.allocated_at < span.end) & (category == Category.GRADIENTS)
+        )
         # The union takes the maximum of each count: the steps of a run have the same gradients, which must not be added up.
         gradients |= Counter(lives.num_bytes[of_step].tolist())
     states = set(lives.num_bytes[during & (category == Category.OPTIMIZER_STATE)].tolist())
-    births, of_births = lives.born[during], phases[during]
+    allocations, of_births = lives.allocated_at[during], phases[during]
     left = gradients.copy()
     guesses: list[int] = []
-    for num_bytes, died in zip(lives.num_bytes[before].tolist(), lives.died[before].tolist(), strict=True):
-        at = int(np.searchsorted(births, died)) - 1
+    for num_bytes, freed_at in zip(lives.num_bytes[before].tolist(), lives.freed_at[before].tolist(), strict=True):
+        at = int(np.searchsorted(allocations, freed_at)) - 1
         phase = int(of_births[at]) if at >= 0 else _FORWARD
         # A workspace made before the recording has no stack either, but its size is one of two (tightfit.devices.cublas_workspaces).
         if num_bytes in DEFAULT_CUBLAS_BYTES and num_bytes not in gradients:
             guesses.append(Category.WORKSPACE)
-        elif died == lives.num_events:
+        elif freed_at == lives.num_events:
             # As many blocks of a size as there are gradients of it are parameters; the rest of that size are optimizer states, of which
             # Adam has two per parameter.
             is_parameter = num_bytes not in gradients or left[num_bytes] > 0

@@ -47,10 +47,10 @@ def classify(
     """
     found = _Classifier(start_addresses)
     found.run(trace, notes, step_ends)
-    born = sorted((block, category) for block, category in found.category.items() if block >= 0)
+    allocated_at = sorted((block, category) for block, category in found.category.items() if block >= 0)
     start = sorted((start_addresses[-1 - block], c) for block, c in found.category.items() if block < 0)
-    born, start = ([row for row in rows if row[1] != UNKNOWN] for rows in (born, start))
-    events, addresses = (np.array(rows, dtype=np.int64).reshape(-1, 2).T for rows in (born, start))
+    allocated_at, start = ([row for row in rows if row[1] != UNKNOWN] for rows in (allocated_at, start))
+    events, addresses = (np.array(rows, dtype=np.int64).reshape(-1, 2).T for rows in (allocated_at, start))
     return events[0], events[1], addresses[0], addresses[1]
 
 

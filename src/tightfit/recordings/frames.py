@@ -32,7 +32,7 @@ _MODULE_CALL = re.compile(r"torch/nn/modules/module\.py:\d+ _call_impl$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AllocationSite:
     """The allocation site of a block.
 
     `line` is the user's own (`train.py:41`), empty where there is none; `function` is around it, or the node of the graph in a backward pass.
@@ -56,7 +56,7 @@ class Place:
         return self.line or self.operator
 
 
-def place_of(stack: tuple[str, ...]) -> Place:
+def place_of(stack: tuple[str, ...]) -> AllocationSite:
     """The allocation site that `stack` (innermost frame first) describes; an empty stack gives an empty one."""
     split = [match.groups() if (match := _FRAME.fullmatch(frame)) else ("", frame) for frame in stack]
     own = [(line, name) for frame, (line, name) in zip(stack, split, strict=True) if not is_library_frame(frame)]
@@ -71,7 +71,7 @@ def place_of(stack: tuple[str, ...]) -> Place:
         operator = f"aten.{dispatched[-1]}" if dispatched else ""
     if not own and not function:
         function = next((match[1] for _, name in split if (match := _NODE.search(name))), "")
-    return Place(
+    return AllocationSite(
         line="" if line.endswith(":0") else line,
         function=function,
         callers=tuple(caller for caller, _ in own[1:]),

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
+from tightfit.recordings.byte_window import ByteWindow, Containers, NotPlain
+
 PlainValue = Any
 
 _UNPACK_I = struct.Struct("<i").unpack_from
@@ -19,17 +21,8 @@ _UNPACK_FLOAT = struct.Struct(">d").unpack_from
 _MAX_DIGITS = 100
 # Nested containers are walked by recursive functions later, under Python's own limit of 1000 frames.
 _MAX_DEPTH = 1000
-# Events leave this count when they go into columns; four million others is far more than blocks and segments of a real file.
-_MAX_CONTAINERS = 1 << 22
 # Picklers number the memo consecutively. A forged index of 2**31 must not make a list of that length.
 _WIDEST_GAP = 1 << 10
-_WINDOW_BYTES = 1 << 20
-# Longer than any opcode that `run` handles inline, together with the bytes that it looks at beyond it.
-_MARGIN_BYTES = 64
-
-
-class NotPlain(Exception):
-    """The bytes are not a complete pickle of plain data; the message says at which byte and why."""
 
 
 class _Gone:
@@ -57,46 +50,37 @@ def load(reader: "Reader") -> PlainValue:
     try:
         return reader.run()
     except (IndexError, struct.error) as error:
-        raise NotPlain(f"damaged or cut off near byte {reader.position}") from error
+        raise NotPlain(f"damaged or cut off near byte {reader.window.position}") from error
 
 
 class Reader:
-    """The stack machine. `data` is the window of the file, and `at` the byte in it after the current opcode.
+    """The stack machine.
 
     `stack` holds what was pushed since the last mark, and `outer` what was pushed before each mark.
     """
 
     def __init__(self, read: Callable[[int], bytes], advance: Callable[[int], None] | None = None) -> None:
         """`read(n)` returns the next bytes of the file, at most n, and none at its end; `advance(n)` is called for each n bytes done."""
-        self._read = read
-        self._advance = advance
-        self._done_bytes = 0
-        self._limit = 0
-        self.data = b""
-        self.at = 0
+        self.containers = Containers()
+        self.window = ByteWindow(read, advance, self.containers)
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         self.memo: list[Any] = []
-        self.num_containers = 0
-
-    @property
-    def position(self) -> int:
-        """The offset of `at` in the file."""
-        return self._done_bytes + self.at
 
     def run(self) -> PlainValue:  # noqa: PLR0912, PLR0915 a call for each of a hundred million opcodes is too slow
         """Executes opcodes up to STOP; the most frequent ones are inlined."""
-        self._refill(_WINDOW_BYTES)
+        window = self.window
+        window.refill()
         # Local names: attribute look-ups would slow down a loop that runs once per opcode.
-        data, at, limit = self.data, self.at, self._limit
+        data, at, limit = window.data, window.at, window.limit
         stack, outer, memo = self.stack, self.outer, self.memo
         push = stack.append
         last_keys: list[Any] = []
         while True:
             if at > limit:
-                self.at = at
-                self._refill(_WINDOW_BYTES)
-                data, at, limit = self.data, self.at, self._limit
+                window.at = at
+                window.refill()
+                data, at, limit = window.data, window.at, window.limit
             op = data[at]
             at += 1
             if op == 0x68:  # BINGET
@@ -115,7 +99,7 @@ class Reader:
                 at += 1
             elif op == 0x28:  # MARK
                 if len(outer) > _MAX_DEPTH:
-                    raise NotPlain(f"collections are nested too deeply at byte {self._done_bytes + at}")
+                    raise NotPlain(f"collections are nested too deeply at byte {window.position_of(at)}")
                 outer.append(stack)
                 self.stack = stack = []
                 push = stack.append
@@ -132,7 +116,7 @@ class Reader:
                     raise NotPlain("a key is set in what is no dict")
                 stack[-1].update(zip(keys, items[1::2], strict=True))
             elif op == 0x7D:  # EMPTY_DICT
-                self.num_containers += 1
+                self.containers.num += 1
                 push({})
             elif op == 0x8A and data[at] <= 8:  # LONG1
                 end = at + 1 + data[at]
@@ -142,89 +126,22 @@ class Reader:
                 push(_UNPACK_I(data, at)[0])
                 at += 4
             elif op == 0x2E:  # STOP
-                self.at = at
-                return self._result()
+                window.at = at
+                if len(self.stack) != 1 or self.outer:
+                    raise NotPlain(f"the pickle ends at byte {window.position} with more or fewer values than one")
+                return self.stack[0]
             else:
-                self.at = at
+                window.at = at
                 carry_out = RARE.get(op)
                 if carry_out is None:
-                    raise NotPlain(f"opcode {op:#04x} at byte {self.position - 1} is not one of plain data")
+                    raise NotPlain(f"opcode {op:#04x} at byte {window.position - 1} is not one of plain data")
                 try:
                     carry_out(self)
                 except (ValueError, TypeError, OverflowError) as error:
-                    raise NotPlain(f"{error} near byte {self.position}") from error
-                data, at, limit = self.data, self.at, self._limit
+                    raise NotPlain(f"{error} near byte {window.position}") from error
+                data, at, limit = window.data, window.at, window.limit
                 stack = self.stack
                 push = stack.append
-
-    def _result(self) -> PlainValue:
-        if len(self.stack) != 1 or self.outer:
-            raise NotPlain(f"the pickle ends at byte {self.position} with more or fewer values than one")
-        return self.stack[0]
-
-    def _refill(self, wanted_bytes: int) -> None:
-        """Moves the window forward, so that it holds `wanted_bytes` more if the file has them."""
-        if self.num_containers > _MAX_CONTAINERS:
-            raise NotPlain(f"more than {_MAX_CONTAINERS} collections that are no events, at byte {self.position}")
-        more = self._read(wanted_bytes)
-        if self._advance is not None:
-            self._advance(self.at)
-        self._done_bytes += self.at
-        self.data = self.data[self.at :] + more
-        self.at = 0
-        # The end of the file needs no margin: reading past it raises IndexError, which `load` turns into NotPlain.
-        self._limit = len(self.data) - _MARGIN_BYTES if more else len(self.data)
-
-    def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
-        while self.at + count > len(self.data):
-            before = len(self.data) - self.at
-            # At most doubled at a time: an announced length of 4 GiB in a file of 100 bytes allocates nothing.
-            self._refill(max(_WINDOW_BYTES, min(count, before)))
-            if len(self.data) == before:
-                raise NotPlain(f"{count} bytes are announced at byte {self.position}, and {before} are left")
-        piece = self.data[self.at : self.at + count]
-        self.at += count
-        return piece
-
-    def take_counted(self, width: int) -> bytes:
-        """Bytes that are preceded by their count in `width` bytes."""
-        return self.take(int.from_bytes(self.take(width), "little"))
-
-    def line(self) -> bytes:
-        """The bytes up to the end of the line."""
-        while (end := self.data.find(b"\n", self.at)) < 0:
-            before = len(self.data) - self.at
-            self._refill(max(_WINDOW_BYTES, before))
-            if len(self.data) == before:
-                raise NotPlain(f"a line that begins at byte {self.position} does not end")
-        piece = self.data[self.at : end]
-        self.at = end + 1
-        return piece
-
-    def cut_to_mark(self) -> list[Any]:
-        """Pops everything since the last mark, and the mark."""
-        items = self.stack
-        self.stack = self.outer.pop()
-        return items
-
-    def get(self, index: int) -> Any:
-        """The value of a memo entry."""
-        value = self.memo[index]
-        return self.recall(index) if value is GONE else value
-
-    def put(self, index: int) -> None:
-        """Stores the top of the stack under an index of the file's choosing; picklers count it up."""
-        memo, value = self.memo, self.stack[-1]
-        if index > len(memo):
-            if index > len(memo) + _WIDEST_GAP:
-                raise NotPlain(f"a memo of {index} entries is asked for where {len(memo)} are used")
-            memo.extend([GONE] * (index - len(memo)))
-        if index == len(memo):
-            memo.append(value)
-        else:
-            memo[index] = value
-            self.forget_runs()
 
     def forget_runs(self) -> None:
         """Called when a memo entry was overwritten."""
@@ -239,12 +156,12 @@ class Reader:
 
     def open_list(self) -> None:
         """Pushes a new list."""
-        self.num_containers += 1
+        self.containers.num += 1
         self.stack.append(self.new_list())
 
     def close_list(self, items: list[Any]) -> None:
         """Pushes a new list of `items`."""
-        self.num_containers += 1
+        self.containers.num += 1
         self.stack.append(self.new_list())
         self.append(items)
 
@@ -257,12 +174,39 @@ class Reader:
 
     def push_tuple(self, items: list[Any]) -> None:
         """Pushes a tuple of `items`."""
-        self.num_containers += 1
+        self.containers.num += 1
         self.stack.append(tuple(items))
 
     def text(self, data: bytes) -> str:
         """Decodes UTF-8; surrogates pass, as pickle writes them."""
         return data.decode("utf-8", "surrogatepass")
+
+
+def cut_to_mark(reader: Reader) -> list[Any]:
+    """Pops everything since the last mark, and the mark."""
+    items = reader.stack
+    reader.stack = reader.outer.pop()
+    return items
+
+
+def _recalled(reader: Reader, index: int) -> Any:
+    """The value of a memo entry."""
+    value = reader.memo[index]
+    return reader.recall(index) if value is GONE else value
+
+
+def memoise(reader: Reader, index: int) -> None:
+    """Stores the top of the stack under an index of the file's choosing; picklers count it up."""
+    memo, value = reader.memo, reader.stack[-1]
+    if index > len(memo):
+        if index > len(memo) + _WIDEST_GAP:
+            raise NotPlain(f"a memo of {index} entries is asked for where {len(memo)} are used")
+        memo.extend([GONE] * (index - len(memo)))
+    if index == len(memo):
+        memo.append(value)
+    else:
+        memo[index] = value
+        reader.forget_runs()
 
 
 def _check_keys(items: list[Any]) -> None:
@@ -285,7 +229,7 @@ def _decimal(text: bytes) -> int:
 
 
 def _float_line(reader: Reader) -> float:
-    text = reader.line()
+    text = reader.window.line()
     if len(text) > _MAX_DIGITS:
         raise NotPlain("a number of too many digits")
     return float(text)
@@ -299,17 +243,17 @@ def _index(text: bytes) -> int:
 
 
 def _int_line(reader: Reader) -> int | bool:
-    text = reader.line()
+    text = reader.window.line()
     # Protocols 0 and 1 write False and True as I00 and I01.
     return text == b"01" if text in (b"00", b"01") else _decimal(text)
 
 
 def _long_line(reader: Reader) -> int:
-    return _decimal(reader.line().removesuffix(b"L"))
+    return _decimal(reader.window.line().removesuffix(b"L"))
 
 
 def _long(reader: Reader, width: int) -> int:
-    digits = reader.take_counted(width)
+    digits = reader.window.take_counted(width)
     if len(digits) > _MAX_DIGITS:
         raise NotPlain("a number of too many digits")
     return int.from_bytes(digits, "little", signed=True)
@@ -338,7 +282,7 @@ def _pop(reader: Reader) -> None:
     if reader.stack:
         reader.stack.pop()
     else:
-        reader.cut_to_mark()
+        cut_to_mark(reader)
 
 
 def _append(reader: Reader) -> None:
@@ -351,56 +295,56 @@ def _set_item(reader: Reader) -> None:
 
 
 def _dict(reader: Reader) -> None:
-    items = reader.cut_to_mark()
-    reader.num_containers += 1
+    items = cut_to_mark(reader)
+    reader.containers.num += 1
     reader.stack.append({})
     _set_items(reader, items)
 
 
 def _protocol(reader: Reader) -> None:
-    if reader.take(1)[0] > 5:
+    if reader.window.take(1)[0] > 5:
         raise NotPlain("a pickle protocol above 5")
 
 
 RARE: dict[int, Callable[[Reader], None]] = {
     ord("]"): lambda reader: reader.open_list(),
     ord(")"): _pushes(lambda _: ()),
-    ord("e"): lambda reader: reader.append(reader.cut_to_mark()),
+    ord("e"): lambda reader: reader.append(cut_to_mark(reader)),
     ord("a"): _append,
     ord("s"): _set_item,
-    ord("t"): lambda reader: reader.push_tuple(reader.cut_to_mark()),
-    ord("l"): lambda reader: reader.close_list(reader.cut_to_mark()),
+    ord("t"): lambda reader: reader.push_tuple(cut_to_mark(reader)),
+    ord("l"): lambda reader: reader.close_list(cut_to_mark(reader)),
     ord("d"): _dict,
     0x85: _tuple_of(1),
     0x86: _tuple_of(2),
     0x87: _tuple_of(3),
     ord("N"): _pushes(lambda _: None),
-    ord("M"): _pushes(lambda reader: int.from_bytes(reader.take(2), "little")),
+    ord("M"): _pushes(lambda reader: int.from_bytes(reader.window.take(2), "little")),
     0x88: _pushes(lambda _: True),
     0x89: _pushes(lambda _: False),
     0x8A: _pushes(lambda reader: _long(reader, 1)),
     0x8B: _pushes(lambda reader: _long(reader, 4)),
     ord("I"): _pushes(_int_line),
     ord("L"): _pushes(_long_line),
-    ord("G"): _pushes(lambda reader: _UNPACK_FLOAT(reader.take(8))[0]),
+    ord("G"): _pushes(lambda reader: _UNPACK_FLOAT(reader.window.take(8))[0]),
     ord("F"): _pushes(_float_line),
-    0x8C: _pushes(lambda reader: reader.text(reader.take_counted(1))),
-    ord("X"): _pushes(lambda reader: reader.text(reader.take_counted(4))),
-    0x8D: _pushes(lambda reader: reader.text(reader.take_counted(8))),
-    ord("V"): _pushes(lambda reader: reader.line().decode("raw-unicode-escape")),
-    ord("C"): _pushes(lambda reader: reader.take_counted(1)),
-    ord("B"): _pushes(lambda reader: reader.take_counted(4)),
-    0x8E: _pushes(lambda reader: reader.take_counted(8)),
-    ord("q"): lambda reader: reader.put(reader.take(1)[0]),
-    ord("r"): lambda reader: reader.put(int.from_bytes(reader.take(4), "little")),
-    ord("p"): lambda reader: reader.put(_index(reader.line())),
-    ord("g"): _pushes(lambda reader: reader.get(_index(reader.line()))),
+    0x8C: _pushes(lambda reader: reader.text(reader.window.take_counted(1))),
+    ord("X"): _pushes(lambda reader: reader.text(reader.window.take_counted(4))),
+    0x8D: _pushes(lambda reader: reader.text(reader.window.take_counted(8))),
+    ord("V"): _pushes(lambda reader: reader.window.line().decode("raw-unicode-escape")),
+    ord("C"): _pushes(lambda reader: reader.window.take_counted(1)),
+    ord("B"): _pushes(lambda reader: reader.window.take_counted(4)),
+    0x8E: _pushes(lambda reader: reader.window.take_counted(8)),
+    ord("q"): lambda reader: memoise(reader, reader.window.take(1)[0]),
+    ord("r"): lambda reader: memoise(reader, int.from_bytes(reader.window.take(4), "little")),
+    ord("p"): lambda reader: memoise(reader, _index(reader.window.line())),
+    ord("g"): _pushes(lambda reader: _recalled(reader, _index(reader.window.line()))),
     ord("0"): _pop,
-    ord("1"): lambda reader: _ignore(reader.cut_to_mark()),
+    ord("1"): lambda reader: _ignore(cut_to_mark(reader)),
     ord("2"): _pushes(lambda reader: reader.stack[-1]),
     0x80: _protocol,
     # FRAME is a hint on buffering for readers.
-    0x95: lambda reader: _ignore(reader.take(8)),
+    0x95: lambda reader: _ignore(reader.window.take(8)),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tightfit.allocator.settings import NUM_INTERVALS, AllocatorSettings
 from tightfit.errors import RecordingError, UsageError
+from tightfit.recordings.byte_window import NotPlain
 from tightfit.recordings.events import (
     DEFAULT_POOL,
     MAX_DEVICES,
@@ -25,7 +26,6 @@ from tightfit.recordings.events import (
     Stack,
     table_of,
 )
-from tightfit.recordings.plain_pickle import NotPlain
 from tightfit.recordings.stream import EventList, load_recording
 
 __all__ = [

@@ -66,7 +66,7 @@ def rebuild(recording: DeviceRecording, settings: AllocatorSettings, allocator: 
         builder = _Builder(allocator, pieces[0], spaces[key] if isinstance(key, tuple) else None)
         for piece in pieces:
             builder.skip_to(piece.address)
-            allocator.adopt_memory(piece.end - piece.address, is_segment=not piece.is_expandable)
+            allocator.count_adopted(piece.end - piece.address, is_segment=not piece.is_expandable)
             for end, owner in _tiles(piece, inside[piece.address], settings, tails):
                 block = builder.extend_to(end, owner)
                 if owner is not None:
@@ -188,14 +188,14 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
         last = result[-1] if result else None
         if last is not None and piece.address < last.end:
             continue
-        alike = (
+        is_same_kind = (
             last is not None
             and last.is_expandable
             and piece.is_expandable
             and last.lane == piece.lane
             and last.is_small == piece.is_small
         )
-        if last is not None and alike and last.end == piece.address:
+        if last is not None and is_same_kind and last.end == piece.address:
             last.end = piece.end
         else:
             result.append(piece)
@@ -247,7 +247,7 @@ class _Builder:
     def __init__(self, allocator: CachingAllocator, first: _Range, space: ExpandableSegment | None) -> None:
         self.allocator = allocator
         self.space = space
-        self.pool = allocator.pool_of(first.lane, is_small=first.is_small)
+        self.pool = allocator.pools.of(first.lane, is_small=first.is_small)
         self.at = first.address if space is None else space.address
         self.last: Block | None = None
 

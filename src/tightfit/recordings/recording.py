@@ -39,7 +39,7 @@ class Written:
     num_bytes: int
 
 
-class Recording:
+class ActiveRecording:
     """The context manager that `tightfit.record` returns. `written` is set when the block has been left."""
 
     # Of the class, because torch has one recorder per process and a second start would end the first recording.
@@ -71,7 +71,7 @@ class Recording:
         self.recorder.hooks.step()
 
     def __enter__(self) -> Self:
-        if Recording.is_under_way:
+        if ActiveRecording.is_under_way:
             raise UsageError("a recording is under way already: one process records one run at a time")
         check_outputs({"record": self.path})
         # The program may change its working folder.
@@ -87,18 +87,18 @@ class Recording:
                 "recording runs with torch, which is not installed here; pip install 'tightfit[torch]'"
             ) from error
         recorder = self._recorder = new_recorder(stacks=self._stacks, max_events=self._max_events)
-        Recording.is_under_way = True
+        ActiveRecording.is_under_way = True
         try:
             recorder.start()
         except BaseException:
-            self._recorder, Recording.is_under_way = None, False
+            self._recorder, ActiveRecording.is_under_way = None, False
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        recorder, self._recorder, Recording.is_under_way = self.recorder, None, False
+        recorder, self._recorder, ActiveRecording.is_under_way = self.recorder, None, False
         try:
             run = recorder.stop()
             # SystemExit and GeneratorExit are ordinary ends of a program.
@@ -130,7 +130,9 @@ class Recording:
         )
 
 
-def record(path: str | os.PathLike[str], *, stacks: bool = True, max_events: int = DEFAULT_MAX_EVENTS) -> Recording:
+def record(
+    path: str | os.PathLike[str], *, stacks: bool = True, max_events: int = DEFAULT_MAX_EVENTS
+) -> ActiveRecording:
     """Records what runs inside `with record(path):` and writes it to `path`, which torch's viewer and tightfit read.
 
     With `stacks`, each allocation has the Python stack that made it. The last `max_events` events are kept. A recording of torch's own that was
@@ -144,4 +146,4 @@ def record(path: str | os.PathLike[str], *, stacks: bool = True, max_events: int
         raise UsageError(f"{os.fspath(path)}: there is no folder {folder}")
     if max_events < 1:
         raise UsageError(f"max_events is {max_events}: at least one event must be kept")
-    return Recording(path, stacks=stacks, max_events=max_events)
+    return ActiveRecording(path, stacks=stacks, max_events=max_events)

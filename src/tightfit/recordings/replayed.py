@@ -332,7 +332,7 @@ class _Player:
                 self._empty_cache(lanes)
             return
         wanted = set(calls)
-        releasable = {_driver_call(block): block for block in allocator.free_blocks()}
+        releasable = {_driver_call(block): block for block in allocator.pools.free_blocks()}
         given_by_all = {call for call, block in releasable.items() if call is not None and block.pool.stream >= 0}
         # Either the whole cache was freed, or the recording and the simulation have diverged and the whole cache is the best guess.
         if wanted == given_by_all or not wanted <= set(releasable):
@@ -342,22 +342,22 @@ class _Player:
                 self.retried_for = returned.end
             return
         for call in calls:
-            allocator.give_back(releasable[call])
+            allocator.driver.give_back(releasable[call])
 
     def _empty_cache(self, lanes: set[int]) -> None:
         """Frees the shared cache and that of private pools in `lanes`; if all `lanes` are private, only theirs."""
         if not lanes or max(lanes) >= 0:
             self.allocator.empty_cache()
-        for block in self.allocator.free_blocks():
+        for block in self.allocator.pools.free_blocks():
             if block.pool.stream < 0 and block.pool.stream in lanes:
-                self.allocator.give_back(block)
+                self.allocator.driver.give_back(block)
 
     def _free(self, address: int, *, waits: bool) -> None:
         block = self.blocks.get(address)
         if block is None or not block.is_live:
             return
         if waits:
-            self.allocator.record_stream(block, _SOME_OTHER_STREAM)
+            block.record_stream(_SOME_OTHER_STREAM)
         else:
             del self.blocks[address]
         self.allocator.free(block)

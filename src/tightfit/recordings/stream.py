@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tightfit.recordings.events import MAX_DEVICES, EventTable, Frame, Malformed, Row, Shared, Stack
-from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load
+from tightfit.recordings.plain_pickle import GONE, PlainValue, Reader, load, memoise
 
 # MARK, then BINGET or LONG_BINGET for each frame, then APPENDS: a stack whose frames were all memoised before.
 _RUN = re.compile(rb"\((?:h.|j.{4}){2,999}+e", re.DOTALL)
@@ -48,6 +48,47 @@ def load_recording(
     return load(_RecordingReader(read, shared, advance))
 
 
+class _StackRuns:
+    """The stacks by the bytes that make them, as long as no memo entry changes; None for bytes that make no stack."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._runs: dict[bytes, Stack | None] = {}
+        self._stacks: dict[int, Stack] = {}
+
+    def get(self, run: bytes) -> Stack | None:
+        """The stack that a run makes; None if it is not known, or none."""
+        return self._runs.get(run)
+
+    def clear(self) -> None:
+        """Forgets all runs."""
+        self._runs.clear()
+
+    def known(self, data: bytes, begin: int, end_mark: bytes) -> bytes:
+        """The run from `begin`, if it occurred before: the same bytes at an opcode boundary mean the same run, so it need not be parsed again."""
+        end = begin
+        for _ in range(_NUM_ENDS_TRIED):
+            end = data.find(end_mark, end + 1, begin + _LONGEST_RUN_BYTES)
+            run = data[begin : end + len(end_mark)]
+            if end < 0 or run in self._runs:
+                return run if end >= 0 else b""
+        return b""
+
+    def learn(self, found: re.Match[bytes] | None, memo: list[Any]) -> bytes:
+        """Remembers which stack a list of references is, or that it is none because not all of them are frames."""
+        if found is None:
+            return b""
+        run = found.group()
+        frames = [memo[index] for index in _references(run)]
+        is_stack = all(type(frame) is Frame or (type(frame) is dict and "filename" in frame) for frame in frames)
+        self._runs[run] = self.stack(self._shared.stack(frames)) if is_stack else None
+        return run
+
+    def stack(self, number: int) -> Stack:
+        """The stack of a number, one object for each."""
+        return self._stacks.setdefault(number, Stack(number))
+
+
 class _RecordingReader(Reader):
     """`_gone_at` are the memo entries that were events, ascending, and `_gone_rows` the table and the row of each."""
 
@@ -56,8 +97,7 @@ class _RecordingReader(Reader):
     ) -> None:
         super().__init__(read, advance)
         self._shared = shared
-        self._runs: dict[bytes, Stack | None] = {}
-        self._stacks: dict[int, Stack] = {}
+        self._runs = _StackRuns(shared)
         self._texts: dict[str, str] = {}
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         self._tables: list[EventTable] = []
@@ -71,64 +111,41 @@ class _RecordingReader(Reader):
 
     def open_list(self) -> None:
         """Pushes a new list, or a whole stack at once where the bytes are those of one."""
-        data, at = self.data, self.at
+        data, at = self.window.data, self.window.at
         # EMPTY_LIST is followed by MEMOIZE (protocol 4), BINPUT or LONG_BINPUT, of 1, 2 and 5 bytes, or by nothing.
         memo_op = data[at]
         begin = at + (1 if memo_op == 0x94 else 2 if memo_op == 0x71 else 5 if memo_op == 0x72 else 0)
         if data[begin] == 0x28 and data[begin + 1] in b"hj":
-            run = self._known_run(begin, b"e") or self._new_run(_RUN.match(data, begin))
+            run = self._runs.known(data, begin, b"e") or self._runs.learn(_RUN.match(data, begin), self.memo)
             stack = self._runs.get(run)
             if stack is not None:
                 self.stack.append(stack)
                 if begin > at:
                     self._memoise(memo_op, data, at)
-                self.at = begin + len(run)
+                self.window.at = begin + len(run)
                 return
         super().open_list()
 
     def close_list(self, items: list[Any]) -> None:
         """Pushes a list of `items`, or a whole stack: protocol 0 makes an empty list by MARK and LIST, and appends frame by frame."""
-        data = self.data
-        memo_line = _MEMO_LINE.match(data, self.at)
+        data = self.window.data
+        memo_line = _MEMO_LINE.match(data, self.window.at)
         if not items and memo_line is not None:
             begin = memo_line.end()
-            run = self._known_run(begin, b"\nas") or self._new_run(_TEXT_RUN.match(data, begin))
+            run = self._runs.known(data, begin, b"\nas") or self._runs.learn(_TEXT_RUN.match(data, begin), self.memo)
             stack = self._runs.get(run)
             if stack is not None:
                 self.stack.append(stack)
-                self.put(int(memo_line[1]))
-                self.at = begin + len(run) - 1
+                memoise(self, int(memo_line[1]))
+                self.window.at = begin + len(run) - 1
                 return
         super().close_list(items)
-
-    def _known_run(self, begin: int, end_mark: bytes) -> bytes:
-        """The run from `begin`, if it occurred before: the same bytes at an opcode boundary mean the same run, so it need not be parsed again."""
-        end = begin
-        for _ in range(_NUM_ENDS_TRIED):
-            end = self.data.find(end_mark, end + 1, begin + _LONGEST_RUN_BYTES)
-            run = self.data[begin : end + len(end_mark)]
-            if end < 0 or run in self._runs:
-                return run if end >= 0 else b""
-        return b""
 
     def _memoise(self, op: int, data: bytes, at: int) -> None:
         if op == 0x94:
             self.memo.append(self.stack[-1])
         else:
-            self.put(data[at + 1] if op == 0x71 else int.from_bytes(data[at + 1 : at + 5], "little"))
-
-    def _new_run(self, found: re.Match[bytes] | None) -> bytes:
-        """Remembers which stack a list of references is, or that it is none because not all of them are frames."""
-        if found is None:
-            return b""
-        run = found.group()
-        frames = [self.memo[index] for index in _references(run)]
-        is_stack = all(type(frame) is Frame or (type(frame) is dict and "filename" in frame) for frame in frames)
-        self._runs[run] = self._stack(self._shared.stack(frames)) if is_stack else None
-        return run
-
-    def _stack(self, number: int) -> Stack:
-        return self._stacks.setdefault(number, Stack(number))
+            memoise(self, data[at + 1] if op == 0x71 else int.from_bytes(data[at + 1 : at + 5], "little"))
 
     def forget_runs(self) -> None:
         """Forgets the known runs, as an entry that they refer to may have changed."""
@@ -160,7 +177,7 @@ class _RecordingReader(Reader):
         for row, event in enumerate(events, len(table) - len(events)):
             frames = event.get("frames") if type(event) is dict else None
             if type(frames) is EventList:
-                lists[id(frames)] = self._stack(table.stack_of(row))
+                lists[id(frames)] = self._runs.stack(table.stack_of(row))
         memo = self.memo
         # Only entries since the last batch: the memo grows to many millions and is swept once over the whole file.
         for at in range(self._num_swept, len(memo)):
@@ -169,13 +186,13 @@ class _RecordingReader(Reader):
                 memo[at] = GONE
                 self._gone_at.append(at)
                 self._gone_rows.append(rows[id(value)])
-                self.num_containers -= 1
+                self.containers.num -= 1
             elif type(value) is dict and (frame := self._shared.let_go(value)) is not None:
                 memo[at] = frame
-                self.num_containers -= 1
+                self.containers.num -= 1
             elif type(value) is EventList and id(value) in lists:
                 memo[at] = lists[id(value)]
-                self.num_containers -= 1
+                self.containers.num -= 1
         self._num_swept = len(memo)
 
     def recall(self, index: int) -> Any:

@@ -22,7 +22,7 @@ from tightfit.output_files import writing
 from tightfit.recordings.allocator_trace import NO_FRAMES, Frames, TraceBuilder, plain_settings
 from tightfit.recordings.marks import KEY, SPAN_KINDS, Marks
 from tightfit.simulate.history import CATEGORIES, HistorySpan
-from tightfit.simulate.timeline_bytes import levels_on
+from tightfit.simulate.timeline_bytes import timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import EventKind, Tape
 
@@ -74,7 +74,7 @@ def snapshot_of_tape(
     tape = with_workspaces_of(device, tape, calibration)
     seconds = np.append(0.0, np.cumsum(operator_seconds(tape, device, calibration)))
     writer = _TapeWriter(tape, (seconds[tape.events.operator] * _MICROSECONDS).astype(np.int64).tolist())
-    levels_on(device, tape, settings, watch=writer.watch)
+    timeline_on(device, tape, settings, watch=writer.watch)
     marks = writer.marks(device)
     return snapshot_of(writer.trace, settings, marks)
 
@@ -119,7 +119,7 @@ class _TapeWriter:
         self._born: list[tuple[int, int]] = []  # the event and the storage
 
     def watch(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
-        """The callback of `replay_levels`; it starts over where the GPU turned out to be too small."""
+        """The callback of `replay_timeline`; it starts over where the GPU turned out to be too small."""
         if event < 0:
             self.trace = TraceBuilder(allocator)
             self._begin()

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SiteBlocks:
     """Blocks of one category that one stack allocated in modules of one kind (`h.*.mlp`); the first three figures are of the peak.
 
     `stack` is an index of the history's stacks, -1 for none; `total_bytes` counts every block of the run, freed or not.
@@ -33,18 +33,18 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SingleBlock:
-    """One block that is allocated at the peak; `died` is the number of events where it is never freed."""
+    """One block that is allocated at the peak; `freed_at` is the number of events where it is never freed."""
 
     category: int
     module: str
     stack: int
     block_bytes: int
     requested_bytes: int
-    born: int
-    died: int
+    allocated_at: int
+    freed_at: int
 
 
-def places(history: History, most: int) -> tuple[Place, ...]:
+def places(history: History, most: int) -> tuple[SiteBlocks, ...]:
     """The sites with most bytes at the peak, then those with most bytes over the run, at most `most` of both together."""
     blocks = history.blocks
     if not len(blocks):
@@ -72,7 +72,7 @@ def places(history: History, most: int) -> tuple[Place, ...]:
     chosen = np.concatenate([chosen[peak_bytes[chosen] > 0], np.argsort(-total_bytes, kind="stable")[:most]])
     first = np.sort(np.unique(chosen, return_index=True)[1])[:most]
     return tuple(
-        Place(
+        SiteBlocks(
             category=int(keys[i]) // (num_stacks * num_kinds),
             module=kinds[int(keys[i]) % num_kinds],
             stack=int(keys[i]) // num_kinds % num_stacks - 1,
@@ -98,8 +98,8 @@ def largest_blocks(history: History, most: int) -> tuple[SingleBlock, ...]:
             stack=int(blocks.stack[i]),
             block_bytes=int(blocks.block_bytes[i]),
             requested_bytes=int(blocks.num_bytes[i]),
-            born=int(blocks.born[i]),
-            died=int(blocks.died[i]),
+            allocated_at=int(blocks.allocated_at[i]),
+            freed_at=int(blocks.freed_at[i]),
         )
         for i in chosen.tolist()
     )

@@ -63,7 +63,7 @@ def timeline(history: History, detail: Detail) -> Timeline:
     starts = edges[:-1]
     at = _first_highest(history.allocated, edges)
     # Exact at the bucket's own peak; categories at other events of the bucket are not kept.
-    by_category = list(category_levels(history, at))
+    by_category = list(category_timelines(history, at))
     # Bytes that no block explains, such as blocks that a recording began too late to see, have no known category.
     by_category[UNKNOWN] = by_category[UNKNOWN] + history.allocated[at] - sum(by_category)
     return Timeline(
@@ -76,17 +76,17 @@ def timeline(history: History, detail: Detail) -> Timeline:
     )
 
 
-def category_levels(history: History, events: Column) -> Iterator[Column]:
+def category_timelines(history: History, events: Column) -> Iterator[Column]:
     """The bytes of each category, in the order of `CATEGORIES`, just after each of `events`."""
     blocks, num_events = history.blocks, history.num_events
     for category in range(len(CATEGORIES)):
         mine = blocks.category == category
-        born, died, num_bytes = blocks.born[mine], blocks.died[mine], blocks.block_bytes[mine]
+        allocated_at, freed_at, num_bytes = blocks.allocated_at[mine], blocks.freed_at[mine], blocks.block_bytes[mine]
         # Blocks from before the first event (born -1) go to slot 0, those that are never freed to the last slot, which no event reads.
         # bincount sums in float64, which is exact for integers up to 2**53 bytes.
         change = (
-            np.bincount(born + 1, num_bytes, num_events + 1)
-            - np.bincount(np.minimum(died, num_events) + 1, num_bytes, num_events + 2)[: num_events + 1]
+            np.bincount(allocated_at + 1, num_bytes, num_events + 1)
+            - np.bincount(np.minimum(freed_at, num_events) + 1, num_bytes, num_events + 2)[: num_events + 1]
         )
         yield np.cumsum(change)[events + 1].astype(np.int64)
 
@@ -137,8 +137,8 @@ def _first_highest(values: Column, edges: Column) -> Column:
 
 
 def _born_at(history: History, events: Column) -> Column:
-    born = history.blocks.born
-    if not len(born):
+    allocated_at = history.blocks.allocated_at
+    if not len(allocated_at):
         return np.full(len(events), -1, dtype=np.int64)
-    block = np.minimum(np.searchsorted(born, events), len(born) - 1)
-    return np.where(born[block] == events, block, -1)
+    block = np.minimum(np.searchsorted(allocated_at, events), len(allocated_at) - 1)
+    return np.where(allocated_at[block] == events, block, -1)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tightfit.errors import RecordingError
-from tightfit.reports.downsampled_timeline import Detail, category_levels, timeline
+from tightfit.reports.downsampled_timeline import Detail, category_timelines, timeline
 from tightfit.reports.summary import summarize
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Column
@@ -67,13 +67,13 @@ def trace_events(history: History, *, origin_us: float = 0.0) -> Iterator[dict[s
     if not history.num_events:
         return
     times, chosen = _times(history, origin_us), _samples(history)
-    levels = [level[chosen] for level in category_levels(history, np.arange(history.num_events))]
-    used = [category for category, level in enumerate(levels) if level.any()]
+    by_category = [level[chosen] for level in category_timelines(history, np.arange(history.num_events))]
+    used = [category for category, level in enumerate(by_category) if level.any()]
     rows = zip(
         times[chosen].tolist(),
         history.allocated[chosen].tolist(),
         history.reserved[chosen].tolist(),
-        zip(*(levels[category].tolist() for category in used), strict=True) if used else [()] * len(chosen),
+        zip(*(by_category[category].tolist() for category in used), strict=True) if used else [()] * len(chosen),
         strict=True,
     )
     names = [CATEGORIES[category] for category in used]

@@ -12,7 +12,7 @@ import numpy as np
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.devices.device import Device
 from tightfit.reports.blocks_by_site import line_and_function, module_name, places, stack_of
-from tightfit.reports.downsampled_timeline import category_levels
+from tightfit.reports.downsampled_timeline import category_timelines
 from tightfit.simulate.estimate import Estimate
 from tightfit.simulate.history import CATEGORIES, UNKNOWN, History
 from tightfit.tape import Assumption, Column
@@ -169,11 +169,11 @@ def summarize(
     allocated = sum(at_peak.values())
     # A history without events has blocks of the start only, which are reserved too.
     reserved = int(history.reserved.max(initial=allocated))
-    born = np.flatnonzero(blocks.born == peak) if peak >= 0 else []
+    allocated_at = np.flatnonzero(blocks.allocated_at == peak) if peak >= 0 else []
     line = function = module = ""
-    if len(born):
-        line, function = line_and_function(stack_of(history, int(blocks.stack[born[0]])))
-        module = module_name(history, int(born[0]))
+    if len(allocated_at):
+        line, function = line_and_function(stack_of(history, int(blocks.stack[allocated_at[0]])))
+        module = module_name(history, int(allocated_at[0]))
     return Summary(
         label=history.label,
         origin=history.origin,
@@ -208,9 +208,9 @@ def _at_peak(history: History, alive: Column) -> dict[str, int]:
     if history.peak_event < 0:
         held = np.bincount(history.blocks.category[alive], history.blocks.block_bytes[alive], len(CATEGORIES))
         return dict(zip(CATEGORIES, held.astype(np.int64).tolist(), strict=True))
-    levels = [int(level[0]) for level in category_levels(history, np.array([history.peak_event]))]
-    levels[UNKNOWN] += int(history.allocated[history.peak_event]) - sum(levels)
-    return dict(zip(CATEGORIES, levels, strict=True))
+    timeline = [int(level[0]) for level in category_timelines(history, np.array([history.peak_event]))]
+    timeline[UNKNOWN] += int(history.allocated[history.peak_event]) - sum(timeline)
+    return dict(zip(CATEGORIES, timeline, strict=True))
 
 
 def _places(history: History) -> list[dict[str, Any]]:

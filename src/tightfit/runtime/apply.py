@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.capture.simulated import is_simulated
+from tightfit.capture.processes.simulated import is_simulated
 from tightfit.errors import ApplyError
 from tightfit.errors.faults import answering, note
 from tightfit.planner.plan import Choice, Plan
@@ -139,15 +139,15 @@ def planned_for(roots: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> I
     if not roots:
         return None
     name, count = type(model).__name__, num_parameters(model)
-    alike = [root for root in roots if root["class"] == name]
-    if not alike:
+    of_class = [root for root in roots if root["class"] == name]
+    if not of_class:
         planned = " and ".join(dict.fromkeys(root["class"] for root in roots))
         raise ApplyError(f"the plan is for a {planned}, and this model is a {name}; make a plan for it")
-    for root in alike:
+    for root in of_class:
         if root["num_parameters"] == count:
             return Inputs.of_root(root)
     raise ApplyError(
-        f"the plan is for a {name} of {alike[0]['num_parameters']:,} parameters, and this one has {count:,}; make a plan for it"
+        f"the plan is for a {name} of {of_class[0]['num_parameters']:,} parameters, and this one has {count:,}; make a plan for it"
     )
 
 

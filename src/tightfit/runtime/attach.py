@@ -58,6 +58,60 @@ class _Live:
     check: weakref.ref[InputCheck]
 
 
+class _Owners:
+    """Each optimizer with the model whose session has it; None until there is one."""
+
+    def __init__(self) -> None:
+        self._owners: WeakTable[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = WeakTable()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """A new optimizer, which has no model yet."""
+        self._owners.setdefault(optimizer, None)
+
+    def give(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        """The session of `model` has the optimizer."""
+        self._owners[optimizer] = weakref.ref(model)
+
+    def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether no session has had the optimizer yet."""
+        return self._owners[optimizer] is None
+
+    def has_new(self) -> bool:
+        """Whether there is an optimizer that no session has had yet."""
+        return None in self._owners.values()
+
+    def free_for(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        """The optimizers that hold parameters of `module` and are in no other model's session."""
+        held = {id(p) for p in module.parameters()}
+        return [
+            optimizer
+            for optimizer, owner in self._owners.items()
+            # An optimizer whose model was dropped is free for the next one: searches build models anew and keep
+            # the optimizer's name.
+            if (owner is None or owner() in (None, module))
+            and any(id(p) in held for group in optimizer.param_groups for p in group["params"])
+        ]
+
+
+class _OutermostCalls:
+    """Watches outermost calls of modules, for `attachment`, between `begin` and `end`."""
+
+    def __init__(self, attachment: "Attachment") -> None:
+        self._attachment = attachment
+        self._unwatch: Leave | None = None
+
+    def begin(self) -> None:
+        """Calls are watched from now on."""
+        if self._unwatch is None:
+            self._unwatch = on_outermost_call(self._attachment)
+
+    def end(self) -> None:
+        """They cost nothing any more."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
@@ -86,12 +140,11 @@ class Attachment:
         self._parts: WeakTable[torch.nn.Module, None] = WeakTable()
         self._called_without_gradients: WeakTable[torch.nn.Module, None] = WeakTable()
         self._live: WeakTable[torch.nn.Module, _Live] = WeakTable()
-        # Each optimizer with the model whose session has it; None until there is one.
-        self._optimizers: WeakTable[torch.optim.Optimizer, weakref.ref[torch.nn.Module] | None] = WeakTable()
+        self._optimizers = _Owners()
         # A thread may evaluate one model while another one trains the next.
         self._lock = threading.RLock()
         self._leave: Leave | None = None
-        self._unwatch: Leave | None = None
+        self._calls = _OutermostCalls(self)
         self.roots: list[Root] = []
 
     def install(self) -> Callable[[], None]:
@@ -103,7 +156,7 @@ class Attachment:
         try:
             self._leave = on_new_optimizer(self)
             self._loops.look()
-            self._watch()
+            self._calls.begin()
         except BaseException:
             self.end()
             raise
@@ -114,26 +167,17 @@ class Attachment:
         if self._leave is not None:
             self._leave()
         self._loops.end()
-        self._watch_no_longer()
-
-    def _watch(self) -> None:
-        if self._unwatch is None:
-            self._unwatch = on_outermost_call(self)
-
-    def _watch_no_longer(self) -> None:
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        self._calls.end()
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """A new optimizer becomes part of its model's session before the model's next call."""
         with self._lock:
-            self._optimizers.setdefault(optimizer, None)
+            self._optimizers.add(optimizer)
             self._loops.look()
             if self.roots:
                 # A model with a session is part of a cycle of references: one that the program has dropped is freed here.
                 gc.collect()
-            self._watch()
+            self._calls.begin()
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Applies the choices for a model, if it is called with gradients for the first time or has a new optimizer.
@@ -156,29 +200,31 @@ class Attachment:
         elif module in self._parts or not any(p.requires_grad for p in module.parameters()):
             return
         else:
-            for part in [m for m in module.modules() if m is not module and self._is_root_to_a_capture(m)]:
+            # Paths inside of these begin with their own class: a capture names paths by the first outermost call, also one
+            # without gradients.
+            names = {root_of(c.where) for c in self._choices if is_module(c.where)}
+            for part in [
+                m
+                for m in module.modules()
+                if m is not module and m in self._called_without_gradients and type(m).__name__ in names
+            ]:
                 self._meet(part, is_first=False)
             live = self._meet(module, is_first=True)
         live.root.inputs.note(input_shapes(args, kwargs))
         # From here on calls of modules cost nothing again.
         if self._planned and not self._waits():
-            self._watch_no_longer()
-
-    def _is_root_to_a_capture(self, part: torch.nn.Module) -> bool:
-        """Whether paths inside `part` begin with its own class: a capture names paths by the first outermost call, also one without gradients."""
-        names = {root_of(c.where) for c in self._choices if is_module(c.where)}
-        return part in self._called_without_gradients and type(part).__name__ in names
+            self._calls.end()
 
     def _waits(self) -> bool:
         """Whether a model of the plan was not called yet, or an optimizer has no model yet."""
         met = {(root.name, root.num_parameters) for root in self.roots}
         coming = {(root["class"], root["num_parameters"]) for root in self._planned} - met
-        return bool(coming) or None in self._optimizers.values()
+        return bool(coming) or self._optimizers.has_new()
 
     def _meet(self, module: torch.nn.Module, *, is_first: bool) -> _Live:
         name = type(module).__name__
         met = any(root.name == known["class"] for root in self.roots for known in self._planned)
-        own = self._free_optimizers(module)
+        own = self._optimizers.free_for(module)
         # A model that shares its optimizers with another leaves what concerns them to that one's session.
         is_first = is_first and (bool(own) or not self.roots)
         if self._planned and met and name not in {known["class"] for known in self._planned}:
@@ -186,7 +232,7 @@ class Attachment:
             planned, is_first = None, False
         else:
             planned = planned_for(self._planned, module)
-        choices = self._those_inside(module, choices_for(self._choices, module, is_first=is_first))
+        choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
         session = apply_choices(choices, module, own, check_steps=self._check_steps)
         check = self._keep(session, choices, planned)
         root = Root(
@@ -207,7 +253,7 @@ class Attachment:
 
     def _keep(self, session: Session, choices: Sequence[Choice], planned: Inputs | None) -> InputCheck:
         for optimizer in session.optimizers:
-            self._optimizers[optimizer] = weakref.ref(session.model)
+            self._optimizers.give(optimizer, session.model)
         if choices or planned is not None:
             try:
                 return watch_inputs(session, planned, self._tell)
@@ -216,51 +262,27 @@ class Attachment:
                 raise
         return InputCheck(session, planned, self._tell)
 
-    def _free_optimizers(self, module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-        """The optimizers that hold parameters of `module` and are in no other model's session."""
-        held = {id(p) for p in module.parameters()}
-        return [
-            optimizer
-            for optimizer, owner in self._optimizers.items()
-            # An optimizer whose model was dropped is free for the next one: searches build models anew and keep
-            # the optimizer's name.
-            if (owner is None or owner() in (None, module))
-            and any(id(p) in held for group in optimizer.param_groups for p in group["params"])
-        ]
-
-    def _those_inside(self, module: torch.nn.Module, choices: list[Choice]) -> list[Choice]:
-        """The choices for places that `module` has, if the program has several models of its class; else all."""
-        name = type(module).__name__
-        known = [root["class"] for root in self._planned]
-        if self._planned and known.count(name) < 2:
-            return choices
-        paths = {path for path, _ in module.named_modules()}
-        return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
-
     def _make_anew_for_optimizers(self, module: torch.nn.Module, live: _Live) -> None:
         """Undoes the session and makes a new one, if there is an optimizer that it does not know."""
         check = live.check()
         if check is not None:
             check.session.check()
-        if not any(self._optimizers[o] is None for o in self._free_optimizers(module)):
+        if not any(self._optimizers.is_new(o) for o in self._optimizers.free_for(module)):
             return
         if check is not None:
             check.session.undo()
         # An optimizer that the program has dropped is gone with the session that knew it.
         del check
         gc.collect()
-        optimizers = self._free_optimizers(module)
-        session = apply_choices(self._with_optimizers(live), module, optimizers, check_steps=self._check_steps)
+        optimizers = self._optimizers.free_for(module)
+        is_known = live.planned is not None or not self._planned
+        # The choices that concern optimizers, for a root that now has some of its own.
+        global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
+        live.choices = [*live.choices, *global_ones]
+        session = apply_choices(live.choices, module, optimizers, check_steps=self._check_steps)
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
         self._applied |= {(c.technique, c.where) for c in live.choices}
-
-    def _with_optimizers(self, live: _Live) -> list[Choice]:
-        """The choices of a root that now has optimizers of its own."""
-        is_known = live.planned is not None or not self._planned
-        global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
-        live.choices = [*live.choices, *global_ones]
-        return live.choices
 
     def report(self) -> dict[str, Any]:
         """The roots that were called, with the notes and statistics of their sessions.
@@ -268,7 +290,7 @@ class Attachment:
         Raises:
             ApplyError: the plan names a model that was never called, or a place that no model has.
         """
-        self._check_that_all_were_applied()
+        _check_all_applied((*self._choices, *self._of_loops), self._applied, {root.name for root in self.roots})
         # Ensembles and searches make several models of one class and size: the plan knows them as one root.
         merged: dict[tuple[str, int], Inputs] = {}
         for root in self.roots:
@@ -282,24 +304,34 @@ class Attachment:
             | self._loops.statistics,
         }
 
-    def _check_that_all_were_applied(self) -> None:
-        names = {root.name for root in self.roots}
-        called = ", ".join(sorted(names)) or "no model"
-        left = [
-            c
-            for c in (*self._choices, *self._of_loops)
-            # Allocator settings are set in the environment before torch is imported (`run`).
-            if "alloc_conf" not in c.settings and (c.technique, c.where) not in self._applied
-        ]
-        missing = {root_of(c.where) for c in left if is_module(c.where)} - names
-        if missing:
-            raise ApplyError(
-                f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {called}); make a plan for it"
-            )
-        if left:
-            raise ApplyError(
-                f"{left[0].technique}: there was nothing to put it on at {left[0].where} (the program called {called} with gradients); make a plan for it"
-            )
+
+def _those_inside(planned: Sequence[Mapping[str, Any]], module: torch.nn.Module, choices: list[Choice]) -> list[Choice]:
+    """The choices for places that `module` has, if the program has several models of its class; else all."""
+    name = type(module).__name__
+    known = [root["class"] for root in planned]
+    if planned and known.count(name) < 2:
+        return choices
+    paths = {path for path, _ in module.named_modules()}
+    return [c for c in choices if not is_module(c.where) or c.where.partition(".")[2] in paths]
+
+
+def _check_all_applied(choices: Sequence[Choice], applied: set[tuple[str, str]], names: set[str]) -> None:
+    called = ", ".join(sorted(names)) or "no model"
+    left = [
+        c
+        for c in choices
+        # Allocator settings are set in the environment before torch is imported (`run`).
+        if "alloc_conf" not in c.settings and (c.technique, c.where) not in applied
+    ]
+    missing = {root_of(c.where) for c in left if is_module(c.where)} - names
+    if missing:
+        raise ApplyError(
+            f"the plan names {' and '.join(sorted(missing))}, which the program never called with gradients (it called {called}); make a plan for it"
+        )
+    if left:
+        raise ApplyError(
+            f"{left[0].technique}: there was nothing to put it on at {left[0].where} (the program called {called} with gradients); make a plan for it"
+        )
 
 
 def prepare(argument: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:

@@ -1,10 +1,9 @@
 """Follows modules, phases and steps while a program is recorded, through torch's own global hooks and those of `torch_hooks`.
 
 The hooks change nothing, so the run's results are the same. Each optimizer step is noted with the optimizer's number; which of them end a step of
-the program is decided when the run is over (`snapshots.notes`). `num_steps` is an estimate meanwhile.
+the program is decided when the run is over (`snapshots.notes`). `steps` has an estimate meanwhile.
 """
 
-import gc
 import itertools
 import sys
 import types
@@ -21,16 +20,50 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from tightfit.runtime.recorded import ASIDE, BACKWARD, BY_OPTIMIZER, BY_USER, FORWARD, OPTIMIZER, OTHER, NoteKind
+from tightfit.runtime.step_counter import StepCounter, all_optimizers, objects_of, parameters_of
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.torch_hooks.backward import BackwardPass, on_backward
 from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
 
-# An optimizer that never steps must not keep the others' steps from being counted.
-MAX_STEPS_OF_ONE_OPTIMIZER = 8
-
 HeldTensors = dict[str, Iterable[torch.Tensor]]
 Emit = Callable[[NoteKind, str, HeldTensors], None]
+
+
+class _Phases:
+    """The phases that the run is in, the innermost last; each change is noted."""
+
+    def __init__(self, hooks: "RunHooks") -> None:
+        self._hooks = hooks
+        self._phases = [OTHER]
+        self.code_of_steps: types.CodeType | None = None
+        """The code of torch's wrapper around the steps of optimizers."""
+
+    def is_in(self, *phases: str) -> bool:
+        """Whether the innermost phase is one of these."""
+        return self._phases[-1] in phases
+
+    def is_inside(self, phase: str) -> bool:
+        """Whether the run is in `phase`, or in a phase within it."""
+        return phase in self._phases
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        if self._phases[-1] == OTHER:
+            self._hooks.before_turn()
+        self._phases.append(phase)
+        self._hooks.emit("phase", phase, {})
+
+    def end(self) -> None:
+        """The innermost phase ends."""
+        self._phases.pop()
+        self._hooks.emit("phase", self._phases[-1], {})
+
+    def end_steps_that_raised(self, frame: types.FrameType | None = None) -> None:
+        """Torch calls no hook when a step raises: its phase is over if the call stack at `frame`, by default the caller's, has no step."""
+        if self._phases[-1] == OPTIMIZER and not _runs(self.code_of_steps, frame or sys._getframe(1)):
+            while self._phases[-1] == OPTIMIZER:
+                self.end()
 
 
 class RunHooks:
@@ -38,26 +71,17 @@ class RunHooks:
 
     def __init__(self, emit: Emit) -> None:
         self.before_turn: Callable[[], None] = lambda: None
-        self.num_steps = 0
-        """The steps that are over, as far as can be told meanwhile."""
-        self._emit = emit
+        self.steps = StepCounter()
+        self.emit = emit
         self._modules: list[str] = []
         self._paths: WeakTable[torch.nn.Module, str] = WeakTable()
-        self._phases = [OTHER]
-        self._numbers: WeakTable[torch.Tensor | Optimizer, int] = WeakTable()
-        self._num_numbers = 0
-        self._num_steps_of: WeakTable[Optimizer, int] = WeakTable()
-        self._made_before: WeakTable[Optimizer, None] = WeakTable()
-        self._is_told_by_user = False
-        self._code_of_steps: types.CodeType | None = None
+        self._phases = _Phases(self)
         self._handles: list[RemovableHandle] = []
         self._leave: Leave = _nothing
 
     def install(self) -> None:
         """Registers all hooks."""
-        # Whether these are of the run that begins, or left over from one before, shows only when they step.
-        for optimizer in _optimizers():
-            self._made_before[optimizer] = None
+        self.steps.begin()
         # One after the other, so that an interrupt on the way leaves none that `remove` does not know.
         self._handles.append(register_module_forward_pre_hook(self._enter_module))
         # Called also where a forward raises: a program that catches that would otherwise stay inside of the
@@ -72,29 +96,26 @@ class RunHooks:
         self._leave()
         for handle in self._handles:
             handle.remove()
-        self._emit("held", "", held_tensors())
+        self.emit("held", "", held_tensors())
 
     def step(self) -> None:
         """The user marks the end of a step; from then on only these marks count."""
-        if not self._is_told_by_user:
-            self._is_told_by_user = True
-            self.num_steps = 0
-        self.num_steps += 1
-        self._emit("step", BY_USER, {})
+        self.steps.mark()
+        self.emit("step", BY_USER, {})
 
     def _enter_module(self, module: torch.nn.Module, _args: Any) -> None:
-        self._end_steps_that_raised()
-        if not self._modules and self._phases[-1] == OTHER:
-            self._begin(FORWARD if torch.is_grad_enabled() else ASIDE)
+        self._phases.end_steps_that_raised()
+        if not self._modules and self._phases.is_in(OTHER):
+            self._phases.begin(FORWARD if torch.is_grad_enabled() else ASIDE)
         self._modules.append(self._path(module))
-        self._emit("module", self._modules[-1], {})
+        self.emit("module", self._modules[-1], {})
 
     def _leave_module(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
         if self._modules:
             self._modules.pop()
-            self._emit("module", self._modules[-1] if self._modules else "", {})
-        if not self._modules and self._phases[-1] in (FORWARD, ASIDE):
-            self._end()
+            self.emit("module", self._modules[-1] if self._modules else "", {})
+        if not self._modules and self._phases.is_in(FORWARD, ASIDE):
+            self._phases.end()
 
     def concerned_parameters(self) -> None:
         """Every pass of the process is recorded."""
@@ -103,77 +124,42 @@ class RunHooks:
     def around_backward(self, backward: BackwardPass) -> Any:
         """Runs a backward pass, as a phase of the run."""
         # A pass inside of a pass, of a reentrant checkpoint, is part of the outer one.
-        if BACKWARD in self._phases:
+        if self._phases.is_inside(BACKWARD):
             return backward.run()
-        self._end_steps_that_raised()
-        self._begin(BACKWARD)
+        self._phases.end_steps_that_raised()
+        self._phases.begin(BACKWARD)
         try:
             return backward.run()
         finally:
-            self._end()
+            self._phases.end()
 
     # Gradients are noted before the step, as many loops free them right after it.
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # The frame of torch's wrapper around `step`, which is of one code object for all optimizers.
         step = sys._getframe(1)
-        self._code_of_steps = step.f_code
-        self._end_steps_that_raised(step.f_back)
-        self._emit(
+        self._phases.code_of_steps = step.f_code
+        self._phases.end_steps_that_raised(step.f_back)
+        self.emit(
             "held",
             "",
-            {"gradients": [held for p in _parameters(optimizer) if p.grad is not None for held in _with_inner(p.grad)]},
+            {
+                "gradients": [
+                    held for p in parameters_of(optimizer) if p.grad is not None for held in _with_inner(p.grad)
+                ]
+            },
         )
-        self._begin(OPTIMIZER)
+        self._phases.begin(OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._end()
+        self._phases.end()
         # After the step: states are made in the first one, and a fused or capturable step may replace its
         # counters.
-        self._emit("held", "", {"optimizer_state": _states(optimizer), "parameters": _parameters(optimizer)})
+        self.emit("held", "", {"optimizer_state": _states(optimizer), "parameters": parameters_of(optimizer)})
         # What steps within the step of a wrapper has no turn of its own.
         step = sys._getframe(1)
         if not _runs(step.f_code, step.f_back):
-            self._emit("step", f"{BY_OPTIMIZER} {self._number(optimizer)}", {})
-            self._count_step(optimizer)
-
-    def _end_steps_that_raised(self, frame: types.FrameType | None = None) -> None:
-        """Torch calls no hook when a step raises: its phase is over if the call stack at `frame`, by default the caller's, has no step."""
-        if self._phases[-1] == OPTIMIZER and not _runs(self._code_of_steps, frame or sys._getframe(1)):
-            while self._phases[-1] == OPTIMIZER:
-                self._end()
-
-    def _number(self, optimizer: Optimizer) -> int:
-        """The number of an optimizer; optimizers constructed anew in each iteration for the same parameters count as one."""
-        # Groups may be empty, all of them too.
-        first: torch.Tensor | Optimizer = next(iter(_parameters(optimizer)), optimizer)
-        if first not in self._numbers:
-            self._numbers[first] = self._num_numbers
-            self._num_numbers += 1
-        return self._numbers[first]
-
-    def _count_step(self, optimizer: Optimizer) -> None:
-        """A step ends when the slowest optimizer has stepped; one that was made in this run and has not stepped yet is waited for."""
-        counts = self._num_steps_of
-        if optimizer not in counts:
-            for known in _optimizers():
-                if known is optimizer or known not in self._made_before:
-                    counts.setdefault(known, 0)
-        counts[optimizer] += 1
-        stepping = [count for count in counts.values() if count]
-        if len(stepping) < len(counts) and max(stepping) < MAX_STEPS_OF_ONE_OPTIMIZER:
-            return
-        if not self._is_told_by_user and counts[optimizer] == min(stepping) > self.num_steps:
-            self.num_steps += 1
-
-    def _begin(self, phase: str) -> None:
-        if self._phases[-1] == OTHER:
-            self.before_turn()
-        self._phases.append(phase)
-        self._emit("phase", phase, {})
-
-    def _end(self) -> None:
-        self._phases.pop()
-        self._emit("phase", self._phases[-1], {})
+            self.emit("step", f"{BY_OPTIMIZER} {self.steps.number(optimizer)}", {})
+            self.steps.count(optimizer)
 
     def _path(self, module: torch.nn.Module) -> str:
         if module not in self._paths:
@@ -197,8 +183,8 @@ def _nothing() -> None:
 
 def held_tensors() -> HeldTensors:
     """The tensors that all modules and optimizers of this process hold now."""
-    modules = _all_of(torch.nn.Module)
-    optimizers = list(_optimizers())
+    modules = objects_of(torch.nn.Module)
+    optimizers = list(all_optimizers())
     parameters = [
         tensor
         for module in modules
@@ -206,7 +192,7 @@ def held_tensors() -> HeldTensors:
         for tensor in module.__dict__.get(table, {}).values()
         if tensor is not None
     ]
-    parameters += itertools.chain.from_iterable(_parameters(optimizer) for optimizer in optimizers)
+    parameters += itertools.chain.from_iterable(parameters_of(optimizer) for optimizer in optimizers)
     return {
         "parameters": parameters,
         "gradients": [
@@ -221,24 +207,10 @@ def held_tensors() -> HeldTensors:
 
 def all_tensors() -> Iterator[torch.Tensor]:
     """Every tensor that Python's garbage collector tracks, and their gradients."""
-    for tensor in _all_of(torch.Tensor):
+    for tensor in objects_of(torch.Tensor):
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
-
-
-def _all_of(kind: type) -> list[Any]:
-    # type() and not isinstance(): some objects run code of their own when their class is read.
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
-
-
-def _optimizers() -> Iterator[Optimizer]:
-    """The optimizers that step themselves; wrappers by other libraries, which did not run the base class's constructor, are left out."""
-    return (found for found in _all_of(Optimizer) if "_optimizer_step_pre_hooks" in found.__dict__)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -40,6 +40,32 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
     number: int
 
 
+class _CallStacks:
+    """The Python call stacks of a run, numbered in the order in which they were first seen; all of them are empty unless `are_wanted`."""
+
+    def __init__(self, *, are_wanted: bool) -> None:
+        self._are_wanted = are_wanted
+        self._numbers: dict[tuple[tuple[CodeType, int], ...], int] = {}
+
+    def number(self) -> int:
+        """The number of the current stack, without this package's own frames."""
+        frame = sys._getframe(1) if self._are_wanted else None
+        stack = []
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not is_own_frame(file) and (stack or file not in _BETWEEN):
+                stack.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return self._numbers.setdefault(tuple(stack), len(self._numbers))
+
+    def as_frames(self) -> list[list[dict[str, Any]]]:
+        """The stacks by their numbers, each from the innermost frame outwards."""
+        return [
+            [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in stack]
+            for stack in self._numbers
+        ]
+
+
 class HostRecorder(TorchDispatchMode):
     """Records when the storages of this process's host tensors are allocated and freed."""
 
@@ -55,14 +81,13 @@ class HostRecorder(TorchDispatchMode):
     def __init__(self, *, stacks: bool) -> None:
         super().__init__()
         self.hooks = RunHooks(self._note)
-        self._has_stacks = stacks
         self._events: list[HostEvent | Note] = []
         self._references: dict[int, _StorageReference] = {}
         self._deaths = Deaths()
         self._num_storages = 0
         self._num_at_start = 0
         self._is_on = False
-        self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        self._stacks = _CallStacks(are_wanted=stacks)
 
     def start(self) -> None:
         """Starts recording; existing tensors are recorded as allocated before the start. An interrupt leaves no hooks behind."""
@@ -89,10 +114,7 @@ class HostRecorder(TorchDispatchMode):
         return HostRun(
             events=self._events,
             num_at_start=self._num_at_start,
-            stacks=[
-                [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in stack]
-                for stack in self._stacks
-            ],
+            stacks=self._stacks.as_frames(),
         )
 
     def __torch_dispatch__(
@@ -130,7 +152,7 @@ class HostRecorder(TorchDispatchMode):
         reference.cdata, reference.num_bytes, reference.number = storage._cdata, num_bytes, self._num_storages
         self._num_storages += 1
         self._references[storage._cdata] = reference
-        self._add(reference.number, num_bytes, self._stack(), time.time_ns())
+        self._add(reference.number, num_bytes, self._stacks.number(), time.time_ns())
 
     def _work_off(self) -> None:
         """Records the storages that were freed since the last call."""
@@ -147,17 +169,6 @@ class HostRecorder(TorchDispatchMode):
 
     def _add(self, storage: int, num_bytes: int, stack: int, time_ns: int) -> None:
         self._events.append(HostEvent(storage=storage, num_bytes=num_bytes, stack=stack, time_us=time_ns // 1000))
-
-    def _stack(self) -> int:
-        """The number of the current Python call stack, without this package's own frames."""
-        frame = sys._getframe(1) if self._has_stacks else None
-        stack = []
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if not is_own_frame(file) and (stack or file not in _BETWEEN):
-                stack.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        return self._stacks.setdefault(tuple(stack), len(self._stacks))
 
     def _note(self, kind: NoteKind, text: str, held: HeldTensors) -> None:
         self._work_off()

@@ -15,7 +15,7 @@ from tightfit.allocator.caching import OutOfDeviceMemory
 from tightfit.allocator.pools import SMALL_SEGMENT_BYTES
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.simulate.estimate import Band
-from tightfit.simulate.timeline_bytes import Levels, replay_levels
+from tightfit.simulate.timeline_bytes import MemoryTimeline, replay_timeline
 from tightfit.tape import Column, EventKind, Tape
 
 # Chosen on 39 published runs on two RTX cards (docs/log.md, "Width and coverage of the band"): 92 % of the measured peaks lie in
@@ -26,10 +26,12 @@ SHARE_OF_LATE_FREES = 0.3
 MAX_EVENTS_REPLAYED = 1_000_000
 
 
-def reserved_band(tape: Tape, settings: AllocatorSettings, levels: Levels, *, room_bytes: int) -> Iterator[Band]:
-    """The uncertainties of the reserved peak of `levels`, the likely replay. Replays that reserve more than `room_bytes` do not fit."""
+def reserved_band(
+    tape: Tape, settings: AllocatorSettings, timeline: MemoryTimeline, *, room_bytes: int
+) -> Iterator[Band]:
+    """The uncertainties of the reserved peak of `timeline`, the likely replay. Replays that reserve more than `room_bytes` do not fit."""
     # Where even the likely replay does not fit, a limit would end the other replays before they reach their peaks.
-    likely = int(levels.reserved.max(initial=0))
+    likely = int(timeline.reserved.max(initial=0))
     limit = room_bytes if likely <= room_bytes else None
     storages = tape.storages
     if (storages.low_bytes != storages.high_bytes).any():
@@ -38,12 +40,12 @@ def reserved_band(tape: Tape, settings: AllocatorSettings, levels: Levels, *, ro
     if len(tape.events):
         num_orders = max(1, min(NUM_ORDERS, MAX_EVENTS_REPLAYED // len(tape.events)))
         orders = [_peak(tape, settings, limit, order=_order(tape, seed)) for seed in range(num_orders)]
-        yield _band("allocation order", likely, [likely - doubtful_bytes(levels), *orders])
+        yield _band("allocation order", likely, [likely - doubtful_bytes(timeline), *orders])
 
 
-def doubtful_bytes(levels: Levels) -> int:
+def doubtful_bytes(timeline: MemoryTimeline) -> int:
     """The last large segment that was allocated before the reserved peak although as many bytes were free in pieces; 0 if there is none."""
-    reserved, allocated = levels.reserved, levels.allocated
+    reserved, allocated = timeline.reserved, timeline.allocated
     climb = reserved[: int(reserved.argmax()) + 1] if len(reserved) else reserved
     mapped = np.diff(climb)
     free = climb[:-1] - allocated[: len(mapped)]
@@ -64,11 +66,11 @@ def _peak(
     order: Column | None = None,
 ) -> int:
     try:
-        levels = replay_levels(tape, settings, num_bytes=num_bytes, order=order, capacity_bytes=limit)
+        timeline = replay_timeline(tape, settings, num_bytes=num_bytes, order=order, capacity_bytes=limit)
     # With another order it may not fit any more; how far it exceeds the limit is then the upper end.
     except OutOfDeviceMemory:
-        levels = replay_levels(tape, settings, num_bytes=num_bytes, order=order)
-    return int(levels.reserved.max(initial=0))
+        timeline = replay_timeline(tape, settings, num_bytes=num_bytes, order=order)
+    return int(timeline.reserved.max(initial=0))
 
 
 def _order(tape: Tape, seed: int) -> Column:

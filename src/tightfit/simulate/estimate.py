@@ -32,7 +32,7 @@ class SpanPeak:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class SiteAtPeak:
     """An allocation site at the peak: blocks of one category that the same line allocated in modules of one kind."""
 
     category: str
@@ -98,7 +98,7 @@ class Estimate:
     peak: Peak
     at_peak: Mapping[str, int]
     moment: PeakMoment
-    holders: tuple[Holder, ...]
+    holders: tuple[SiteAtPeak, ...]
     spans: tuple[SpanPeak, ...]
     band: tuple[Band, ...]
     host_peak_bytes: int

@@ -33,9 +33,9 @@ class HistorySpan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Blocks in the order of allocation, as columns of equal length; those allocated before the first event come first, with `born` -1.
+    """Blocks in the order of allocation, as columns of equal length; those allocated before the first event come first, with `allocated_at` -1.
 
-    `died` is the event that freed the block, or the number of events where none did. `num_bytes` is the requested size and `block_bytes` the
+    `freed_at` is the event that freed the block, or the number of events where none did. `num_bytes` is the requested size and `block_bytes` the
     rounded one. `lane` is the stream. `category` indexes `CATEGORIES`, `stack` the stacks and `module` the modules of the history. `address` is
     -1 where it is not known.
     """
@@ -44,14 +44,14 @@ class Blocks:
     block_bytes: Column
     address: Column
     lane: Column
-    born: Column
-    died: Column
+    allocated_at: Column
+    freed_at: Column
     category: Column
     stack: Column
     module: Column
 
     def __len__(self) -> int:
-        return len(self.born)
+        return len(self.allocated_at)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class History:
 
     def alive_at(self, event: int) -> Column:
         """Which blocks are allocated just after `event`: booleans, one for each block."""
-        return (self.blocks.born <= event) & (self.blocks.died > event)
+        return (self.blocks.allocated_at <= event) & (self.blocks.freed_at > event)
 
 
 def user_frame(stack: tuple[str, ...]) -> str:

@@ -11,8 +11,8 @@ from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
-from tightfit.simulate.estimate import Band, Estimate, Holder, Peak, PeakMoment, SpanPeak
-from tightfit.simulate.timeline_bytes import Levels, levels_on
+from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.timeline_bytes import MemoryTimeline, timeline_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
 
@@ -33,20 +33,20 @@ def estimate_peak(
     # The tape may have been traced for another GPU, whose cuBLAS workspace has another size.
     tape = with_workspaces_of(device, tape, calibration)
     storages = tape.storages
-    levels = levels_on(device, tape, settings)
-    peak_reserved, peak_allocated = int(levels.reserved.max(initial=0)), int(levels.allocated.max(initial=0))
+    timeline = timeline_on(device, tape, settings)
+    peak_reserved, peak_allocated = int(timeline.reserved.max(initial=0)), int(timeline.allocated.max(initial=0))
     band = (
         Band(
             cause="CUDA context",
             less_bytes=device.context_bytes - device.context_low_bytes,
             more_bytes=device.context_high_bytes - device.context_bytes,
         ),
-        *reserved_band(tape, settings, levels, room_bytes=device.capacity_bytes - device.context_low_bytes),
+        *reserved_band(tape, settings, timeline, room_bytes=device.capacity_bytes - device.context_low_bytes),
     )
     device_bytes = peak_reserved + device.context_bytes
-    at = int(levels.allocated.argmax()) if len(levels.allocated) else 0
+    at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
-    at_peak = {c.name.lower(): int(levels.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
     # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
     # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
@@ -65,8 +65,8 @@ def estimate_peak(
         ),
         at_peak=at_peak,
         moment=_moment(tape, at),
-        holders=_holders(tape, alive, levels.block_bytes),
-        spans=_span_peaks(tape, levels),
+        holders=_holders(tape, alive, timeline.block_bytes),
+        spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
         # The last step stands for all: the first one also allocates the optimizer's states.
@@ -106,7 +106,7 @@ def _moment(tape: Tape, at: int) -> PeakMoment:
     )
 
 
-def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ...]:
+def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[SiteAtPeak, ...]:
     """The largest allocation sites. Storages of one category, line and operator are grouped; numbers in module paths become `*`."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     operators, strings = tape.operators, tape.strings
@@ -124,12 +124,12 @@ def _holders(tape: Tape, alive: Column, block_bytes: Column) -> tuple[Holder, ..
         group[1] += int(block_bytes[storage])
     largest = sorted(groups.items(), key=lambda item: -item[1][1])[:NUM_HOLDERS]
     return tuple(
-        Holder(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
+        SiteAtPeak(category=c, module=m, operator=o, line=l, num_storages=n, num_bytes=b)
         for (c, m, o, l), (n, b) in largest
     )
 
 
-def _span_peaks(tape: Tape, levels: Levels) -> tuple[SpanPeak, ...]:
+def _span_peaks(tape: Tape, timeline: MemoryTimeline) -> tuple[SpanPeak, ...]:
     """One entry per name of a span, in order of first appearance; the pieces of an interrupted span are merged."""
     pieces: dict[tuple[str, int], list[slice]] = {}
     for name, kind, begin, end in zip(*(c.tolist() for c in tape.spans.columns().values()), strict=True):
@@ -138,9 +138,9 @@ def _span_peaks(tape: Tape, levels: Levels) -> tuple[SpanPeak, ...]:
         SpanPeak(
             name=name,
             kind=SpanKind(kind).name.lower(),
-            peak_allocated_bytes=max(int(levels.allocated[s].max()) for s in slices),
-            peak_reserved_bytes=max(int(levels.reserved[s].max()) for s in slices),
-            end_allocated_bytes=int(levels.allocated[slices[-1]][-1]),
+            peak_allocated_bytes=max(int(timeline.allocated[s].max()) for s in slices),
+            peak_reserved_bytes=max(int(timeline.reserved[s].max()) for s in slices),
+            end_allocated_bytes=int(timeline.allocated[slices[-1]][-1]),
         )
         for (name, kind), slices in pieces.items()
     )

@@ -17,7 +17,7 @@ Watch = Callable[[int, CachingAllocator, Mapping[int, Block]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
+class MemoryTimeline:
     """Allocated and reserved bytes after each event, and the rounded block size of each storage."""
 
     allocated: Column
@@ -25,7 +25,7 @@ class Levels:
     block_bytes: Column
 
 
-def replay_levels(
+def replay_timeline(
     tape: Tape,
     settings: AllocatorSettings,
     *,
@@ -33,7 +33,7 @@ def replay_levels(
     order: Column | None = None,
     capacity_bytes: int | None = None,
     watch: Watch | None = None,
-) -> Levels:
+) -> MemoryTimeline:
     """Replays the events of `tape`, by default with its likely sizes and in its own order. Storages of 0 bytes are skipped.
 
     With `capacity_bytes`, the limit on reserved bytes, a cuDNN workspace that does not fit is skipped too. `watch` is called with the allocator
@@ -71,17 +71,19 @@ def replay_levels(
         reserved[at] = allocator.reserved_bytes
         if watch is not None:
             watch(at, allocator, replay.blocks)
-    return Levels(
+    return MemoryTimeline(
         allocated=np.asarray(allocated, dtype=np.int64),
         reserved=np.asarray(reserved, dtype=np.int64),
         block_bytes=np.asarray(block_bytes, dtype=np.int64),
     )
 
 
-def levels_on(device: Device, tape: Tape, settings: AllocatorSettings, *, watch: Watch | None = None) -> Levels:
+def timeline_on(
+    device: Device, tape: Tape, settings: AllocatorSettings, *, watch: Watch | None = None
+) -> MemoryTimeline:
     """Replays `tape` with the memory that `device` has besides the context, or without a limit where that is too little."""
     try:
-        return replay_levels(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes, watch=watch)
+        return replay_timeline(tape, settings, capacity_bytes=device.capacity_bytes - device.context_bytes, watch=watch)
     # A workload that does not fit still has a peak to report: how much memory it would need.
     except OutOfDeviceMemory:
-        return replay_levels(tape, settings, watch=watch)
+        return replay_timeline(tape, settings, watch=watch)

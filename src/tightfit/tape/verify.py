@@ -67,21 +67,21 @@ def _lives(tape: Tape) -> Iterator[str]:
         yield "an event about a storage that does not exist"
         return
     position = np.arange(len(events))
-    births, deaths = events.kind == EventKind.ALLOCATE, events.kind == EventKind.FREE
-    if not (np.bincount(events.storage[births], minlength=num_storages) == 1).all():
+    allocations, deaths = events.kind == EventKind.ALLOCATE, events.kind == EventKind.FREE
+    if not (np.bincount(events.storage[allocations], minlength=num_storages) == 1).all():
         yield "a storage that is not born exactly once"
         return
     if (np.bincount(events.storage[deaths], minlength=num_storages) > 1).any():
         yield "a storage that is freed twice"
-    born = np.empty(num_storages, dtype=np.int64)
-    born[events.storage[births]] = position[births]
-    died = np.full(num_storages, len(events), dtype=np.int64)
-    died[events.storage[deaths]] = position[deaths]
-    if (died <= born).any():
+    allocated_at = np.empty(num_storages, dtype=np.int64)
+    allocated_at[events.storage[allocations]] = position[allocations]
+    freed_at = np.full(num_storages, len(events), dtype=np.int64)
+    freed_at[events.storage[deaths]] = position[deaths]
+    if (freed_at <= allocated_at).any():
         yield "a storage that is freed before it is born"
     uses = events.kind == EventKind.USE
     used, at = events.storage[uses], position[uses]
-    if ((at < born[used]) | (at > died[used])).any():
+    if ((at < allocated_at[used]) | (at > freed_at[used])).any():
         yield "a storage that is used while it is not alive"
 
 

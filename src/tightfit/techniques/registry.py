@@ -13,7 +13,7 @@ from tightfit.techniques.technique import AbstractTechnique
 # A wrapper that is applied later is outside of the earlier ones: checkpoints must see attention and tiles
 # inside of them, and micro-batches run the checkpointed model.
 _OURS: tuple[str, ...] = (
-    "tightfit.techniques.allocator_settings:AllocatorSettings",
+    "tightfit.techniques.lifetimes.allocator_settings:ExpandableSegments",
     "tightfit.techniques.lifetimes.empty_cache:EmptyCache",
     "tightfit.techniques.lifetimes.zero_grad:ZeroGrad",
     "tightfit.techniques.optimizer.optimizer_kernel:OptimizerKernel",

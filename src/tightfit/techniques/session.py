@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.forwards import Around, OnlyHere, copied_wrappers, take_off_copied, wrap_forward
-from tightfit.techniques.wrappers.replaced_methods import Layer
+from tightfit.techniques.wrappers.replaced_methods import MethodReplacement
 
 Undo = Callable[[], object]
 CHECK_STEPS = 2
@@ -29,7 +29,7 @@ CHECK_STEPS = 2
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Verdict(OnlyHere):
-    """The first refusal after a plan was applied: `failure` is that error."""
+    """The first refusal since a plan was applied, until its session is undone: `failure` is that error."""
 
     failure: ApplyError | None = None
 
@@ -137,7 +137,7 @@ class Session:
         # Only what the object itself has: an attribute of its class is found again once ours is deleted.
         had, before = name in own, own.get(name)
         if callable(value) and not isinstance(value, type | torch.nn.Module):
-            value = Layer(holder, name, value, before)
+            value = MethodReplacement(holder, name, value, before)
             self.when_undone(value.take_off)
         else:
             self.when_undone(lambda: _put_back(holder, name, value, had=had, before=before))
@@ -189,11 +189,6 @@ class Session:
             self.guard()
         return self.verdict.error()
 
-    @property
-    def failure(self) -> ApplyError | None:
-        """The first refusal since the plan was applied, until the session is undone."""
-        return self.verdict.failure
-
     def check(self) -> None:
         """Raises the first refusal, if there is one.
 
@@ -230,23 +225,14 @@ class Session:
         self._is_over, self._is_guarded = True, False
         errors: list[BaseException] = []
         try:
-            self._undo_all(errors)
+            _run_all(self._undo, errors)
         except KeyboardInterrupt as interrupt:
             errors.append(interrupt)
-            self._undo_all(errors)
+            _run_all(self._undo, errors)
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and while undoing: {type(other).__name__}: {other}")
             raise errors[0]
-
-    def _undo_all(self, errors: list[BaseException]) -> None:
-        while self._undo:
-            try:
-                # Removed after it has run: an interrupt in between runs it twice, and never not at all.
-                self._undo[-1]()
-            except Exception as error:  # noqa: BLE001 - the other steps are taken first
-                errors.append(error)
-            self._undo.pop()
 
     def __enter__(self) -> Self:
         return self
@@ -268,6 +254,17 @@ class Session:
 
 def _without_plan(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Session:
     return Session(model=model, optimizers=optimizers)
+
+
+def _run_all(undo: list[Undo], errors: list[BaseException]) -> None:
+    """Runs and removes the functions, the last one first; what they raise is added to `errors`."""
+    while undo:
+        try:
+            # Removed after it has run: an interrupt in between runs it twice, and never not at all.
+            undo[-1]()
+        except Exception as error:  # noqa: BLE001 - the other steps are taken first
+            errors.append(error)
+        undo.pop()
 
 
 def _put_back(holder: Any, name: str, value: Any, *, had: bool, before: Any) -> None:

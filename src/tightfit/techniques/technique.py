@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tightfit.techniques.session import Session
 
 Checked = TypeVar("Checked")
+_BOOLS = {True: True, False: False, "True": True, "False": False}
 
 
 class Choice(Protocol):
@@ -96,3 +97,14 @@ def check_each(chosen: Iterable[Choice], check: Callable[[Choice], Checked]) -> 
     if first is not None:
         raise ApplyError(str(first), places=places) from first
     return found
+
+
+def parse_bool(name: str, value: Any) -> bool:
+    """The setting `name` of a choice as a bool: in a plan that was written by hand, or given as arguments, it is a string.
+
+    Raises:
+        ApplyError: `value` is neither.
+    """
+    if value not in _BOOLS:
+        raise ApplyError(f"{name}={value!r} is neither True nor False")
+    return _BOOLS[value]

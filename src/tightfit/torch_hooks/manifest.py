@@ -7,7 +7,7 @@ capture uses in its own child process is in `tightfit.capture.patches.manifest`,
 
 from functools import cache
 
-from tightfit.capture.patches.manifest import IN_BOTH, RUN_BACKWARD, STORAGE_USES
+from tightfit.capture.patches.manifest import GRAPH_TASK_ID, IN_BOTH, RUN_BACKWARD, STORAGE_USES
 from tightfit.errors.private_names import Name, known, operators, require
 
 OPTIMIZER_INIT = known(
@@ -45,9 +45,6 @@ CUDA_IS_AVAILABLE = known(
 )
 ACCUMULATE_GRAD = known(
     "torch._C:_functions.AccumulateGrad", "to tell the leaves of a graph from its other nodes", "torch_hooks"
-)
-GRAPH_TASK_ID = known(
-    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "techniques torch_hooks"
 )
 KEEPS_GRAPH = known(
     "torch._C._autograd:_get_current_graph_task_keep_graph",

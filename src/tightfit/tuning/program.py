@@ -189,7 +189,7 @@ class Program:
                 else:
                     allocator.free(found)
             elif step == Step.FREE_LATER:
-                allocator.record_stream(live[block], _SOME_OTHER_STREAM)
+                live[block].record_stream(_SOME_OTHER_STREAM)
                 allocator.free(live[block])
             elif step == Step.COMPLETE:
                 allocator.complete(live.pop(block))
@@ -228,12 +228,12 @@ class Program:
 
     def lifetimes(self) -> list[Lifetime]:
         """Every block with the steps between which its bytes are occupied, each size rounded up to 512 bytes."""
-        born: dict[int, tuple[int, int, int]] = {}
+        allocated_at: dict[int, tuple[int, int, int]] = {}
         waiting: set[int] = set()
         found: list[Lifetime] = []
 
         def die(block: int, upper: int) -> None:
-            lower, num_bytes, lane = born.pop(block)
+            lower, num_bytes, lane = allocated_at.pop(block)
             # Parameters and optimizer states, mostly.
             is_whole = lower < self.num_at_start and upper >= len(self.steps)
             size = rounded(num_bytes, (0,))
@@ -242,7 +242,7 @@ class Program:
         rows = zip(self.steps, self.blocks, self.num_bytes, self.lanes, strict=True)
         for at, (step, block, num_bytes, lane) in enumerate(rows):
             if step in (Step.MALLOC, Step.TRY):
-                born[block] = (at, num_bytes, lane)
+                allocated_at[block] = (at, num_bytes, lane)
             if step == Step.FREE_LATER:
                 waiting.add(block)
             elif step == Step.FREE or (step == Step.COMPLETE and block in waiting):
@@ -255,7 +255,7 @@ class Program:
                 for freed in sorted(waiting):
                     die(freed, at)
                 waiting.clear()
-        for block in sorted(born):
+        for block in sorted(allocated_at):
             die(block, len(self.steps))
         return found
 

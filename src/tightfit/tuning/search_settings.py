@@ -15,8 +15,8 @@ from tightfit.errors import UsageError
 from tightfit.recordings.read import Recording
 from tightfit.tuning.candidate_settings import Refused, keys_of, known_bad, needs, spelled, without_effect
 from tightfit.tuning.program import Program
+from tightfit.tuning.settings_search import MIN_GAIN, SettingsSearch, Trials
 from tightfit.tuning.static_placement import StaticPlacement, place_statically
-from tightfit.tuning.sweeps import MIN_GAIN, Search
 
 _SEARCHED_BY, _CHECKED_BY = 0.6, 0.75
 """The parts of the time after which the search and the checks of its result end; the rest is for the static placement."""
@@ -28,7 +28,7 @@ synthetic workloads, 1 % instead chose worse than expandable segments alone in 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TriedSettings:
     """One set of settings; the empty text is torch's default.
 
     `saved_bytes` is relative to the default, and `recovered_share` is its share of what the default reserves above the peak of allocated bytes;
@@ -61,12 +61,12 @@ class Tuning:
     search ended before its time limit.
     """
 
-    default: Row
-    as_recorded: Row | None
-    given: Row | None
-    rows: tuple[Row, ...]
+    default: TriedSettings
+    as_recorded: TriedSettings | None
+    given: TriedSettings | None
+    rows: tuple[TriedSettings, ...]
     refused: tuple[Refused, ...]
-    recommended: Row | None
+    recommended: TriedSettings | None
     reason: str
     live_bytes: int
     static: StaticPlacement
@@ -113,7 +113,7 @@ def tune(
     """
     began = time.monotonic()
     programs = _programs(recording, device)
-    search = Search(
+    trials = Trials(
         programs,
         capacity_bytes=capacity_bytes,
         deadline=began + seconds * _SEARCHED_BY,
@@ -121,16 +121,16 @@ def tune(
     )
     recorded = spelled(recording.settings)
     given, refused = _given(alloc_conf, is_windows=is_windows)
-    search.try_always("")
+    trials.try_always("")
     # With the parsed settings: their text may have keys of another version of torch.
-    search.try_always(recorded, settings=recording.settings)
+    trials.try_always(recorded, settings=recording.settings)
     if given is not None:
-        search.try_always(given)
+        trials.try_always(given)
     refused += _refusal(recorded, is_windows=is_windows) + _refusal("expandable_segments:True", is_windows=is_windows)
-    is_complete = search.run()
-    rows = _Rows(search, capacity_bytes)
+    is_complete = SettingsSearch(trials).run()
+    rows = _Rows(trials, capacity_bytes)
     recommended, reason = _Choice(
-        search, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY
+        trials, rows, recorded, is_windows=is_windows, until=began + seconds * _CHECKED_BY
     ).make()
     # What is left of the time; its bound tells how much any setting could still save.
     static = place_statically(programs, seconds=seconds * (1 - _CHECKED_BY))
@@ -143,10 +143,10 @@ def tune(
         refused=refused,
         recommended=recommended,
         reason=reason,
-        live_bytes=search.live_bytes,
+        live_bytes=trials.live_bytes,
         static=static,
         capacity_bytes=capacity_bytes,
-        num_trials=search.num_trials,
+        num_trials=trials.num_trials,
         is_complete=is_complete,
         elapsed_seconds=time.monotonic() - began,
     )
@@ -186,20 +186,20 @@ def _refusal(text: str, *, is_windows: bool) -> tuple[Refused, ...]:
 class _Rows:
     """The trials of a search as rows."""
 
-    def __init__(self, search: Search, capacity_bytes: int | None) -> None:
-        self._search = search
+    def __init__(self, trials: Trials, capacity_bytes: int | None) -> None:
+        self._trials = trials
         self._has_limit = capacity_bytes is not None
-        default = search.trials[""]
+        default = trials.trials[""]
         self._default_bytes = default.peak_reserved_bytes if default.oom_event is None else None
 
-    def of(self, text: str) -> Row:
+    def of(self, text: str) -> TriedSettings:
         """One row."""
-        trial = self._search.trials[text]
+        trial = self._trials.trials[text]
         saved_bytes = None
         if self._default_bytes is not None and trial.oom_event is None:
             saved_bytes = self._default_bytes - trial.peak_reserved_bytes
-        spare_bytes = (self._default_bytes or 0) - self._search.live_bytes
-        return Row(
+        spare_bytes = (self._default_bytes or 0) - self._trials.live_bytes
+        return TriedSettings(
             settings=text,
             peak_reserved_bytes=trial.peak_reserved_bytes,
             saved_bytes=saved_bytes,
@@ -212,9 +212,9 @@ class _Rows:
             note=without_effect(text, has_limit=self._has_limit),
         )
 
-    def best(self, always: Iterable[str]) -> tuple[Row, ...]:
+    def best(self, always: Iterable[str]) -> tuple[TriedSettings, ...]:
         """The rows of `always`, and the best of each combination of keys that beats every shown one with fewer keys."""
-        trials = self._search.trials
+        trials = self._trials.trials
         always = set(always)
         shown: list[str] = []
         for text in sorted(trials, key=lambda text: (len(keys_of(text)), trials[text].badness)):
@@ -234,8 +234,8 @@ class _Rows:
 class _Choice:
     """Chooses the recommendation."""
 
-    def __init__(self, search: Search, rows: _Rows, recorded: str, *, is_windows: bool, until: float) -> None:
-        self._search = search
+    def __init__(self, trials: Trials, rows: _Rows, recorded: str, *, is_windows: bool, until: float) -> None:
+        self._trials = trials
         self._rows = rows
         # Recorded settings that are known to be bad are no baseline.
         is_sound = recorded and known_bad(recorded, is_windows=is_windows) is None
@@ -243,9 +243,9 @@ class _Choice:
         self._is_windows = is_windows
         self._until = until
 
-    def make(self) -> tuple[Row | None, str]:
+    def make(self) -> tuple[TriedSettings | None, str]:
         """The row to recommend, and the sentence that says why."""
-        trials = self._search.trials
+        trials = self._trials.trials
         sound = [
             text
             for text, trial in trials.items()
@@ -260,7 +260,7 @@ class _Choice:
             if (
                 chosen is None
                 or chosen in self._baselines
-                or self._search.lasts(chosen, self._baselines, until=self._until)
+                or self._trials.lasts(chosen, self._baselines, until=self._until)
             ):
                 break
             sound.remove(chosen)
@@ -272,7 +272,7 @@ class _Choice:
 
     def _preferred(self, sound: Sequence[str]) -> str | None:
         """Of those with the fewest retries the one with the least bytes, with a price on each key; of equals the fewest driver calls."""
-        trials = self._search.trials
+        trials = self._trials.trials
         fewest = min((trials[text].alloc_retries for text in sound), default=0)
 
         def cost(text: str) -> tuple[float, int, int]:
@@ -285,7 +285,7 @@ class _Choice:
         return min((text for text in sound if trials[text].alloc_retries == fewest), key=cost, default=None)
 
     def _reason(self, chosen: str) -> str:
-        trials, default = self._search.trials, self._search.trials[""]
+        trials, default = self._trials.trials, self._trials.trials[""]
         if chosen == "":
             min_bytes = min(trial.peak_reserved_bytes for trial in trials.values() if trial.is_calm or trial == default)
             if min_bytes >= (1 - MIN_GAIN) * default.peak_reserved_bytes:

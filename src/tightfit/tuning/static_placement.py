@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
-from tightfit.placement.buffers import Buffer, Problem
+from tightfit.placement.buffers import Buffer, PlacementProblem
 from tightfit.placement.strategies import solve
 from tightfit.tuning.program import Lifetime, Program
 
@@ -78,7 +78,7 @@ def _place(arena: list[Lifetime], deadline: float) -> StaticPlacement:
             Buffer(name=str(at), lower=block.lower, upper=block.upper, size=block.num_bytes // MIN_BLOCK_BYTES)
             for at, block in enumerate(near)
         )
-        solution = solve(Problem(buffers=buffers), seconds=max(0.0, deadline - time.monotonic()))
+        solution = solve(PlacementProblem(buffers=buffers), seconds=max(0.0, deadline - time.monotonic()))
         height_bytes = min(height_bytes, solution.height * MIN_BLOCK_BYTES)
         is_optimal = solution.is_proven_optimal
     return StaticPlacement(

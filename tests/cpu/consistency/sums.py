@@ -95,10 +95,10 @@ def real():
 
 
 def virtual():
-    from tightfit.capture.capture_session import Session
+    from tightfit.capture.capture_session import CaptureSession
     from tightfit.tape import Phase
 
-    session = Session("RTX 4090", 1, by_yield=True)
+    session = CaptureSession("RTX 4090", 1, by_yield=True)
     recorder = session.recorder
     counts = {}
     with session.gpu:

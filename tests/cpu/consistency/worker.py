@@ -74,13 +74,14 @@ def virtual():
     torch_api.install(gpu)
 
     def trace(run):
-        begin, born = len(recorder.events["kind"]), len(recorder.storages["num_bytes"])
+        begin, allocated_at = len(recorder.events["kind"]), len(recorder.storages["num_bytes"])
         with gpu:
             run("cuda")
         gc.collect()
         rows = zip(recorder.events["kind"][begin:], recorder.events["storage"][begin:], strict=True)
         return [
-            recorder.storages["num_bytes"][s] if kind == EventKind.ALLOCATE else -(s - born + 1) for kind, s in rows
+            recorder.storages["num_bytes"][s] if kind == EventKind.ALLOCATE else -(s - allocated_at + 1)
+            for kind, s in rows
         ]
 
     return trace

@@ -26,9 +26,9 @@ def names_of(module):
 
 
 def main(chosen):
-    from tightfit.capture.capture_session import Session
+    from tightfit.capture.capture_session import CaptureSession
 
-    session = Session("RTX 4090", 3, by_yield=True)
+    session = CaptureSession("RTX 4090", 3, by_yield=True)
     session.watch.begin_yielded_step()
     warnings.simplefilter("ignore")
     for module in map(__import__, CHECKS):

@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 
 from tightfit.capture.after_steps.rewritten_program import LoopLeft, RewrittenProgram
-from tightfit.capture.after_steps.unreached import Place, not_reached
+from tightfit.capture.after_steps.unreached import RunningLine, not_reached
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import is_of_another_library, is_user_file, short
 from tightfit.tape import Coverage, NotReached, SpanKind
@@ -100,7 +100,7 @@ class FastForward:
         self._grows: list[NotReached] = []
         self._left_at = ""
         self._stopped = ""
-        self._stack: tuple[Place, ...] = ()
+        self._stack: tuple[RunningLine, ...] = ()
 
     def install(self) -> None:
         """Rewrites the program as it is loaded."""
@@ -216,7 +216,7 @@ class FastForward:
         self._settle()
         raise EndOfCapture
 
-    def stopped(self, why: str, places: Sequence[Place]) -> None:
+    def stopped(self, why: str, places: Sequence[RunningLine]) -> None:
         """Notes that the trace ended at `places`, the lines of the user's code from the innermost out."""
         # The first reason counts: a program may swallow the end of the trace and run on.
         if not self._stopped:
@@ -343,7 +343,7 @@ class FastForward:
 
     def _alive_bytes(self) -> int:
         num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[reference.index] for reference in self._gpu.references.values())
+        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _turned(self, number: int, *, counts_alive: bool) -> _Turns:
         """The turns of a loop, brought up to date as one of them begins; alike turns leave as much allocated, with `counts_alive`."""
@@ -371,24 +371,24 @@ def _many(num_operators: int) -> str:
     return f"stopped after {num_operators:,} operators"
 
 
-def _places(frame: FrameType | None) -> list[Place]:
+def _places(frame: FrameType | None) -> list[RunningLine]:
     """The lines of the user's code on the stack, from the innermost out."""
     found = []
     while frame is not None:
         code = frame.f_code
         if is_user_file(code.co_filename):
-            found.append(Place(code.co_filename, frame.f_lineno, code.co_firstlineno, code.co_name))
+            found.append(RunningLine(code.co_filename, frame.f_lineno, code.co_firstlineno, code.co_name))
         frame = frame.f_back
     return found
 
 
-def places_of(error: BaseException) -> list[Place]:
+def places_of(error: BaseException) -> list[RunningLine]:
     """The lines of the user's code that an exception passed, from the innermost out."""
     found, traceback = [], error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if is_user_file(code.co_filename):
-            found.append(Place(code.co_filename, traceback.tb_lineno, code.co_firstlineno, code.co_name))
+            found.append(RunningLine(code.co_filename, traceback.tb_lineno, code.co_firstlineno, code.co_name))
         traceback = traceback.tb_next
     return found[::-1]
 

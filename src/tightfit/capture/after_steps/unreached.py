@@ -46,7 +46,7 @@ _STATIC_CALLS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class RunningLine:
     """A line of the user's code that was running, with the first line and the name of its function."""
 
     file: str
@@ -56,7 +56,7 @@ class Place:
 
 
 def not_reached(
-    program: RewrittenProgram, left: Sequence[int], stack: Sequence[Place], *, is_stopped: bool
+    program: RewrittenProgram, left: Sequence[int], stack: Sequence[RunningLine], *, is_stopped: bool
 ) -> tuple[NotReached, ...]:
     """The calls that were not reached: in the training loops `left`, and after `stack` where the trace ended there."""
     source = _Source(program)
@@ -233,7 +233,7 @@ def _nodes_of(program: RewrittenProgram, numbers: set[int]) -> list[ast.AST]:
     ]
 
 
-def _after(source: _Source, program: RewrittenProgram, stack: Sequence[Place]) -> Iterator[NotReached]:
+def _after(source: _Source, program: RewrittenProgram, stack: Sequence[RunningLine]) -> Iterator[NotReached]:
     """The calls that follow the lines of `stack` in their functions."""
     for place in stack:
         tree = program.trees.get(place.file)
@@ -242,7 +242,7 @@ def _after(source: _Source, program: RewrittenProgram, stack: Sequence[Place]) -
                 yield _named(call, place.file, "")
 
 
-def _body(tree: ast.Module, place: Place) -> Sequence[ast.stmt]:
+def _body(tree: ast.Module, place: RunningLine) -> Sequence[ast.stmt]:
     if place.function == "<module>":
         return tree.body
     for node in ast.walk(tree):

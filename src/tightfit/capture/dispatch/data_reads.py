@@ -17,7 +17,7 @@ MAX_READS = 50_000
 MAX_FILLED_ELEMENTS = 1 << 16
 
 
-class Reads:
+class ReadPolicy:
     """The policy, with its count of reads per line."""
 
     def __init__(self, where: Callable[[], str], assume: Callable[[str, str], None]) -> None:

@@ -140,11 +140,11 @@ class HostMemory:
         if address in self._held or storage.device.type != "cpu":
             return
         num_bytes = storage.nbytes()
-        self._recorder.hold_host(num_bytes)
+        self._recorder.host.hold(num_bytes)
 
         def gone(_reference: object) -> None:
             self._held.pop(address, None)
-            self._recorder.hold_host(-num_bytes)
+            self._recorder.host.hold(-num_bytes)
 
         self._held[address] = weakref.ref(storage, gone)
 

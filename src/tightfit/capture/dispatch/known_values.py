@@ -5,12 +5,16 @@ the host when it is small. So `lengths.cuda().max().item()`, spatial shapes, tim
 results of large kernels stay unknown. Values are kept per storage: views share them, and a write through one view is seen by all.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
+
+from tightfit.capture.dispatch.operators import OperatorFacts, tensors, written
 
 # At 64 KiB the mask of a padded batch of 32 x 512 would be unknown, and the batch taken for one without padding
 # (docs/log.md, 2026-11-20).
@@ -67,6 +71,43 @@ class Shadows:
     def forget(self, storage_address: int) -> None:
         """The storage was freed, or was written with unknown values."""
         self._storages.pop(storage_address, None)
+
+    def forget_written(self, targets: Iterable[torch.Tensor]) -> None:
+        """What was written with unknown values is unknown from now on, also through every view of it."""
+        for tensor in targets:
+            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+                self.forget(tensor.untyped_storage()._cdata)
+
+    def follow(
+        self,
+        operator: OpOverload,
+        known: OperatorFacts,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Computes the values of the outputs of an operator, and of what it writes to, where those of its arguments are known."""
+        first = next(tensors(args), None)
+        targets = list(written(operator, args, kwargs)) if known.is_mutable else []
+        small = all(t.numel() * t.element_size() <= limit(t.dtype) and t.layout == torch.strided for t in outputs)
+        # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
+        # `zeros`).
+        if small and (first is None or not isinstance(first, FakeTensor) or self.known(first)):
+            try:
+                values = self.run(operator, args, kwargs)
+            except Unknown:
+                pass
+            else:
+                if not targets:
+                    for tensor, value in zip(
+                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
+                    ):
+                        self.adopt(tensor, value)
+                return
+        if small and operator in LOGICAL:
+            with contextlib.suppress(Unknown):
+                self.adopt(outputs[0], self.decided(operator, args))
+        self.forget_written(targets)
 
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on the known values of its arguments.

@@ -5,8 +5,6 @@ own fake tensors, on the device type `cuda` itself, so that C++ composites, auto
 new storage is recorded, and recorded as freed when Python and autograd have dropped their last reference.
 """
 
-import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.dispatch import fallback, one_card, program_operators, sparse
-from tightfit.capture.dispatch.data_reads import Reads
+from tightfit.capture.dispatch.data_reads import ReadPolicy
+from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.hosts import HostMemory
-from tightfit.capture.dispatch.known_values import LOGICAL, Shadows, Unknown, limit
+from tightfit.capture.dispatch.known_values import Shadows
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
 from tightfit.capture.dispatch.unknown_conditions import Truths
 from tightfit.capture.observe.attribution import Attribution
@@ -44,15 +43,16 @@ def _names_the_card(args: Sequence[Any]) -> bool:
     return any(isinstance(a, torch.device) and a.type == "cuda" for a in args)
 
 
-# A storage and not a tensor is what the caching allocator knows: views and detached aliases share one, and its
-# end is the moment the block is freed.
-class StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that knows the storage's index on the tape."""
+class _DtypeNames(dict["torch.dtype | None", int]):
+    """The names of dtypes as indices of strings; without a dtype the empty one."""
 
-    __slots__ = ("address", "index")
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__({None: 0})
+        self._recorder = recorder
 
-    address: int
-    index: int
+    def __missing__(self, dtype: torch.dtype | None) -> int:
+        index = self[dtype] = self._recorder.intern(str(dtype).removeprefix("torch."))
+        return index
 
 
 class VirtualGpu(TorchDispatchMode):
@@ -72,14 +72,14 @@ class VirtualGpu(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.attribution = Attribution(recorder)
-        self.reads = Reads(self.attribution.where, recorder.assume)
+        self.reads = ReadPolicy(self.attribution.where, recorder.assume)
         self.shadows = Shadows()
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real
         # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.references: dict[int, StorageReference] = {}
         self.truths = Truths()
+        self.storages = DeviceStorages(recorder, self.shadows, self.truths)
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
         self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
@@ -87,7 +87,7 @@ class VirtualGpu(TorchDispatchMode):
         self._kernels = kernels
         self._composites = composites
         self._names: dict[OpOverload, int] = {}
-        self._dtypes: dict[torch.dtype, int] = {}
+        self._dtypes = _DtypeNames(recorder)
 
     def handle(self, func: OpOverload, handler: Handler) -> None:
         """Has `handler` run an operator that the program has defined."""
@@ -184,15 +184,15 @@ class VirtualGpu(TorchDispatchMode):
         self.note_operator(func, known, args, kwargs, outputs, out)
         if known.creates:
             for tensor in outputs:
-                self.born(tensor)
+                self.storages.add(tensor)
         if known.resizes:
             for tensor in written(func, args, kwargs):
-                self._resized(tensor)
+                self.storages.resize(tensor)
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool:
             self.truths.follow(func, args, out)
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
         self._kernels.add(func, args, kwargs, out)
-        self._follow_values(func, known, args, kwargs, outputs)
+        self.shadows.follow(func, known, args, kwargs, outputs)
 
     def note_operator(
         self,
@@ -219,122 +219,35 @@ class VirtualGpu(TorchDispatchMode):
             name = self._names[func] = self.recorder.intern(known.name)
         module, line = self.attribution.locate()
         recorder = self.recorder
-        recorder.operator(name, module, line, self._dtype(dtype), flops, bytes_read, bytes_written)
+        recorder.operator(name, module, line, self._dtypes[dtype], flops, bytes_read, bytes_written)
         if self.on_write is not None and known.is_mutable:
             self.on_write(written(func, args, kwargs))
         if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:
             self.progress(recorder.spans[-1][0], recorder.num_operators)
 
-    def _dtype(self, dtype: torch.dtype | None) -> int:
-        if dtype is None:
-            return 0
-        index = self._dtypes.get(dtype)
-        if index is None:
-            index = self._dtypes[dtype] = self.recorder.intern(str(dtype).removeprefix("torch."))
-        return index
-
-    def born(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
-        """Records the storage of `tensor` as allocated, if it is a new one on the device."""
-        if tensor.layout != torch.strided:
-            for part in sparse.parts(tensor):
-                self.born(part, category)
-            return
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.references or tensor.device.type != "cuda":
-            return
-        num_bytes = storage.nbytes()
-        # The caching allocator hands out no block for 0 bytes (CUDACachingAllocator.cpp, `allocate`).
-        if num_bytes:
-            reference = StorageReference(storage, self._died)
-            reference.address, reference.index = address, self.recorder.allocate(num_bytes, category)
-            self.references[address] = reference
-
-    def _died(self, reference: StorageReference) -> None:
-        # All that is known by the address goes with it: another storage may be made there at once.
-        del self.references[reference.address]
-        self.shadows.forget(reference.address)
-        self.truths.forget(reference.address)
-        self.recorder.free(reference.index)
-
-    def _resized(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        reference = self.references.get(storage._cdata)
-        if reference is None:
-            self.born(tensor)
-        # Storages only grow: `resize_` to fewer elements keeps the block (aten/src/ATen/native/cuda/Resize.h,
-        # `maybe_resize_storage_cuda`).
-        elif self.recorder.storages["num_bytes"][reference.index] < storage.nbytes():
-            self._died(reference)
-            self.born(tensor)
-
-    def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The tape's index of the storage of `tensor`, if it is on the device."""
-        if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
-            return None
-        reference = self.references.get(tensor.untyped_storage()._cdata)
-        return reference.index if reference else None
-
     def lift(self, host: torch.Tensor) -> FakeTensor:
         """A fake host tensor of the same shape: FakeTensorMode would memoise the real one and keep it alive."""
-        kwargs = {"dtype": host.dtype, "device": host.device}
-        return self._empty(host.size(), host.stride(), kwargs)
+        return self.empty(host.size(), host.stride(), host.dtype, host.device)
 
     def new(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, category: Category = Category.TEMPORARIES
     ) -> FakeTensor:
         """A new tensor on the device; it belongs to the operator that was noted last."""
         out = self.empty(size, stride, dtype)
-        self.born(out, category)
+        self.storages.add(out, category)
         return out
 
-    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
-        """A tensor on the device that is not recorded yet."""
-        return self._empty(size, stride, {"dtype": dtype, "device": CUDA})
-
-    def _empty(self, size: Sequence[int], stride: Sequence[int], kwargs: Mapping[str, Any]) -> FakeTensor:
+    def empty(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device = CUDA
+    ) -> FakeTensor:
+        """A tensor, by default on the device, that is not recorded yet."""
+        kwargs = {"dtype": dtype, "device": device}
         out = self.fake.dispatch(aten.empty_strided.default, (), (size, stride), kwargs)
         assert isinstance(out, FakeTensor)
         return out
-
-    def _follow_values(
-        self,
-        func: OpOverload,
-        known: OperatorFacts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        first = next(tensors(args), None)
-        targets = list(written(func, args, kwargs)) if known.is_mutable else []
-        small = all(t.numel() * t.element_size() <= limit(t.dtype) and t.layout == torch.strided for t in outputs)
-        # A factory has no tensor among its arguments; its values are known by its arguments alone (`arange`,
-        # `zeros`).
-        if small and (first is None or not isinstance(first, FakeTensor) or self.shadows.known(first)):
-            try:
-                values = self.shadows.run(func, args, kwargs)
-            except Unknown:
-                pass
-            else:
-                if not targets:
-                    for tensor, value in zip(
-                        outputs, tensors(values if isinstance(values, list | tuple) else (values,)), strict=True
-                    ):
-                        self.shadows.adopt(tensor, value)
-                return
-        if small and func in LOGICAL:
-            with contextlib.suppress(Unknown):
-                self.shadows.adopt(outputs[0], self.shadows.decided(func, args))
-        self._forget(targets)
-
-    def _forget(self, targets: Iterable[torch.Tensor]) -> None:
-        # What was written with unknown values is unknown from now on, also through every view of it.
-        for tensor in targets:
-            if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
-                self.shadows.forget(tensor.untyped_storage()._cdata)
 
     def note_writes(self, targets: Sequence[torch.Tensor]) -> None:
         """Notes that a kernel has written unknown values to `targets`."""
         if self.on_write is not None:
             self.on_write(targets)
-        self._forget(targets)
+        self.shadows.forget_written(targets)

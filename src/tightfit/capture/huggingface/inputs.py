@@ -37,7 +37,7 @@ CHARACTERS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class BatchRequest:
     """The properties of the batches: see `HuggingFaceTarget`."""
 
     labels: str
@@ -48,7 +48,7 @@ class Request:
     audio_seconds: float
 
 
-def batch_maker(model: Any, config: Any, request: Request) -> Callable[[], dict[str, Any]]:
+def batch_maker(model: Any, config: Any, request: BatchRequest) -> Callable[[], dict[str, Any]]:
     """A function that makes one fresh batch on the host: the keyword arguments of `model.forward`.
 
     Raises:
@@ -96,7 +96,7 @@ class _Tokens:
     image_token: int | None
 
     @classmethod
-    def of(cls, model: Any, config: Any, request: Request, *, num_image_tokens: int) -> _Tokens:
+    def of(cls, model: Any, config: Any, request: BatchRequest, *, num_image_tokens: int) -> _Tokens:
         text = config.get_text_config()
         placeholder = image_token(config)
         # Qwen-VL models find the images of a row by the token in front of each (`get_rope_index`).
@@ -198,7 +198,7 @@ def _num_positions(model: Any, text: Any) -> int | None:
     return None
 
 
-def _audio(model: Any, config: Any, names: set[str], request: Request) -> dict[str, Maker]:
+def _audio(model: Any, config: Any, names: set[str], request: BatchRequest) -> dict[str, Maker]:
     """Waveforms (`input_values`) or spectrograms (`input_features`), whichever `forward` takes."""
     torch = importlib.import_module("torch")
     name = next((name for name in ("input_features", "input_values") if name in names), None)
@@ -226,7 +226,7 @@ def _audio(model: Any, config: Any, names: set[str], request: Request) -> dict[s
 
 
 def _labels(
-    config: Any, names: set[str], request: Request, tokens: _Tokens, images: huggingface_images.Images | None
+    config: Any, names: set[str], request: BatchRequest, tokens: _Tokens, images: huggingface_images.Images | None
 ) -> dict[str, Maker]:
     """The targets of the task, as many as `forward` needs to compute its own loss."""
     torch = importlib.import_module("torch")
@@ -258,7 +258,7 @@ def _labels(
     return fields
 
 
-def _transcript(names: set[str], request: Request, tokens: _Tokens) -> Maker:
+def _transcript(names: set[str], request: BatchRequest, tokens: _Tokens) -> Maker:
     """Target tokens of an encoder: as many as requested; fewer if alignment to the audio bounds them."""
     rows, length = request.batch_size, tokens.shape[-1]
     aligned = "decoder_input_ids" not in names and request.sequence_length is None

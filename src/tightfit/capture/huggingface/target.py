@@ -145,7 +145,7 @@ def workload(target: HuggingFaceTarget, *, device: str = "cuda") -> Iterator[Ten
     name, task = huggingface_tasks.choose(config, target.task)
     _complete(config, task)
     model = _build(config, task, target)
-    request = huggingface_inputs.Request(
+    request = huggingface_inputs.BatchRequest(
         labels=task.labels,
         with_images=name != "causal-lm",
         batch_size=target.batch_size,

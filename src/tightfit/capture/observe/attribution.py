@@ -115,7 +115,9 @@ class Attribution:
             for name, child in root.named_modules():
                 path = f"{prefix}.{name}" if name else prefix
                 self._paths.setdefault(child, self.recorder.intern(path))
-                self.recorder.module_class(path, type(child).__name__)
+                classes, name_of_class = self.recorder.module_classes, type(child).__name__
+                if classes.setdefault(path, name_of_class) != name_of_class:
+                    classes[path] = ""
             # What a forward makes for itself (a loss function, often) is a part of the module that runs it.
             around = reversed(self.modules[: self.modules.index(module)])
             index = next((self._paths[m] for m in (module, *around) if m in self._paths), 0)

@@ -4,7 +4,7 @@ Also the live view behind `torch.cuda.memory_allocated` and similar functions: i
 it is queried, and costs nothing otherwise.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from tightfit.allocator.caching import CachingAllocator
 from tightfit.allocator.replay_tape import TapeReplay
@@ -24,6 +24,19 @@ from tightfit.tape import (
 )
 
 
+class HostBytes:
+    """The bytes of tensors on the host, and their peak."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.peak_bytes = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Tensors have grown, or shrunk, by `num_bytes`."""
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
 class Recorder:
     """The trace so far. The hot methods are `operator`, `allocate` and `free`."""
 
@@ -40,12 +53,11 @@ class Recorder:
         self.events: dict[str, list[int]] = {name: [] for name in ("kind", "storage", "operator", "value")}
         self.spans: list[tuple[str, SpanKind, int]] = []  # name, kind, first event
         self.assumptions: dict[tuple[str, str], None] = {}
-        self.module_classes: dict[str, str] = {}  # by path
+        self.module_classes: dict[str, str] = {}  # by path; empty of two models of one class with other parts there
         self.num_operators = 0
         self.phase = Phase.OTHER
         self.stream = 0
-        self.host_bytes = 0
-        self.host_peak_bytes = 0
+        self.host = HostBytes()
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         # Bound once: dict lookups by name would be a good part of what a row costs.
         self._operator_columns = tuple(self.operators.values())
@@ -112,51 +124,36 @@ class Recorder:
         """Starts the span `name`, which lasts until the next one starts."""
         self.spans.append((name, kind, len(self._event_columns[0])))
 
-    def mark(self, storages: Iterable[int], category: Category) -> None:
-        """Sets the category of these storages, once it is known."""
-        categories = self.storages["category"]
-        for index in storages:
-            categories[index] = category
-
-    def module_class(self, path: str, name: str) -> None:
-        """Notes the class of the module at `path`; of two models of one class with other parts there, none."""
-        if self.module_classes.setdefault(path, name) != name:
-            self.module_classes[path] = ""
-
     def assume(self, where: str, what: str) -> None:
         """Notes an assumption, once per place."""
         self.assumptions.setdefault((where, what))
 
-    def hold_host(self, num_bytes: int) -> None:
-        """Tensors on the host have grown, or shrunk, by `num_bytes`."""
-        self.host_bytes += num_bytes
-        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
-    def tape(self, *, target: str, versions: Mapping[str, str], traced_for: str) -> Tape:
-        """The trace so far as a tape."""
-        num_events = len(self._event_columns[0])
-        ends = [*(begin for _, _, begin in self.spans[1:]), num_events]
-        spans = [
-            (self.intern(name), kind, begin, end)
-            for (name, kind, begin), end in zip(self.spans, ends, strict=True)
-            if end > begin
-        ]
-        columns = zip(*spans, strict=True) if spans else ((), (), (), ())
-        return Tape(
-            target=target,
-            versions=versions,
-            traced_for=traced_for,
-            strings=tuple(self.texts),
-            operators=Operators.from_columns(self.operators),
-            storages=Storages.from_columns(self.storages),
-            events=Events.from_columns(self.events),
-            spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
-            assumptions=tuple(Assumption(where=where, what=what) for where, what in self.assumptions),
-            host_peak_bytes=self.host_peak_bytes,
-            # A program with both a framework's loop and its own has no one loop whose step a plan could split.
-            loop=next(iter(self.loops)) if len(self.loops) == 1 else "",
-            module_classes={path: name for path, name in self.module_classes.items() if name},
-        )
+def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], traced_for: str) -> Tape:
+    """The trace so far as a tape."""
+    num_events = len(recorder.events["kind"])
+    ends = [*(begin for _, _, begin in recorder.spans[1:]), num_events]
+    spans = [
+        (recorder.intern(name), kind, begin, end)
+        for (name, kind, begin), end in zip(recorder.spans, ends, strict=True)
+        if end > begin
+    ]
+    columns = zip(*spans, strict=True) if spans else ((), (), (), ())
+    return Tape(
+        target=target,
+        versions=versions,
+        traced_for=traced_for,
+        strings=tuple(recorder.texts),
+        operators=Operators.from_columns(recorder.operators),
+        storages=Storages.from_columns(recorder.storages),
+        events=Events.from_columns(recorder.events),
+        spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
+        assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
+        host_peak_bytes=recorder.host.peak_bytes,
+        # A program with both a framework's loop and its own has no one loop whose step a plan could split.
+        loop=next(iter(recorder.loops)) if len(recorder.loops) == 1 else "",
+        module_classes={path: name for path, name in recorder.module_classes.items() if name},
+    )
 
 
 class LiveMemory:

@@ -1,1 +1,1 @@
-"""Patches of torch and of other libraries in the traced process."""
+"""Patches of torch, Triton and other libraries in the traced process."""

@@ -5,7 +5,7 @@ Memory statistics come from the simulated allocator, so a script that logs `max_
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,13 +59,73 @@ _NO_STATISTICS: dict[str, Any] = {
 """Every figure of `torch.cuda.memory_stats`; a script may ask for one that is not simulated."""
 
 
+# Of torch's own recorder and of settings that are changed while a program runs.
+_RECORDER_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "_record_memory_history": lambda *_args, **_kwargs: None,
+    "_dump_snapshot": lambda *_args, **_kwargs: None,
+    "_set_allocator_settings": lambda settings: None,
+}
+
+
+class MemoryApi:
+    """The answers about memory: from the simulated allocator, and of a card of which other processes hold `used_bytes`."""
+
+    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int) -> None:
+        self.recorder = recorder
+        self.live = live
+        self.device = device
+        self.used_bytes = used_bytes
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        """`torch.cuda.memory_stats`."""
+        return _NO_STATISTICS | self.live.allocator().memory_stats()
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """`torch.cuda.reset_peak_memory_stats`."""
+        self.live.allocator().reset_peaks()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """`torch.cuda.mem_get_info`: free and total bytes of the card."""
+        used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
+        return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
+
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """By the names of `torch.cuda.memory`."""
+        return {
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_max_memory_allocated": self.reset_peak_memory_stats,
+            "reset_max_memory_cached": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "mem_get_info": self.mem_get_info,
+            "empty_cache": self.recorder.empty_cache,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
+            "memory_snapshot": lambda *_args, **_kwargs: [],
+            "get_allocator_backend": lambda: "native",
+        }
+
+    def accelerator_answers(self) -> dict[str, Callable[..., Any]]:
+        """By the names of `torch.accelerator.memory`."""
+        return {
+            "empty_cache": self.recorder.empty_cache,
+            "memory_stats": self.memory_stats,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "reset_accumulated_memory_stats": lambda device=None: None,
+            "memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.current"],
+            "max_memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.peak"],
+            "memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.current"],
+            "max_memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.peak"],
+            "get_memory_info": self.mem_get_info,
+        }
+
+
 class CudaApi:
     """The answers, as methods; `install` replaces torch's functions with them. `used_bytes` of the card are held by other processes."""
 
     def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0) -> None:
-        self.used_bytes = used_bytes
+        self.memory = MemoryApi(recorder, live, device, used_bytes)
         self.recorder = recorder
-        self.live = live
         self.device = device
         self.properties = DeviceProperties(
             name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
@@ -82,19 +142,6 @@ class CudaApi:
             # A register has 4 bytes.
             regs_per_multiprocessor=device.register_file_bytes // 4,
         )
-
-    def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """`torch.cuda.memory_stats`."""
-        return _NO_STATISTICS | self.live.allocator().memory_stats()
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
-        self.live.allocator().reset_peaks()
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """`torch.cuda.mem_get_info`: free and total bytes of the card."""
-        used = self.live.allocator().reserved_bytes + self.device.context_bytes + self.used_bytes
-        return max(0, self.device.capacity_bytes - used), self.device.capacity_bytes
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         """`torch.cuda.get_device_capability`."""
@@ -152,41 +199,6 @@ class CudaApi:
             "_maybe_exchange_device": lambda device: 0,
         }
 
-    def _memory_answers(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "memory_stats": self.memory_stats,
-            "reset_peak_memory_stats": self.reset_peak_memory_stats,
-            "reset_max_memory_allocated": self.reset_peak_memory_stats,
-            "reset_max_memory_cached": self.reset_peak_memory_stats,
-            "reset_accumulated_memory_stats": lambda device=None: None,
-            "mem_get_info": self.mem_get_info,
-            "empty_cache": self.recorder.empty_cache,
-            "set_per_process_memory_fraction": lambda fraction, device=None: None,
-            "get_per_process_memory_fraction": lambda device=None: 1.0,
-            "memory_snapshot": lambda *_args, **_kwargs: [],
-            "_record_memory_history": lambda *_args, **_kwargs: None,
-            "_dump_snapshot": lambda *_args, **_kwargs: None,
-            "_set_allocator_settings": lambda settings: None,
-            "get_allocator_backend": lambda: "native",
-        }
-
-    @staticmethod
-    def _random_answers() -> dict[str, Callable[..., Any]]:
-        return {
-            "manual_seed": lambda seed: None,
-            "manual_seed_all": lambda seed: None,
-            "seed": lambda: None,
-            "seed_all": lambda: None,
-            "initial_seed": lambda: 0,
-            # The card's Philox state: a seed and an offset of 8 bytes each
-            # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `get_state`). Programs save and restore it, and nothing
-            # is drawn from it.
-            "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-            "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-            "set_rng_state": lambda state, device="cuda": None,
-            "set_rng_state_all": lambda states: None,
-        }
-
     def _accelerator_answers(self) -> dict[str, Callable[..., Any]]:
         return {
             "is_available": lambda: True,
@@ -199,31 +211,37 @@ class CudaApi:
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "synchronize": lambda device=None: self.recorder.synchronize(),
-            "empty_cache": self.recorder.empty_cache,
-            "memory_stats": self.memory_stats,
-            "reset_peak_memory_stats": self.reset_peak_memory_stats,
-            "reset_accumulated_memory_stats": lambda device=None: None,
-            "memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.current"],
-            "max_memory_allocated": lambda device=None: self.memory_stats()["allocated_bytes.all.peak"],
-            "memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.current"],
-            "max_memory_reserved": lambda device=None: self.memory_stats()["reserved_bytes.all.peak"],
-            "get_memory_info": self.mem_get_info,
             "device_index": _NoScope,
         }
 
     def install(self) -> None:
         """Replaces torch's functions; a process that has done this is not used for anything else."""
         streams.VirtualStream.recorder = self.recorder
-        _replace((torch.cuda,), self._answers())
-        _replace((torch.cuda, torch.cuda.memory), self._memory_answers())
-        _replace((torch.cuda, torch.cuda.random), self._random_answers())
-        _replace((torch.accelerator, torch.accelerator.memory), self._accelerator_answers())
-        _replace(
-            (torch.cuda.nvtx,),
-            {"range_push": lambda message: 0, "range_pop": lambda: 0, "mark": lambda message: None, "range": _no_range},
-        )
-        _replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None})
-        _replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent})
+        memory, accelerator = self.memory, torch.accelerator
+        nvtx = {
+            "range_push": lambda message: 0,
+            "range_pop": lambda: 0,
+            "mark": lambda message: None,
+            "range": _no_range,
+        }
+        missing = [
+            *_replace((torch.cuda,), self._answers()),
+            *_replace((torch.cuda, torch.cuda.memory), memory.answers()),
+            *_replace((torch.cuda.memory,), _RECORDER_ANSWERS),
+            *_replace((torch.cuda, torch.cuda.random), _random_answers()),
+            *_replace((accelerator,), self._accelerator_answers()),
+            *_replace((accelerator, accelerator.memory), memory.accelerator_answers()),
+            *_replace((torch.cuda.nvtx,), nvtx),
+            *_replace((torch.cuda.profiler,), {"start": lambda: None, "stop": lambda: None}),
+            *_replace((torch,), {"Stream": streams.VirtualStream, "Event": streams.VirtualEvent}),
+        ]
+        # All of these are there in the versions that tightfit was tested on. A program cannot ask for what is not there, but what a
+        # release has in its place would not answer for the virtual card: so the estimate says it.
+        for name in missing:
+            self.recorder.assume(
+                "torch",
+                f"torch {torch.__version__} has no {name}, which the virtual card answers: what replaces it is not answered",
+            )
         # Libraries take the number of the stream from torch's C++ module itself; a CPU build has no such function.
         setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: streams.current_stream().cuda_stream)  # noqa: B010
         # A CPU build has None here, which scripts and libraries take for "no CUDA". Set after
@@ -232,6 +250,23 @@ class CudaApi:
         torch.backends.cudnn.version = lambda: CUDNN_VERSION
         torch.backends.cudnn.is_available = lambda: True
         torch.backends.cuda.is_built = lambda: True
+
+
+def _random_answers() -> dict[str, Callable[..., Any]]:
+    return {
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "seed": lambda: None,
+        "seed_all": lambda: None,
+        "initial_seed": lambda: 0,
+        # The card's Philox state: a seed and an offset of 8 bytes each
+        # (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `get_state`). Programs save and restore it, and nothing
+        # is drawn from it.
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "set_rng_state": lambda state, device="cuda": None,
+        "set_rng_state_all": lambda states: None,
+    }
 
 
 class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]
@@ -256,10 +291,13 @@ def _no_range(message: str, *_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-def _replace(modules: tuple[Any, ...], answers: dict[str, Callable[..., Any]]) -> None:
+def _replace(modules: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Replaces the functions of these names; returns those that this release of torch lacks."""
+    missing = []
     for module in modules:
         for name, answer in answers.items():
-            # Names come and go between releases of torch (`current_device_idx` became `current_device_index`);
-            # what a release lacks no program can ask for.
             if hasattr(module, name):
                 setattr(module, name, answer)
+            else:
+                missing.append(f"{module.__name__}.{name}")
+    return missing

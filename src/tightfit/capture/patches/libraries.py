@@ -1,14 +1,17 @@
 """Patches functions of other libraries that check for fake tensors, so that they take the path of a real card, and what launches or builds
 kernels of the program's own. No library is imported for it.
 
-A library that a workload imports is patched at its import, after the module with the check has run. A release without such a check needs no
-patch. `tests/cpu/test_libraries.py` names the functions that are relied on.
+A library that a workload imports is patched at its import, after the module with the check has run. A release from before such
+a check needs no patch; one that lacks it later is noted among the assumptions. `tests/cpu/test_libraries.py` names the functions that are relied on.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +19,24 @@ from typing import Any
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.patches import extensions
-from tightfit.capture.triton.launches import Launches
+from tightfit.capture.patches.triton.launches import Launches
+from tightfit.errors.private_names import Name, known
 
 
 def _no(_tensor: object) -> bool:
     return False
 
 
-# transformers 5 builds a causal mask for fake tensors, since it cannot read them, where it leaves it to the attention kernel on a card.
-ANSWERS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-    "transformers.utils.import_utils": {"is_fake_tensor": _no},
+# Functions of other libraries with the versions in which they were seen. transformers 5 builds a causal mask for fake tensors, since it cannot
+# read them, where it leaves it to the attention kernel on a card; transformers 4 has no such check.
+ANSWERS: Mapping[Name, Callable[..., Any]] = {
+    known(
+        "transformers.utils.import_utils:is_fake_tensor",
+        "to have masks built as on a card",
+        "capture/patches",
+        first="5.0",
+        last="5.23",
+    ): _no,
 }
 
 
@@ -37,7 +48,7 @@ def install(gpu: VirtualGpu) -> None:
     # transformers 5 copies weights to the card in threads of a pool (`device_map="cuda"`), where no dispatch mode is active, and in an order that
     # differs from run to run.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    answers: dict[str, Answer] = dict.fromkeys(ANSWERS, _answer)
+    answers: dict[str, Answer] = {name.module: functools.partial(_answer, gpu.recorder.assume) for name in ANSWERS}
     answers.update({**Launches(gpu).answers, **extensions.answers(gpu.attribution.where)})
     for name, answer in answers.items():
         if name in sys.modules:
@@ -45,10 +56,24 @@ def install(gpu: VirtualGpu) -> None:
     sys.meta_path.insert(0, _Finder(answers))
 
 
-def _answer(module: types.ModuleType) -> None:
-    for name, answer in ANSWERS[module.__name__].items():
-        if hasattr(module, name):
-            setattr(module, name, answer)
+def _answer(assume: Callable[[str, str], None], module: types.ModuleType) -> None:
+    for name, answer in ANSWERS.items():
+        if name.module != module.__name__:
+            continue
+        if hasattr(module, name.name):
+            setattr(module, name.name, answer)
+            continue
+        version = importlib.metadata.version(name.library)
+        if _release(version) >= _release(name.first):
+            assume(
+                name.library,
+                f"{name.library} {version} has no {name}, which is replaced {name.purpose} ({name.versions})",
+            )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 class _Finder(importlib.abc.MetaPathFinder):

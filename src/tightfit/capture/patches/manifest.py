@@ -69,14 +69,19 @@ STORAGE_USES = known(
     "torch._C:_storage_Use_Count", "to tell memory that somebody else has a view of", "capture/dispatch techniques"
 )
 
+GRAPH_TASK_ID = known(
+    "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "capture techniques torch_hooks"
+)
+
 IN_BOTH: tuple[Name, ...] = (
     RUN_BACKWARD,
+    GRAPH_TASK_ID,
     STORAGE_USES,
     # Tensors among arguments.
     known(
         "torch.utils._pytree:tree_leaves",
         "to find tensors among arguments",
-        "capture/dispatch capture/effects effects techniques",
+        "capture/dispatch capture/steps effects techniques",
     ),
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
@@ -86,7 +91,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._ops:OpOverload",
         "to tell operators apart",
-        "capture/dispatch capture/kernels capture/observe capture/triton effects techniques",
+        "capture/dispatch capture/kernels capture/observe capture/patches effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",
@@ -96,7 +101,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._subclasses.fake_tensor:FakeTensor",
         "to have tensors without data",
-        "capture/dispatch capture/patches capture/steps capture/triton effects techniques",
+        "capture/dispatch capture/patches capture/steps effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -148,11 +153,11 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     # Tensors and storages.
     known("torch:Tensor._is_zerotensor", "to tell tensors without a storage", "effects"),
-    known("torch:Tensor._version", "to see whether a tensor was written to", "capture/effects effects techniques"),
+    known("torch:Tensor._version", "to see whether a tensor was written to", "capture/steps effects techniques"),
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/dispatch capture/effects capture/patches effects runtime techniques",
+        "capture/dispatch capture/patches capture/steps effects runtime techniques",
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
@@ -162,18 +167,16 @@ IN_BOTH: tuple[Name, ...] = (
     known("torch.nn.modules.module:_global_forward_pre_hooks", "to see hooks on all modules", "effects techniques"),
     known("torch.nn.modules.module:_global_module_registration_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_parameter_registration_hooks", "to see hooks on all modules", "effects"),
-    known(
-        "torch.nn:Module._backward_hooks", "to see hooks on a module or tensor", "capture/effects effects techniques"
-    ),
-    known("torch.nn:Module._backward_pre_hooks", "to see hooks on a module", "capture/effects effects techniques"),
+    known("torch.nn:Module._backward_hooks", "to see hooks on a module or tensor", "capture/steps effects techniques"),
+    known("torch.nn:Module._backward_pre_hooks", "to see hooks on a module", "capture/steps effects techniques"),
     known(
         "torch.nn:Module._buffers",
         "to see a module's own buffers",
-        "capture/effects capture/patches capture/steps effects runtime techniques",
+        "capture/patches capture/steps effects runtime techniques",
     ),
-    known("torch.nn:Module._forward_hooks", "to see hooks on a module", "capture/effects effects techniques"),
-    known("torch.nn:Module._forward_pre_hooks", "to see hooks on a module", "capture/effects effects techniques"),
-    known("torch.nn:Module._modules", "to see a module's own children", "capture/effects effects runtime techniques"),
+    known("torch.nn:Module._forward_hooks", "to see hooks on a module", "capture/steps effects techniques"),
+    known("torch.nn:Module._forward_pre_hooks", "to see hooks on a module", "capture/steps effects techniques"),
+    known("torch.nn:Module._modules", "to see a module's own children", "capture/steps effects runtime techniques"),
     known(
         "torch.nn:Module._parameters",
         "to see a module's own parameters",
@@ -182,17 +185,17 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/effects techniques",
+        "capture/steps techniques",
     ),
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks",
         "to see hooks on an optimizer's step, and to order them",
-        "capture/effects runtime techniques",
+        "capture/steps runtime techniques",
     ),
     known(
         "torch:Tensor._post_accumulate_grad_hooks",
         "to see hooks on the gradient of a leaf",
-        "capture/effects techniques",
+        "capture/steps techniques",
     ),
     # The card: context, allocator, compiler.
     known("torch.cuda.memory:_record_memory_history", "to record what the allocator does", "capture/patches runtime"),
@@ -256,12 +259,12 @@ IN_CHILD: tuple[Name, ...] = (
     known(
         "torch._C:_functions.AccumulateGrad._sequence_nr",
         "to find the forward operator of a backward node",
-        "capture/effects capture/observe",
+        "capture/observe capture/steps",
     ),
     known(
         "torch.autograd:_get_sequence_nr",
         "to find the forward operator of a backward node",
-        "capture/effects capture/observe",
+        "capture/observe capture/steps",
     ),
     # Tensors and storages.
     known("torch._C:Generator", "to have random generators of a card", "capture/patches"),
@@ -276,15 +279,15 @@ IN_CHILD: tuple[Name, ...] = (
         "capture/patches",
     ),
     # Hooks and parts of modules, tensors and optimizers.
-    known("torch.nn.modules.batchnorm:_NormBase", "to tell norms with running statistics", "capture/effects"),
+    known("torch.nn.modules.batchnorm:_NormBase", "to tell norms with running statistics", "capture/steps"),
     known("torch.nn:Module._apply", "to keep parameters the same objects when a module moves", "capture/patches"),
     known(
         "torch.optim.optimizer:_foreach_supported_types",
         "to have virtual tensors updated as real ones are",
         "capture/patches",
     ),
-    known("torch.optim.optimizer:_global_optimizer_post_hooks", "to see hooks on all optimizers", "capture/effects"),
-    known("torch.optim.optimizer:_global_optimizer_pre_hooks", "to see hooks on all optimizers", "capture/effects"),
+    known("torch.optim.optimizer:_global_optimizer_post_hooks", "to see hooks on all optimizers", "capture/steps"),
+    known("torch.optim.optimizer:_global_optimizer_pre_hooks", "to see hooks on all optimizers", "capture/steps"),
     known(
         "torch.utils._foreach_utils:_foreach_supported_types",
         "to have virtual tensors updated as real ones are",

@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from tightfit.capture.containment.policy import drops_writes
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.patches.storage_files import install_addresses, write_with_holes
+from tightfit.capture.processes.containment.policy import drops_writes
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import hands_over
 

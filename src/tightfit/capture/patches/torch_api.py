@@ -195,7 +195,7 @@ def _treat_as_plain_tensors() -> None:
 
 def _install_tensor_methods(gpu: VirtualGpu) -> None:
     def record_stream(self: torch.Tensor, stream: VirtualStream) -> None:
-        index = gpu.index_of(self)
+        index = gpu.storages.index_of(self)
         if index is not None:
             gpu.has_side_streams = True
             gpu.recorder.use(index, stream.stream_id)

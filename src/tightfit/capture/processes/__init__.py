@@ -1,1 +1,1 @@
-"""Child processes: they do one thing, start fast, and never outlive their parent."""
+"""Child processes: they start fast, never outlive their parent, and are contained: what a traced program asks of the machine does not leave them."""

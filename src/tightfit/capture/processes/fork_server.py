@@ -27,9 +27,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tightfit.capture.containment import namespaces
-from tightfit.capture.containment.policy import Containment
 from tightfit.capture.processes.children import child, die_with_parent
+from tightfit.capture.processes.containment import namespaces
+from tightfit.capture.processes.containment.policy import Containment
 from tightfit.capture.processes.keeper import Kept, keep
 
 _IDLE_SECONDS = 60

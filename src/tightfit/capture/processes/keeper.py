@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from tightfit.capture.containment import linux, namespaces
-from tightfit.capture.containment.policy import NAMESPACES, forced_mechanism
+from tightfit.capture.processes.containment import linux, namespaces
+from tightfit.capture.processes.containment.policy import NAMESPACES, forced_mechanism
 
 _MAX_BYTES = 1 << 16
 _TO_END = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))

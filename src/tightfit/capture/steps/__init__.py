@@ -1,1 +1,1 @@
-"""Detection of steps, of the training loop that runs them, and of repeated calls."""
+"""Detection of steps, of the training loop that runs them, of repeated calls, and of the side effects of what a step calls."""

@@ -119,7 +119,7 @@ class Repetition:
 
     def _alive_bytes(self) -> int:
         num_bytes = self._gpu.recorder.storages["num_bytes"]
-        return sum(num_bytes[reference.index] for reference in self._gpu.references.values())
+        return sum(num_bytes[index] for index in self._gpu.storages.indices())
 
     def _trace(self, history: _History, alive: int, run: Callable[[], Any]) -> Any:
         recorder = self._gpu.recorder
@@ -138,19 +138,19 @@ class Repetition:
         """The record of the call, or None if it did something that cannot be repeated without running it."""
         recorder = self._gpu.recorder
         kinds, storages = recorder.events["kind"][begin:], recorder.events["storage"][begin:]
-        born = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
+        allocated_at = {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.ALLOCATE}
         # Streams, synchronisation, and frees of what was there before the call: none of these would be right in
         # another call.
         if any(kind not in (EventKind.ALLOCATE, EventKind.FREE) for kind in kinds) or any(
             s < first_storage for s in storages
         ):
             return None
-        alive = born - {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.FREE}
+        alive = allocated_at - {s for k, s in zip(kinds, storages, strict=True) if k == EventKind.FREE}
         leaves, structure = tree_flatten(result)
         outputs = self._outputs(leaves, alive)
         if outputs is None:
             return None
-        held = {self._gpu.index_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
+        held = {self._gpu.storages.index_of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)}
         num_bytes = recorder.storages["num_bytes"]
         kept = tuple(num_bytes[s] for s in sorted(alive - held))
         if kept and not torch.is_autocast_enabled("cuda"):
@@ -171,7 +171,7 @@ class Repetition:
                     return None
                 outputs.append(_Output(group=-1, num_elements=0, size=(), stride=(), offset=0, dtype=None, value=leaf))
                 continue
-            index = self._gpu.index_of(leaf)
+            index = self._gpu.storages.index_of(leaf)
             # Outputs with known values decide over control flow (a token that ends a generation); such a call
             # is always run.
             if index is None or index not in alive or self._gpu.shadows.known(leaf):

@@ -111,8 +111,8 @@ def _shortened(value: Any) -> Any:
 
 def _timeline(history: History, limits: Limits, texts: _Texts) -> dict[str, Any]:
     cut = timeline(history, limits.detail)
-    levels = (cut.low, cut.reserved, *cut.by_category)
-    unit = max(1, int(np.gcd.reduce(np.concatenate(levels)))) if len(cut.at) else 1
+    columns = (cut.low, cut.reserved, *cut.by_category)
+    unit = max(1, int(np.gcd.reduce(np.concatenate(columns)))) if len(cut.at) else 1
     used = [category for category, column in enumerate(cut.by_category) if column.any()]
     data: dict[str, Any] = {
         "unit": unit,
@@ -172,7 +172,7 @@ def _table(history: History, limits: Limits, texts: _Texts) -> dict[str, Any]:
     block_rows = [
         (
             *(row.category, texts(row.module), number(row.stack), row.block_bytes, row.requested_bytes),
-            *(row.born, row.died),
+            *(row.allocated_at, row.freed_at),
         )
         for row in largest_blocks(history, limits.num_blocks)
     ]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from tightfit.diagnosis.difference import Asked, Difference, Side
+from tightfit.diagnosis.difference import Asked, RunDifference, Side
 from tightfit.reports.advice import LABELS
 from tightfit.reports.text.estimates import MAX_WIDTH, console, fitted
 from tightfit.reports.text.folders import without_common_folder
@@ -19,7 +19,7 @@ NUM_CALLERS = 3
 class DifferenceText:
     """One difference, as wide as the console that prints it."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: RunDifference) -> None:
         self._difference = difference
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -35,7 +35,7 @@ class DifferenceText:
             yield section
 
 
-def write_difference(difference: Difference) -> None:
+def write_difference(difference: RunDifference) -> None:
     """Prints one difference on stdout."""
     console().print(DifferenceText(difference))
 
@@ -53,7 +53,7 @@ def _label(category: str) -> str:
     return LABELS.get(category, category.replace("_", " "))
 
 
-def _lines_of(difference: Difference) -> list[Column]:
+def _lines_of(difference: RunDifference) -> list[Column]:
     """The columns for lines: one for runs of the same program, else one per run."""
     headings = ("line",) if difference.matched_by == "lines" else ("line in A", "line in B")
     return [
@@ -61,7 +61,7 @@ def _lines_of(difference: Difference) -> list[Column]:
     ]
 
 
-def _places(difference: Difference, ours: str, theirs: str) -> tuple[str, ...]:
+def _places(difference: RunDifference, ours: str, theirs: str) -> tuple[str, ...]:
     asked = [(parting.a, parting.b) for parting in difference.partings]
     ours_all = [*(change.a_where for change in difference.changes), *(a.where for a, _ in asked if a)]
     theirs_all = [*(change.b_where for change in difference.changes), *(b.where for _, b in asked if b)]
@@ -71,7 +71,7 @@ def _places(difference: Difference, ours: str, theirs: str) -> tuple[str, ...]:
     return (shown[0] or shown[1],) if difference.matched_by == "lines" else shown
 
 
-def _peaks(difference: Difference, width: int) -> RenderableType:
+def _peaks(difference: RunDifference, width: int) -> RenderableType:
     a, b = difference.a, difference.b
     figures = [
         ("peak allocated", a.peak_allocated_bytes, b.peak_allocated_bytes),
@@ -89,7 +89,7 @@ def _peaks(difference: Difference, width: int) -> RenderableType:
     return fitted(columns, rows, width, title="at the peak")
 
 
-def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
+def _changes(difference: RunDifference, width: int) -> Iterator[RenderableType]:
     title = "differences at the peak, by allocation site"
     if not difference.changes:
         yield Text.assemble((title, "bold"), ": none")
@@ -118,7 +118,7 @@ def _changes(difference: Difference, width: int) -> Iterator[RenderableType]:
         yield Text("The runs share no lines: lines are matched by the sizes that they allocate, in order.", "dim")
 
 
-def _steps(difference: Difference, width: int) -> Iterator[RenderableType]:
+def _steps(difference: RunDifference, width: int) -> Iterator[RenderableType]:
     if not difference.steps:
         return
     columns = [Column(heading=heading, shorten=shorten_middle, least_width=6) for heading in ("in A", "in B")]
@@ -136,7 +136,7 @@ def _steps(difference: Difference, width: int) -> Iterator[RenderableType]:
     yield fitted(columns, rows, width, title="step by step")
 
 
-def _partings(difference: Difference, width: int) -> Iterator[RenderableType]:
+def _partings(difference: RunDifference, width: int) -> Iterator[RenderableType]:
     if not difference.partings:
         yield Text(
             "All allocations of these steps are equal, in the same order."

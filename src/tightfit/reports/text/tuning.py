@@ -6,7 +6,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
 from tightfit.tuning.candidate_settings import keys_of
-from tightfit.tuning.search_settings import Row, Tuning
+from tightfit.tuning.search_settings import TriedSettings, Tuning
 from tightfit.units import format_bytes
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
@@ -92,7 +92,7 @@ def _cells(reserved: str, saved: str, share: str, calls: str) -> str:
     return f"{reserved:>13}  {saved:>10}  {share:>9}  {calls:>12}  "
 
 
-def _remarks(row: Row, tuning: Tuning) -> list[str]:
+def _remarks(row: TriedSettings, tuning: Tuning) -> list[str]:
     found = []
     if tuning.as_recorded is not None and row.settings == tuning.as_recorded.settings:
         found.append("as recorded")
@@ -109,6 +109,6 @@ def _remarks(row: Row, tuning: Tuning) -> list[str]:
     return found
 
 
-def _above(row: Row, tuning: Tuning) -> str:
+def _above(row: TriedSettings, tuning: Tuning) -> str:
     more_bytes = row.peak_reserved_bytes - tuning.live_bytes
     return f"{format_bytes(more_bytes)} ({more_bytes / row.peak_reserved_bytes:.1%})"

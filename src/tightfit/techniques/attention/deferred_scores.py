@@ -32,7 +32,7 @@ _SCORES = _Scores()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class RecordedAttention:
     """The recorded `calls`, each on the result of the one before, and their meaning for one attention call.
 
     `query` and `key` have shape `(..., T, D)` and `(..., S, D)`. `masks` are applied to the scaled scores. `meta` has the shape, strides and
@@ -86,7 +86,9 @@ class Attention:
             out = func(*given[0], **given[1])
         return out
 
-    def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Attention | None":
+    def after(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "RecordedAttention | None":
         """The record after a further call whose arguments have `_SCORES` for the scores; None if the scores must be materialised."""
         read = _WRITTEN_DOWN.get(name_of(func))
         changed = None if read is None else read(self, args, kwargs)
@@ -130,7 +132,7 @@ class _Defer(torch.autograd.Function):
     """Makes the deferred tensor a node of the graph, for code that passes it to autograd without any operator."""
 
     @staticmethod
-    def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> "DeferredScores":
+    def forward(ctx: Any, attention: RecordedAttention, *tensors: torch.Tensor) -> "DeferredScores":
         # Nothing is saved for backward: the scores are recomputed from the recorded calls if their own gradient
         # is ever needed.
         ctx.attention, ctx.refuse, ctx.before_gradient = attention, attention.refuse, attention.before_gradient
@@ -152,14 +154,14 @@ class _Defer(torch.autograd.Function):
 class DeferredScores(DeferredTensor):
     """Attention scores or weights without data."""
 
-    _attention: Attention
+    _attention: RecordedAttention
     _settled: torch.Tensor | None
 
     def before_gradient(self) -> None:
         self._attention.before_gradient()
 
     @classmethod
-    def of(cls, attention: Attention) -> Self:
+    def of(cls, attention: RecordedAttention) -> Self:
         """The tensor of `attention`, without a graph."""
         meta = attention.meta
         out = torch.Tensor._make_wrapper_subclass(
@@ -237,7 +239,7 @@ class DeferredScores(DeferredTensor):
         return func(*args, **kwargs)
 
 
-def deferred_scores(attention: Attention) -> DeferredScores:
+def deferred_scores(attention: RecordedAttention) -> DeferredScores:
     """The deferred tensor of `attention`."""
     out = _Defer.apply(attention, *attention.tensors())
     assert isinstance(out, DeferredScores)
@@ -254,7 +256,7 @@ def started(
     query, key = found
     meta = _on_meta(func, (args, kwargs))
     meta = _on_meta(torch.Tensor.to, ((meta, _autocast_type(query) or meta.dtype), {}))
-    attention = Attention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse)
+    attention = RecordedAttention(calls=((func, args, kwargs),), query=query, key=key, meta=meta, refuse=refuse)
     return deferred_scores(dataclasses.replace(attention, versions=_versions(attention.tensors())))
 
 
@@ -286,7 +288,7 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _scale(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], *, divides: bool) -> Any:
+def _scale(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any], *, divides: bool) -> Any:
     if attention.is_softmax or kwargs or len(args) != 2 or attention.masks.has_numbers:
         return None
     first, second = args
@@ -298,7 +300,7 @@ def _scale(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return {"scale": attention.scale / factor if divides else attention.scale * factor}
 
 
-def _add(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _add(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if attention.is_softmax or kwargs or len(args) != 2:
         return None
     other = args[1] if args[0] is _SCORES else args[0]
@@ -307,13 +309,13 @@ def _add(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return {"masks": attention.masks.then(other)}
 
 
-def _masked_fill(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _masked_fill(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if attention.is_softmax or kwargs or len(args) != 3 or args[0] is not _SCORES:
         return None
     return _masked(attention, args[1] if _is_mask(args[1]) else None, args[2])
 
 
-def _where(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _where(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if attention.is_softmax or kwargs or len(args) != 3 or args[1] is not _SCORES:
         return None
     return _masked(attention, ~args[0] if _is_mask(args[0]) else None, args[2])
@@ -323,7 +325,7 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def _masked(attention: Attention, hidden: torch.Tensor | None, instead: Any) -> Any:
+def _masked(attention: RecordedAttention, hidden: torch.Tensor | None, instead: Any) -> Any:
     if hidden is None or type(instead) not in (int, float) or hidden.dim() > attention.meta.dim():
         return None
     if not is_low(instead, attention.meta.dtype):
@@ -331,7 +333,7 @@ def _masked(attention: Attention, hidden: torch.Tensor | None, instead: Any) -> 
     return {"masks": attention.masks.then(Fill(hidden=hidden, value=float(instead)))}
 
 
-def _softmax(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _softmax(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(
         zip(
             ("input", "dim", "_stacklevel", "dtype") if len(args) > 3 else ("input", "dim", "dtype"), args, strict=False
@@ -345,26 +347,26 @@ def _softmax(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
     return {"is_softmax": True}
 
 
-def _cast(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [*args[1:], *kwargs.values()]  # no other device, no copy
     return {} if all(isinstance(value, torch.dtype) and value.is_floating_point for value in given) else None
 
 
-def _dropout(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dropout(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     drops = given.get("p", 0.5) > 0 and given.get("training", True)
     return {} if given.get("input") is _SCORES and not drops and not given.get("inplace", False) else None
 
 
-def _same(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _same(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return {} if len(args) == 1 and not kwargs else None
 
 
-def _multiply(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _multiply(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _scale(attention, args, kwargs, divides=False)
 
 
-def _divide(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _divide(attention: RecordedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _scale(attention, args, kwargs, divides=True)
 
 

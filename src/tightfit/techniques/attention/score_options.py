@@ -28,9 +28,11 @@ def attention_options(technique: str, profile: Profile) -> Iterator[Option]:
     scores = np.unique([storage for run in runs for storage in run.scores])
     if module_calls.bytes_of(scores) < SMALLEST_SHARE * module_calls.bytes_of(waiting):
         return
-    births = profile.allocated_at
+    allocations = profile.allocated_at
     gone = [
-        Change(begin=int(births[s]), end=int(module_calls.died[s]), num_bytes=-int(module_calls.block_bytes[s]))
+        Change(
+            begin=int(allocations[s]), end=int(module_calls.freed_at[s]), num_bytes=-int(module_calls.block_bytes[s])
+        )
         for s in scores.tolist()
     ]
     kept = [change for run in runs if (change := _output(module_calls, run)) is not None]

@@ -46,18 +46,6 @@ class Deferred(AbstractSource):
         self._refuse = refuse
         self._why_used = ""
 
-    @classmethod
-    def zeros(cls, like: torch.Tensor) -> "Deferred":
-        """A gradient of zeros, which takes no memory until its elements are read."""
-        made = cls(like)
-        made.state = "zero"
-        return made
-
-    def put(self, parameter: torch.Tensor) -> None:
-        """Replaces the gradient of `parameter` by this one."""
-        assert parameter.grad is not None
-        parameter.grad = LazyTensor(self, parameter.grad)
-
     def whole(self) -> torch.Tensor:
         self.was_asked = True
         if self._made is not None:
@@ -133,6 +121,19 @@ class Deferred(AbstractSource):
             return args[0]
         assert self.norm is not None
         return self.norm.clone()
+
+
+def deferred_zeros(like: torch.Tensor) -> Deferred:
+    """A gradient of zeros, which takes no memory until its elements are read."""
+    zeros = Deferred(like)
+    zeros.state = "zero"
+    return zeros
+
+
+def defer_gradient(parameter: torch.Tensor, deferred: Deferred) -> None:
+    """Replaces the gradient of `parameter` by `deferred`."""
+    assert parameter.grad is not None
+    parameter.grad = LazyTensor(deferred, parameter.grad)
 
 
 def deferred_gradient(parameter: torch.Tensor) -> Deferred | None:

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient
+from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
 from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
@@ -32,6 +32,52 @@ Told = Callable[[torch.Tensor], None]
 _SAME_NORM = {"cpu": 1e-6}
 _SAME_SUM = {"cpu": 1e-5}
 _SAME_NORM_ON_A_CARD = 1e-3
+
+
+class _Comparison:
+    """The sums of the gradients of a first run, and whether those of another one are equal to them, still on the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._differ: list[torch.Tensor] = []
+
+    def keep(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keeps the sum of the first gradient of `parameter`."""
+        self._sums[parameter] = _sum(gradient)
+
+    def forget(self) -> None:
+        """Drops the comparisons that were made."""
+        self._differ.clear()
+
+    def found_other(self) -> bool:
+        """Whether a gradient differed since this was asked last."""
+        # Collected on the device and read back together: one synchronisation for all parameters, not one for
+        # each.
+        differ, self._differ = self._differ, []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for each in differ:
+            by_device.setdefault(each.device, []).append(each)
+        return any(bool(torch.stack(of_device).any()) for of_device in by_device.values())
+
+    def compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
+        """The recomputed gradient, compared with the first one, and with its recorded changes applied."""
+        assert parameter.grad is not None
+        self.compare(parameter, parameter.grad, deferred)
+        return deferred.changed(parameter.grad)
+
+    def compare(self, parameter: torch.Tensor, gradient: torch.Tensor, deferred: Deferred) -> None:
+        """Compares a gradient with the first one, of which norm and sum are known."""
+        if deferred.norm is None or isinstance(gradient, FakeTensor):
+            return
+        norm, device = deferred.norm, gradient.device.type
+        is_same = torch.isclose(
+            _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
+        )
+        # The sum finds gradients of another direction and the same norm.
+        other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
+        # Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
+        is_same &= ~(other.abs() > bound)
+        self._differ.append(~is_same)
 
 
 class KeptPass:
@@ -55,8 +101,7 @@ class KeptPass:
         self._buffers = buffers
         self._refuse = refuse
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._differ: list[torch.Tensor] = []
+        self._comparison = _Comparison()
 
     def run_first(
         self, parameters: Collection[torch.Tensor], zeroed: Collection[torch.Tensor], make_all: Callable[[], None]
@@ -72,12 +117,12 @@ class KeptPass:
             if gradient is None or gradient.layout != torch.strided:
                 return
             deferred = Deferred(gradient, _norm(gradient), make_all, self._refuse)
-            self._sums[parameter] = _sum(gradient)
+            self._comparison.keep(parameter, gradient)
             if parameter in zeroed:
                 # As an addition to zeros would: negative zeros become positive ones.
                 deferred.changes.append((torch.ops.aten.add_.Scalar, 0.0))
             self.gradients[parameter] = deferred
-            deferred.put(parameter)
+            defer_gradient(parameter, deferred)
 
         try:
             with told_of_gradients(parameters, keep):
@@ -110,7 +155,7 @@ class KeptPass:
 
         def made(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            waiting[parameter].is_made(self._compared(parameter, waiting[parameter]))
+            waiting[parameter].is_made(self._comparison.compared(parameter, waiting[parameter]))
 
         self._run_again(waiting, made, is_last=True)
         self.check_same()
@@ -143,15 +188,15 @@ class KeptPass:
             update(parameter)
             updated[parameter] = None
             deferred.is_used(why, norm)
-            deferred.put(parameter)
+            defer_gradient(parameter, deferred)
 
         def used(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
-            gradient = self._compared(parameter, deferred)
+            gradient = self._comparison.compared(parameter, deferred)
             self.check_same()
             if parameter in mine and through_host:
                 on_host[parameter] = gradient.cpu()
-                deferred.put(parameter)
+                defer_gradient(parameter, deferred)
             elif parameter not in mine or is_held_elsewhere(parameter):
                 deferred.is_made(gradient)
             else:
@@ -167,10 +212,6 @@ class KeptPass:
         """Whether a tensor that the pass is known to read was written to since its first run."""
         return self._contents is None or self._contents.have_changed()
 
-    def runs_own_code(self) -> bool:
-        """Whether the graph has an autograd function in Python that is neither torch's nor ours: its backward may read any tensor."""
-        return any(_is_own(node) for node in self.backward.nodes())
-
     def try_out(self) -> bool:
         """Runs the pass once more as a trial, with each parameter overwritten as soon as its gradient is complete; returns whether the gradients are
         the same, so that parameters could be updated there.
@@ -183,8 +224,8 @@ class KeptPass:
         def compared(parameter: torch.Tensor) -> None:
             deferred = waiting[parameter]
             assert parameter.grad is not None
-            self._compare(parameter, parameter.grad, deferred)
-            deferred.put(parameter)
+            self._comparison.compare(parameter, parameter.grad, deferred)
+            defer_gradient(parameter, deferred)
             # As an update would: a node that still needs this parameter raises torch's error about its version,
             # or gives other gradients.
             bits, key = _bits_and_key(parameter)
@@ -196,14 +237,14 @@ class KeptPass:
         try:
             with torch.no_grad():
                 self._run_again(waiting, compared, is_last=False, is_trial=True)
-            return not self._found_other()
+            return not self._comparison.found_other()
         except Exception:  # noqa: BLE001 - the program's own functions may raise anything at numbers that are none
             return False
         finally:
             for bits, key in reversed(disturbed):
                 bits.bitwise_xor_(key)
             set_versions(tuple(before), tuple(before.values()))
-            self._differ.clear()
+            self._comparison.forget()
 
     def check_unchanged(self) -> None:
         """Checks that no parameter was written to since the pass.
@@ -222,38 +263,10 @@ class KeptPass:
         Raises:
             ApplyError: they were not.
         """
-        if self._found_other():
+        if self._comparison.found_other():
             raise self._refuse(
                 f"a backward pass that ran twice gave other gradients the second time: something in it changes from call to call; {REMEDY}"
             )
-
-    def _found_other(self) -> bool:
-        # Collected on the device and read back together: one synchronisation for all parameters, not one for
-        # each.
-        differ, self._differ = self._differ, []
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for each in differ:
-            by_device.setdefault(each.device, []).append(each)
-        return any(bool(torch.stack(of_device).any()) for of_device in by_device.values())
-
-    def _compared(self, parameter: torch.Tensor, deferred: Deferred) -> torch.Tensor:
-        """The recomputed gradient, compared with the first one, and with its recorded changes applied."""
-        assert parameter.grad is not None
-        self._compare(parameter, parameter.grad, deferred)
-        return deferred.changed(parameter.grad)
-
-    def _compare(self, parameter: torch.Tensor, gradient: torch.Tensor, deferred: Deferred) -> None:
-        if deferred.norm is None or isinstance(gradient, FakeTensor):
-            return
-        norm, device = deferred.norm, gradient.device.type
-        is_same = torch.isclose(
-            _norm(gradient), norm, rtol=_SAME_NORM.get(device, _SAME_NORM_ON_A_CARD), atol=0.0, equal_nan=True
-        )
-        # The sum finds gradients of another direction and the same norm.
-        other, bound = _sum(gradient) - self._sums[parameter], _SAME_SUM.get(device, _SAME_NORM_ON_A_CARD) * norm
-        # Written so that a NaN in both, as in a step that a scaler will skip, counts as the same.
-        is_same &= ~(other.abs() > bound)
-        self._differ.append(~is_same)
 
     def _run_again(
         self, waiting: Mapping[torch.Tensor, Deferred], told: Told, *, is_last: bool, is_trial: bool = False
@@ -294,6 +307,11 @@ class KeptPass:
             parameter.grad = standing[parameter]
         if missing:
             raise self._refuse(f"a backward pass that ran twice did not reach the same parameters; {REMEDY}")
+
+
+def runs_own_code(backward: BackwardPass) -> bool:
+    """Whether the graph of a pass has an autograd function in Python that is neither torch's nor ours: its backward may read any tensor."""
+    return any(_is_own(node) for node in backward.nodes())
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Tensors freed earlier, and the cache emptied between phases."""
+"""Tensors freed earlier, the cache emptied between phases, and settings of the allocator."""

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.deferred_gradients import (
+    defer_gradient,
+    deferred_gradient,
+    deferred_zeros,
+    settle,
+)
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
 from tightfit.techniques.optimizer.optimizer_steps import update_within_step
@@ -62,7 +67,7 @@ class _Freed:
                     gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
                     gradient.zero_()
                 continue
-            Deferred.zeros(gradient).put(parameter)
+            defer_gradient(parameter, deferred_zeros(gradient))
             self._zeroed[parameter] = None
 
     def concerned_parameters(self) -> Container[torch.Tensor]:

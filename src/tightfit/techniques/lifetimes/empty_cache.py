@@ -14,7 +14,7 @@ from tightfit.analysis.intervals import runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.simulate.timeline_bytes import replay_levels
+from tightfit.simulate.timeline_bytes import replay_timeline
 from tightfit.simulate.with_empty_cache import with_emptied_cache
 from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.tape import Phase
@@ -42,7 +42,7 @@ class EmptyCache(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """One for each phase border at which it lowers the reserved peak."""
         with_workspaces = with_workspaces_of(profile.device, profile.tape)
-        plain = replay_levels(with_workspaces, AllocatorSettings())
+        plain = replay_timeline(with_workspaces, AllocatorSettings())
         if not len(plain.reserved):
             return
         highest = int(plain.reserved.max())
@@ -53,7 +53,7 @@ class EmptyCache(AbstractTechnique):
         run = profile.optimizer
         for border, events in _borders(run).items():
             counts: list[int] = []
-            emptied = replay_levels(
+            emptied = replay_timeline(
                 with_emptied_cache(with_workspaces, events),
                 AllocatorSettings(),
                 watch=lambda _, allocator, __, counts=counts: counts.append(allocator.num_segments),
@@ -85,8 +85,8 @@ def _borders(run: OptimizerProfile) -> Mapping[str, list[int]]:
     begins = {
         "before the forward": [begin for begin, _ in passes_of(run)],
         "after the forward": [begin for begin, _ in backward],
-        "before the optimizer": [stretch.begin_event for stretch in run.stretches],
-        "after the optimizer": [stretch.end_event for stretch in run.stretches],
+        "before the optimizer": [step_range.begin_event for step_range in run.step_ranges],
+        "after the optimizer": [step_range.end_event for step_range in run.step_ranges],
     }
     inside = {border: [e for e in events if e < num_events] for border, events in begins.items()}
     return {border: events for border, events in inside.items() if events}

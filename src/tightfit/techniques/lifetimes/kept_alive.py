@@ -129,17 +129,17 @@ def _lingering(run: OptimizerProfile, begins: Column, ends: Column) -> Column:
     if not len(forward):
         return own[:0]
     ((deep, _),) = events_of(run, [(int(forward[int(_DEEP * (len(forward) - 1))]), len(phases))])
-    born, died = run.born[own], run.died[own]
-    return own[(born >= begins[-2]) & (born < ends[-2]) & (died > deep)]
+    allocated_at, freed_at = run.allocated_at[own], run.freed_at[own]
+    return own[(allocated_at >= begins[-2]) & (allocated_at < ends[-2]) & (freed_at > deep)]
 
 
 def _growing(run: OptimizerProfile, ends: Column) -> Column:
     """Storages of the last step but one that outlive the last, if the step before it left as many of the same kind."""
     own = _own(run)
     last = int(ends[-1]) - 1
-    born, stays = run.born[own], run.died[own] > last
+    allocated_at, stays = run.allocated_at[own], run.freed_at[own] > last
     edges = [0, *ends.tolist()]
-    made = [own[stays & (born >= edges[i]) & (born < edges[i + 1])] for i in (-4, -3)]
+    made = [own[stays & (allocated_at >= edges[i]) & (allocated_at < edges[i + 1])] for i in (-4, -3)]
     # What one step alone leaves may be a cache that is filled late; what two steps leave grows.
     earlier = {_kind(run, storage) for storage in made[0].tolist()}
     return np.array([s for s in made[1].tolist() if _kind(run, s) in earlier], dtype=np.int64)
@@ -173,6 +173,6 @@ def _by_line(run: OptimizerProfile, storages: Column) -> list[_Line]:
 
 def _peak_bytes(run: OptimizerProfile) -> int:
     difference = np.zeros(len(run.tape.events) + 1, dtype=np.int64)
-    np.add.at(difference, run.born, run.block_bytes)
-    np.subtract.at(difference, run.died, run.block_bytes)
+    np.add.at(difference, run.allocated_at, run.block_bytes)
+    np.subtract.at(difference, run.freed_at, run.block_bytes)
     return int(difference.cumsum().max(initial=0))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels, runs_of
+from tightfit.analysis.intervals import changes, memory_timeline, runs_of
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
@@ -45,12 +45,12 @@ class ZeroGrad(AbstractTechnique):
         seconds = seconds_of_update(run, zeroed_bytes, round(num_zeroed)) + seconds_of_update(
             run, 3 * zeroed_bytes, len(kept)
         )
-        stretches = [s for begin, end in _gaps(run, zeroing) for s in _until_made_again(run, kept, begin, end)]
+        step_ranges = [s for begin, end in _gaps(run, zeroing) for s in _until_made_again(run, kept, begin, end)]
         return [
             Option(
                 technique=self.name,
                 where="gradients",
-                changes=changes(stretches, -1.0),
+                changes=changes(step_ranges, -1.0),
                 seconds=-seconds,
                 exact=self.exact,
                 slots=frozenset({"zero_grad"}),
@@ -71,7 +71,7 @@ def _kept(run: OptimizerProfile) -> Column:
     gradients = run.tape.storages.category == Category.GRADIENTS
     if not len(ends):
         return np.zeros(0, dtype=np.int64)
-    return np.flatnonzero(gradients & (run.born < ends[0]) & (run.died > ends[0]))
+    return np.flatnonzero(gradients & (run.allocated_at < ends[0]) & (run.freed_at > ends[0]))
 
 
 def _zeroing(tape: Tape) -> Column:
@@ -99,8 +99,8 @@ def _until_made_again(run: OptimizerProfile, kept: Column, begin: int, back: int
     first, first_end = passes[0]
     ((begin_event, back_event),) = events_of(run, [(begin, back)])
     if back not in starts:
-        return levels(np.full(len(kept), begin_event), np.full(len(kept), back_event), run.block_bytes[kept])
+        return memory_timeline(np.full(len(kept), begin_event), np.full(len(kept), back_event), run.block_bytes[kept])
     ((first_event, first_end_event), (_, end_event)) = events_of(run, [(first, first_end), (back, starts[back])])
-    share = (run.born[kept] - first_event) / max(1, first_end_event - first_event)
+    share = (run.allocated_at[kept] - first_event) / max(1, first_end_event - first_event)
     again = back_event + np.clip(share, 0.0, 1.0) * (end_event - back_event)
-    return levels(np.full(len(kept), begin_event), again.astype(np.int64), run.block_bytes[kept])
+    return memory_timeline(np.full(len(kept), begin_event), again.astype(np.int64), run.block_bytes[kept])

@@ -12,7 +12,7 @@ from tightfit.effects.class_questions import ClassQuestion
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.loss_head.deferred_logits import Chunks, Copies, Origin, deferred_logits
+from tightfit.techniques.loss_head.deferred_logits import Chunks, Origin, WeightCopies, deferred_logits
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
@@ -48,9 +48,9 @@ def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
         )
         session.wrap_forward(head, deferral)
 
-    # One hook for all heads, so that a weight that two heads share is copied once (`Copies`).
+    # One hook for all heads, so that a weight that two heads share is copied once (`WeightCopies`).
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        copies = Copies()
+        copies = WeightCopies()
         for origin in list(origins):
             if any(origin.parameter is p for group in optimizer.param_groups for p in group["params"]):
                 origin.before_weight_changes(copies)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.loss_head.options import NUM_WEIGHT_BLOCKS, GradientsIn
+from tightfit.techniques.loss_head.loss_options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 from tightfit.torch_hooks.backward import keeps_graph
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.loss_head.options import loss_head_options
+from tightfit.techniques.loss_head.loss_options import loss_head_options
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from tightfit.techniques.loss_head.chunked_cross_entropy import (
 )
 from tightfit.techniques.loss_head.logit_forms import Form
 from tightfit.techniques.loss_head.loss_checks import sample_differs
-from tightfit.techniques.loss_head.options import GradientsIn
+from tightfit.techniques.loss_head.loss_options import GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
 
 
@@ -37,7 +37,7 @@ class Chunks:
     gradients_in: GradientsIn
 
 
-class Copies:
+class WeightCopies:
     """Copies of weights from before an optimizer step, one for each weight."""
 
     def __init__(self) -> None:
@@ -69,7 +69,8 @@ class Origin:
         self.parameter = linear.weight
         self.weight: torch.Tensor = linear.weight
         self.bias: torch.Tensor | None = linear.bias
-        self._num_classes = len(linear.weight)
+        self.num_classes = len(linear.weight)
+        """The size of the vocabulary."""
         self.chunks = chunks
         self.counted = counted
         device = hidden.device.type
@@ -81,11 +82,6 @@ class Origin:
         self._version = linear.weight._version + hidden._version
         self._is_of_the_past = False
         self._family: list[weakref.ref[DeferredLogits]] = []
-
-    @property
-    def num_classes(self) -> int:
-        """The size of the vocabulary."""
-        return self._num_classes
 
     def join(self, member: "DeferredLogits") -> None:
         """Registers a tensor that is derived from these logits, so that it is materialised before they are changed in place."""
@@ -144,7 +140,7 @@ class Origin:
             if member is not None:
                 member.settled()
 
-    def before_weight_changes(self, copies: Copies) -> None:
+    def before_weight_changes(self, copies: WeightCopies) -> None:
         """Materialises the logits before the weight changes, or copies the weight if that is smaller."""
         if self.whole is not None or self._is_of_the_past or not self._is_as_it_was:
             return

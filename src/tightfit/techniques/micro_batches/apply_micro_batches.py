@@ -9,9 +9,8 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
 from tightfit.techniques.micro_batches.split_forward import WRAPPERS, SplitForward
 from tightfit.techniques.micro_batches.split_step import split_step
-from tightfit.techniques.parse_settings import parse_bool
 from tightfit.techniques.session import Session
-from tightfit.techniques.technique import Choice
+from tightfit.techniques.technique import Choice, parse_bool
 
 _NAME = "micro_batches"
 

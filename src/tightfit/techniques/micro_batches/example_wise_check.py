@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from tightfit.effects.code import Code
-from tightfit.effects.dependence import Flow, Mixed, NeedsValues, Run
-from tightfit.effects.independence import Leaves, Proof, Subject, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
+from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
+from tightfit.effects.independence.row_states import Mixed, loss_state
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.state import RegionState, Snapshot, differences, restore
-from tightfit.effects.totals import ROWS, Total
 from tightfit.techniques.micro_batches.batches import AbstractBatch
-from tightfit.techniques.micro_batches.loss_means import Term, Watch
+from tightfit.techniques.micro_batches.loss_means import LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
 from tightfit.techniques.tiling.tile_checks import structural
 from tightfit.techniques.wrappers.first_order import Refuse
@@ -168,7 +169,7 @@ class BatchProofs:
             args, kwargs = batch.part(0, watch.num_examples, lambda _: next(waiting))
             return forward(*args, **kwargs), watch
 
-        subject = Subject(
+        subject = Computation(
             call=call,
             inputs=split,
             dims=[0] * len(split),
@@ -186,14 +187,14 @@ class BatchProofs:
         return dataclasses.replace(self._judged(proof, model), is_of_first=may_leave)
 
     @contextlib.contextmanager
-    def _watched(self, run: Run) -> "Iterator[_ProofWatch]":
+    def _watched(self, run: FakeRun) -> "Iterator[_ProofWatch]":
         with without_node_hooks(run), _ProofWatch(run, allows_randomness=self._allows_randomness) as watch:
             yield watch
 
-    def _judged(self, proof: Proof, model: torch.nn.Module) -> Proved:
+    def _judged(self, proof: FollowedRun, model: torch.nn.Module) -> Proved:
         output, _ = proof.result
         loss_key, loss = find_loss(output)
-        state = proof.flow.state(loss)
+        state = proof.flow.rows.state(loss)
         if not isinstance(state, Total):
             why = f" ({state.reason})" if isinstance(state, Mixed) else ""
             raise Mixes(f"its loss is not one mean or sum over the batch{why}")
@@ -223,10 +224,10 @@ def _as_in(before: Snapshot | None, now: Snapshot) -> Iterator[None]:
         restore(now)
 
 
-class _ProofWatch(Watch):
+class _ProofWatch(LossWatch):
     """Marks losses over rows in the run of a proof."""
 
-    def __init__(self, run: Run, *, allows_randomness: bool) -> None:
+    def __init__(self, run: FakeRun, *, allows_randomness: bool) -> None:
         super().__init__(run.num_rows, allows_randomness=allows_randomness)
         self._run = run
 
@@ -240,45 +241,44 @@ class _ProofWatch(Watch):
         # CLIP and SimCLR compare each example with all others of the batch: the scores are (examples,
         # examples), and parts would have fewer negatives.
         if term.is_contrastive:
-            self._run.put_mixed(
-                term.loss, "the loss has as many classes as the batch has examples: it compares them with each other"
-            )
+            reason = "the loss has as many classes as the batch has examples: it compares them with each other"
+            self._run.rows.set(term.loss, Mixed(reason=reason))
             return
         try:
             _check_loss(self._run, inputs, is_of_classes=is_of_classes)
         except Mixes as error:
-            self._run.put_mixed(term.loss, f"the loss function {error}")
+            self._run.rows.set(term.loss, Mixed(reason=f"the loss function {error}"))
         else:
-            self._run.put_total(term.loss, None if term.num_terms is None else len(self.terms) - 1)
+            self._run.rows.set(term.loss, loss_state(None if term.num_terms is None else len(self.terms) - 1))
 
 
 def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -> None:
     """Raises Mixes if a loss function does not compare each row with its own target only."""
     scores, target, weight = inputs["input"], inputs["target"], inputs.get("weight")
-    layout = flow.layout(scores)
-    if layout is None or flow.is_uniform(scores):
+    layout = flow.rows.layout(scores)
+    if layout is None or flow.rows.is_uniform(scores):
         raise Mixes("is given scores that are no row's own")
     for name in ("weight", "pos_weight"):
         other = inputs.get(name)
-        if isinstance(other, torch.Tensor) and is_of_classes and flow.state(other) is not None:
+        if isinstance(other, torch.Tensor) and is_of_classes and flow.rows.state(other) is not None:
             raise Mixes("is given class weights that depend on the rows")
     if not is_of_classes:
         extra = [t for n in ("weight", "pos_weight") if isinstance(t := inputs.get(n), torch.Tensor)]
-        flow.broadcast([scores, target, *extra], max(scores.dim(), target.dim()))
+        flow.rows.broadcast([scores, target, *extra], max(scores.dim(), target.dim()))
         return
     # Dimension 1 has the classes (torch.nn.functional.cross_entropy), and in an input without a batch the only
     # one.
     classes = 1 if scores.dim() > 1 else 0
-    if layout.dim == classes or (weight is not None and flow.is_uniform(weight)):
+    if layout.dim == classes or (weight is not None and flow.rows.is_uniform(weight)):
         raise Mixes("has the rows for classes")
     expected = layout if target.dim() == scores.dim() or layout.dim < classes else layout.at(layout.dim - 1)
-    if flow.layout(target) != expected:
+    if flow.rows.layout(target) != expected:
         raise Mixes("compares rows with targets of others")
 
 
 def _has_rows(flow: Flow, value: torch.Tensor) -> bool:
     try:
-        return not flow.is_uniform(value) and flow.layout(value) == Layout(dim=0)
+        return not flow.rows.is_uniform(value) and flow.rows.layout(value) == Layout(dim=0)
     except Mixes:
         return False
 

@@ -43,7 +43,7 @@ class Term:
     is_contrastive: bool
 
 
-class Watch(TorchFunctionMode):
+class LossWatch(TorchFunctionMode):
     """Collects the losses that are computed while it is active.
 
     Raises:
@@ -112,10 +112,10 @@ class Watch(TorchFunctionMode):
         self.terms.append(term)
 
 
-def active_watch() -> Watch | None:
+def active_watch() -> LossWatch | None:
     """The innermost active watch, if there is one."""
     modes = _get_current_function_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, Watch)), None)
+    return next((mode for mode in reversed(modes) if isinstance(mode, LossWatch)), None)
 
 
 def _num_targets(

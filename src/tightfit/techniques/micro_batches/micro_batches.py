@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from tightfit.analysis.gradient_readers import scales_loss
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import BACKWARD_SLOT
@@ -48,7 +48,7 @@ class MicroBatches(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """Halves, quarters and eighths of the batch, if the model itself computes the loss, or a framework's loop has a method that does."""
         run = profile.optimizer
-        if not run.stretches or _obstacle(run):
+        if not run.step_ranges or _obstacle(run):
             return
         is_random = any(name in profile.tape.random_operators for name in _names_of_forward(profile.tape))
         loop = {"loop": profile.tape.loop} if _is_of_loop(run) else {}
@@ -71,7 +71,7 @@ class MicroBatches(AbstractTechnique):
         """Advice for the user's own loop if this technique cannot be applied."""
         run = profile.optimizer
         reason = _obstacle(run)
-        if not (run.stretches and reason):
+        if not (run.step_ranges and reason):
             return []
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
         if len(_operators(profile.tape, _BATCH_NORMS)):
@@ -147,15 +147,19 @@ def _changes(run: OptimizerProfile, num_parts: int) -> tuple[Change, ...]:
         phase, (Phase.FORWARD, Phase.BACKWARD)
     )
     at = np.flatnonzero(made)
-    gone = changes(levels(run.born[at], run.died[at], run.block_bytes[at]), -(1 - 1 / num_parts))
+    gone = changes(memory_timeline(run.allocated_at[at], run.freed_at[at], run.block_bytes[at]), -(1 - 1 / num_parts))
     gradients = np.flatnonzero(storages.category == Category.GRADIENTS)
     early: list[Change] = []
     for begin, end in passes_of(run):
-        new = gradients[(run.born[gradients] >= begin) & (run.born[gradients] < end)]
-        early += changes(levels(np.full(len(new), begin), run.born[new], run.block_bytes[new]))
-        old = gradients[(run.born[gradients] < begin) & (run.died[gradients] > begin) & (run.died[gradients] < end)]
-        held = levels(np.full(len(old), begin), run.died[old], -run.block_bytes[old])
-        early += changes(held if drops else levels(run.died[old], np.full(len(old), end), run.block_bytes[old]))
+        new = gradients[(run.allocated_at[gradients] >= begin) & (run.allocated_at[gradients] < end)]
+        early += changes(memory_timeline(np.full(len(new), begin), run.allocated_at[new], run.block_bytes[new]))
+        old = gradients[
+            (run.allocated_at[gradients] < begin) & (run.freed_at[gradients] > begin) & (run.freed_at[gradients] < end)
+        ]
+        held = memory_timeline(np.full(len(old), begin), run.freed_at[old], -run.block_bytes[old])
+        early += changes(
+            held if drops else memory_timeline(run.freed_at[old], np.full(len(old), end), run.block_bytes[old])
+        )
     return merged((*gone, *early))
 
 
@@ -168,7 +172,7 @@ def _seconds(run: OptimizerProfile, num_parts: int) -> float:
     in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
     on_card = float(operator_seconds(run.tape, run.device).sum()) / run.num_steps
     issued = int(working.sum()) / run.num_steps
-    gradients = run.gradients(run.stretches[-1])
+    gradients = run.gradients(run.step_ranges[-1])
     total = int(run.block_bytes[gradients].sum())
     efficiency = efficiency_of(run.device)
     more = (num_parts - 1) * (in_passes + len(gradients))

@@ -19,7 +19,7 @@ from tightfit.effects.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.micro_batches.batches import AbstractBatch, Batch
 from tightfit.techniques.micro_batches.example_wise_check import BatchProofs
-from tightfit.techniques.micro_batches.loss_means import Watch
+from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.torch_hooks.backward import of_a_part
@@ -34,7 +34,7 @@ _TOLERANCE_OF_HALVES = 2e-2
 
 
 class SplitForward:
-    """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `Watch`. `counted` is called once per part.
+    """The wrapper around a root's forward; at most `num_parts` parts, `allows_randomness` as in `LossWatch`. `counted` is called once per part.
 
     `batch_of` makes the batch from the arguments, `scaled` is the scaling of the `GradScaler` that scales the loss outside. Proofs and comparisons
     run inside of `unseen()`. `refuse` makes the error to raise; `check_steps` batches are compared by value. It refers to the model weakly, and a
@@ -123,7 +123,7 @@ class SplitForward:
         decisions: list[Any] | None = None
         for begin, end in parts:
             args, kwargs = batch.part(begin, end)
-            watch = Watch(end - begin, allows_randomness=self._allows_randomness)
+            watch = LossWatch(end - begin, allows_randomness=self._allows_randomness)
             is_new = proved is None or proved.is_of_first
             try:
                 with watch, Reads() if is_new else contextlib.nullcontext() as reads:
@@ -220,11 +220,11 @@ class SplitForward:
         if self._allows_randomness:
             self.model.eval()
         results, comparable = [], True
-        for stretches in (((0, 2),), ((0, 1), (1, 2))):
+        for ranges in (((0, 2),), ((0, 1), (1, 2))):
             sums = Sums()
-            for begin, end in stretches:
+            for begin, end in ranges:
                 args, kwargs = batch.part(begin, end)
-                with Watch(end - begin, allows_randomness=self._allows_randomness) as watch:
+                with LossWatch(end - begin, allows_randomness=self._allows_randomness) as watch:
                     output = forward(*args, **kwargs)
                 _, loss = find_loss(output)
                 sums.add(loss, sums.weight_of(means, watch.terms, end - begin, loss))

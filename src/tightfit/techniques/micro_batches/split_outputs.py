@@ -8,7 +8,7 @@ from typing import Any, Never
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.effects.totals import ROWS
+from tightfit.effects.independence.totals import ROWS
 from tightfit.effects.value_checks import checksum
 from tightfit.errors import ApplyError
 from tightfit.techniques.micro_batches.loss_means import Term

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, told_of_gradients
+from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, runs_own_code, told_of_gradients
 from tightfit.techniques.optimizer.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -67,179 +67,49 @@ class _Standing:
             parameter.grad = gradient
 
 
-class Updates:
-    """Wraps the backward passes and the steps of the optimizers of one session, whose parameters are updated one by one by `updates`.
+class _KeptPasses:
+    """The backward passes whose gradients wait. `why_kept` is the reason to keep gradients from now on, if there is one."""
 
-    `updates_all`: the optimizer's own step cannot be used for parameters that were not updated in the backward pass.
-    """
+    def __init__(self) -> None:
+        self.kept: list[KeptPass] = []
+        self.why_kept = ""
+        self._num_read = 0
+
+    def forget_done(self) -> None:
+        """Drops the passes of which no gradient waits."""
+        self.kept = [kept for kept in self.kept if kept.waiting]
+
+    def used(self, kept: KeptPass) -> None:
+        """A pass has run a second time within a step."""
+        self.kept.remove(kept)
+        self._num_read = 0
+
+    def make_all(self) -> None:
+        """Materialises the gradients that wait."""
+        kept = list(self.kept)
+        for each in kept:
+            each.make_all()
+        self.kept.clear()
+        if kept:
+            self._num_read += 1
+        # A program that reads gradients in every step would pay two passes each time and save nothing.
+        if self._num_read >= _MAX_READ_IN_A_ROW:
+            self.why_kept = "gradients are read or added to before the optimizer steps"
+
+
+class _Steps:
+    """Runs within the steps of the optimizers: a second backward pass, in which parameters are updated one by one."""
 
     def __init__(
-        self,
-        session: Session,
-        updates: Mapping[torch.optim.Optimizer, UpdateOne],
-        *,
-        updates_all: bool = False,
+        self, session: Session, steppers: Mapping[torch.optim.Optimizer, _Stepper], passes: _KeptPasses
     ) -> None:
         self.session = session
-        self._steppers = {o: _Stepper(update=update, updates_all=updates_all) for o, update in updates.items()}
-        self._kept: list[KeptPass] = []
-        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
-        self._question = ClassQuestion(session.model)
+        self._steppers = steppers
+        self._passes = passes
         self._num_checked = 0
         self._reads_later = False
-        self._num_read = 0
-        self._why_kept = ""
-        self.is_over = False
 
-    def install(self) -> None:
-        """Registers hooks on optimizers and backward passes, until the session is undone."""
-        for optimizer in self._steppers:
-            update_within_step(self.session, optimizer, functools.partial(self._step, optimizer))
-        self.session.wrap_forward(self.session.model, _Inputs(self))
-        leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
-
-        def leave() -> None:
-            for each in leaves:
-                each()
-
-        self.session.when_undone(leave)
-        self.session.when_undone(self._end)
-
-    def _end(self) -> None:
-        """Materialises the gradients that wait."""
-        self.is_over = True
-        try:
-            self._make_all()
-        except ApplyError as error:
-            # The script has changed something since: a read of one of these gradients gets the error.
-            for kept in self._kept:
-                kept.give_up(str(error))
-
-    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer's step: one that is not of this session needs materialised gradients."""
-        if optimizer in self._steppers:
-            return
-        if any(parameter in self._owned() for group in optimizer.param_groups for parameter in group["params"]):
-            self._make_all()
-
-    # Backward passes
-
-    def concerned_parameters(self) -> Container[torch.Tensor]:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        return self._owned()
-
-    def before_node_hook(self, hook: object) -> None:
-        """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
-
-    def around_backward(self, backward: BackwardPass) -> Any:
-        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
-        # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
-        # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
-        if backward.is_nested or backward.is_of_part or not backward.accumulates:
-            return backward.run()
-        self.session.check()
-        owned = self._owned()
-        reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
-        standing = self._clear_way(reached)
-        for parameter in standing.used:
-            del reached[parameter]
-        reason = self._reason_against(backward, reached)
-        try:
-            # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
-            # refused unless it clears gradients first.
-            with told_of_gradients(standing.used, _drop):
-                if not reached:
-                    return backward.run()
-                if reason:
-                    self._left_to_torch(reason)
-                    return backward.run()
-                return self._run_and_keep(backward, reached, standing.zeros)
-        finally:
-            standing.put_back()
-
-    def _run_and_keep(
-        self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
-    ) -> Any:
-        known = weakref.ref(self)
-
-        def make_all() -> None:
-            if (live := known()) is not None:
-                live._make_all()
-
-        model = self.session.model
-        # The pass may read frozen weights and the batch too; a write to one of them changes what the second
-        # pass would compute.
-        frozen = [parameter for parameter in model.parameters() if parameter not in reached]
-        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
-        self._inputs.clear()
-        result = kept.run_first(reached, zeroed, make_all)
-        self._kept.append(kept)
-        return result
-
-    def _owned(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
-        return {
-            parameter: optimizer
-            for optimizer in self._steppers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        }
-
-    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
-        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
-        self._kept = [kept for kept in self._kept if kept.waiting]
-        standing = _Standing()
-        for parameter in reached:
-            deferred = deferred_gradient(parameter)
-            if deferred is None or parameter.grad is None:
-                continue
-            if deferred.state == "deferred":
-                self._make_all()
-            if deferred.state == "zero":
-                standing.zeros[parameter], parameter.grad = parameter.grad, None
-            elif deferred.state == "used":
-                standing.used[parameter], parameter.grad = parameter.grad, None
-            settle(parameter)
-        return standing
-
-    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
-        """The reason to leave this pass to torch; empty if there is none."""
-        if line := self._question.line():
-            self._why_kept = (
-                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
-            )
-        if backward.creates_graph:
-            return "a backward pass is run with create_graph=True"
-        # Each optimizer would update it with the one gradient, and the first update frees that.
-        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > self._num_held():
-            return "a parameter is held by two optimizers"
-        if backward.is_shared:
-            # Each would free the graph that the other is to run again.
-            return "a backward pass also reaches parameters that another plan updates"
-        reasons = itertools.chain(
-            (self._why_kept, _reason_of_mode()), map(_reason_of_parameter, reached), map(_reason_of, backward.nodes())
-        )
-        return next(filter(None, reasons), "")
-
-    def _num_held(self) -> int:
-        return len({parameter for o in self._steppers for parameter in groups_by_parameter(o)})
-
-    def _left_to_torch(self, reason: str) -> None:
-        self.session.statistics["backward passes with all gradients kept"] += 1
-        self._tell(reason)
-
-    def _tell(self, reason: str) -> None:
-        note = f"gradients are kept, because {reason}: the run may hold more than the plan says ({REMEDY})"
-        if note not in self.session.notes:
-            self.session.notes.append(note)
-
-    def _update_one(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, group: int) -> None:
-        self._steppers[optimizer].update(parameter, group)
-        self.session.statistics["parameters updated in backward"] += 1
-
-    # Steps
-
-    def _step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
+    def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
         """Runs within a step; returns the parameters that are updated already."""
         stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
         for parameter in groups:
@@ -263,15 +133,15 @@ class Updates:
     def _second_pass(
         self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
     ) -> dict[torch.Tensor, None]:
-        mine = [kept for kept in self._kept if any(parameter in groups for parameter in kept.waiting)]
-        others = [kept for kept in self._kept if kept.waiting and kept not in mine]
+        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.waiting)]
+        others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
         if not mine:
             return {}
         # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
         # would change the weights that another graph has saved.
         if len(mine) > 1 or others:
             # What one pass updates, another one would see.
-            self._make_all()
+            self._passes.make_all()
             return {}
         (kept,) = mine
         parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
@@ -286,11 +156,10 @@ class Updates:
                 f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
             )
             raise
-        self._kept.remove(kept)
-        self._num_read = 0
+        self._passes.used(kept)
         if len(updated) < len(parameters):
             self.session.statistics["gradients kept to the step"] += len(parameters) - len(updated)
-            self._tell("a parameter's memory is also held by something else when its gradient is there")
+            _tell(self.session, "a parameter's memory is also held by something else when its gradient is there")
         return updated
 
     def _can_update_in(self, kept: KeptPass) -> bool:
@@ -305,7 +174,7 @@ class Updates:
         # after its first steps.
         if not self.session.check_steps:
             return True
-        is_uncertain = self._reads_later or kept.runs_own_code()
+        is_uncertain = self._reads_later or runs_own_code(kept.backward)
         if is_uncertain:
             self.session.statistics["backward passes with gradients in host memory"] += 1
             note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
@@ -313,20 +182,184 @@ class Updates:
                 self.session.notes.append(note)
         return not is_uncertain and not kept.may_be_other()
 
+    def _update_one(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, group: int) -> None:
+        self._steppers[optimizer].update(parameter, group)
+        self.session.statistics["parameters updated in backward"] += 1
+
+
+class Updates:
+    """Wraps the backward passes and the steps of the optimizers of one session, whose parameters are updated one by one by `updates`.
+
+    `updates_all`: the optimizer's own step cannot be used for parameters that were not updated in the backward pass.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        updates: Mapping[torch.optim.Optimizer, UpdateOne],
+        *,
+        updates_all: bool = False,
+    ) -> None:
+        self.session = session
+        self._steppers = {o: _Stepper(update=update, updates_all=updates_all) for o, update in updates.items()}
+        self._passes = _KeptPasses()
+        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
+        self._question = ClassQuestion(session.model)
+        self._steps = _Steps(session, self._steppers, self._passes)
+        self.is_over = False
+
+    def install(self) -> None:
+        """Registers hooks on optimizers and backward passes, until the session is undone."""
+        for optimizer in self._steppers:
+            update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
+        self.session.wrap_forward(self.session.model, _Inputs(self))
+        leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
+
+        def leave() -> None:
+            for each in leaves:
+                each()
+
+        self.session.when_undone(leave)
+        self.session.when_undone(self._end)
+
+    def _end(self) -> None:
+        """Materialises the gradients that wait."""
+        self.is_over = True
+        try:
+            self._passes.make_all()
+        except ApplyError as error:
+            # The script has changed something since: a read of one of these gradients gets the error.
+            for kept in self._passes.kept:
+                kept.give_up(str(error))
+
+    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer's step: one that is not of this session needs materialised gradients."""
+        if optimizer in self._steppers:
+            return
+        if any(
+            parameter in _owned(self._steppers) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._passes.make_all()
+
+    # Backward passes
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return _owned(self._steppers)
+
+    def before_node_hook(self, hook: object) -> None:
+        """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
+        # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
+        if backward.is_nested or backward.is_of_part or not backward.accumulates:
+            return backward.run()
+        self.session.check()
+        owned = _owned(self._steppers)
+        reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
+        standing = self._clear_way(reached)
+        for parameter in standing.used:
+            del reached[parameter]
+        reason = self._reason_against(backward, reached)
+        try:
+            # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
+            # refused unless it clears gradients first.
+            with told_of_gradients(standing.used, _drop):
+                if not reached:
+                    return backward.run()
+                if reason:
+                    self.session.statistics["backward passes with all gradients kept"] += 1
+                    _tell(self.session, reason)
+                    return backward.run()
+                return self._run_and_keep(backward, reached, standing.zeros)
+        finally:
+            standing.put_back()
+
+    def _run_and_keep(
+        self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
+    ) -> Any:
+        known = weakref.ref(self._passes)
+
+        def make_all() -> None:
+            if (live := known()) is not None:
+                live.make_all()
+
+        model = self.session.model
+        # The pass may read frozen weights and the batch too; a write to one of them changes what the second
+        # pass would compute.
+        frozen = [parameter for parameter in model.parameters() if parameter not in reached]
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
+        self._inputs.clear()
+        result = kept.run_first(reached, zeroed, make_all)
+        self._passes.kept.append(kept)
+        return result
+
+    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
+        self._passes.forget_done()
+        standing = _Standing()
+        for parameter in reached:
+            deferred = deferred_gradient(parameter)
+            if deferred is None or parameter.grad is None:
+                continue
+            if deferred.state == "deferred":
+                self._passes.make_all()
+            if deferred.state == "zero":
+                standing.zeros[parameter], parameter.grad = parameter.grad, None
+            elif deferred.state == "used":
+                standing.used[parameter], parameter.grad = parameter.grad, None
+            settle(parameter)
+        return standing
+
+    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
+        """The reason to leave this pass to torch; empty if there is none."""
+        if line := self._question.line():
+            self._passes.why_kept = (
+                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+            )
+        if backward.creates_graph:
+            return "a backward pass is run with create_graph=True"
+        # Each optimizer would update it with the one gradient, and the first update frees that.
+        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > _num_held(self._steppers):
+            return "a parameter is held by two optimizers"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
+        reasons = itertools.chain(
+            (self._passes.why_kept, _reason_of_mode()),
+            map(_reason_of_parameter, reached),
+            map(_reason_of, backward.nodes()),
+        )
+        return next(filter(None, reasons), "")
+
     def model_is_given(self, given: Any) -> None:
         """Remembers the tensors that the model is called with."""
         self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
-    def _make_all(self) -> None:
-        kept = list(self._kept)
-        for each in kept:
-            each.make_all()
-        self._kept.clear()
-        if kept:
-            self._num_read += 1
-        # A program that reads gradients in every step would pay two passes each time and save nothing.
-        if self._num_read >= _MAX_READ_IN_A_ROW:
-            self._why_kept = "gradients are read or added to before the optimizer steps"
+
+def _owned(
+    steppers: Mapping[torch.optim.Optimizer, _Stepper],
+) -> dict[torch.Tensor, torch.optim.Optimizer]:
+    """The trained parameters of the optimizers."""
+    return {
+        parameter: optimizer
+        for optimizer in steppers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+
+
+def _num_held(steppers: Mapping[torch.optim.Optimizer, _Stepper]) -> int:
+    return len({parameter for o in steppers for parameter in groups_by_parameter(o)})
+
+
+def _tell(session: Session, reason: str) -> None:
+    note = f"gradients are kept, because {reason}: the run may hold more than the plan says ({REMEDY})"
+    if note not in session.notes:
+        session.notes.append(note)
 
 
 def _reason_of_mode() -> str:

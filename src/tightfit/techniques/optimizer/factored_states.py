@@ -36,7 +36,7 @@ class FactoredStates(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """For Adam and AdamW, with and without updates in the backward pass."""
         run = profile.optimizer
-        if not run.stretches or updates_in_backward(run) or family_of(run) != "adam":
+        if not run.step_ranges or updates_in_backward(run) or family_of(run) != "adam":
             return []
         return coded_options(run, _CODING, technique=self.name)
 

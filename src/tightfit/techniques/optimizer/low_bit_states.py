@@ -61,9 +61,9 @@ class LowBitStates(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """8 and 4 bits, each with and without updates in the backward pass, for an optimizer with running averages."""
         run = profile.optimizer
-        if not run.stretches or updates_in_backward(run) or family_of(run) == "adagrad":
+        if not run.step_ranges or updates_in_backward(run) or family_of(run) == "adagrad":
             return []
-        if not len(run.state(run.stretches[-1])):
+        if not len(run.state(run.step_ranges[-1])):
             return []
         codings: list[tuple[dict[str, Any], Coding]] = [({"bits": bits}, coding) for bits, coding in _CODINGS.items()]
         if is_installed():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.optimizer_algorithm import family_of, implementation_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TENSORS_PER_FUSED_KERNEL = 30
 
 
-SecondsOf = Callable[[OptimizerProfile, Stretch], float]
+SecondsOf = Callable[[OptimizerProfile, OptimizerRange], float]
 
 
 @final
@@ -42,7 +42,7 @@ class OptimizerKernel(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """One option for each other implementation that this optimizer is known to have."""
         run = profile.optimizer
-        if not run.stretches:
+        if not run.step_ranges:
             return []
         runs, family = implementation_of(run), family_of(run)
         options = []
@@ -57,7 +57,7 @@ class OptimizerKernel(AbstractTechnique):
     def _option(
         self, run: OptimizerProfile, kernel: "Kernel", changed: tuple[Change, ...], seconds_of: SecondsOf
     ) -> Option:
-        added = sum(seconds_of(run, stretch) - stretch.seconds for stretch in run.steady)
+        added = sum(seconds_of(run, step_range) - step_range.seconds for step_range in run.steady)
         return Option(
             technique=self.name,
             where="optimizer",
@@ -75,20 +75,20 @@ class OptimizerKernel(AbstractTechnique):
         apply_optimizer_kernel(session, chosen)
 
 
-def seconds_of_fused(run: OptimizerProfile, stretch: Stretch, num_kernels: int = 0) -> float:
+def seconds_of_fused(run: OptimizerProfile, step_range: OptimizerRange, num_kernels: int = 0) -> float:
     """The time of `num_kernels` fused kernels, or of the fewest possible: gradients are read, parameters and states read and written, once."""
-    updated = run.gradients(stretch)
+    updated = run.gradients(step_range)
     parameter_bytes = int(run.block_bytes[updated].sum())
-    state_bytes = int(run.block_bytes[run.state(stretch)].sum())
+    state_bytes = int(run.block_bytes[run.state(step_range)].sum())
     num_kernels = num_kernels or 1 + -(-len(updated) // TENSORS_PER_FUSED_KERNEL)
     return seconds_of_update(run, 3 * parameter_bytes + 2 * state_bytes, num_kernels)
 
 
 def _without_temporaries(run: OptimizerProfile) -> tuple[Change, ...]:
-    removed = tuple(change for stretch in run.stretches for change in changes(run.held(stretch), -1.0))
+    removed = tuple(change for step_range in run.step_ranges for change in changes(run.held(step_range), -1.0))
     if family_of(run) == "sgd":
         return removed
-    first = run.stretches[
+    first = run.step_ranges[
         0
     ]  # Adam and Adagrad count steps, one number for each tensor, which the fused kernel wants on the card
     count_bytes = MIN_BLOCK_BYTES * len(run.gradients(first))
@@ -98,11 +98,11 @@ def _without_temporaries(run: OptimizerProfile) -> tuple[Change, ...]:
 def _one_at_a_time(run: OptimizerProfile) -> tuple[Change, ...]:
     """The for-loop instead of foreach: the intermediate results of the largest tensor instead of those of all."""
     found: list[Change] = []
-    for stretch in run.stretches:
-        held = run.held(stretch)
+    for step_range in run.step_ranges:
+        held = run.held(step_range)
         if not held:
             continue
-        largest = int(run.block_bytes[run.gradients(stretch)].max(initial=0))
+        largest = int(run.block_bytes[run.gradients(step_range)].max(initial=0))
         most = max(num_bytes for _, _, num_bytes in held)
         # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
         instead = min(most, (2 if family_of(run) == "adam" else 1) * largest)
@@ -114,21 +114,21 @@ def _one_at_a_time(run: OptimizerProfile) -> tuple[Change, ...]:
 def _all_at_once(run: OptimizerProfile) -> tuple[Change, ...]:
     """Foreach instead of the for-loop: one intermediate result of all tensors where the loop has any of one tensor."""
     found: list[Change] = []
-    for stretch in run.stretches:
-        held = run.held(stretch)
+    for step_range in run.step_ranges:
+        held = run.held(step_range)
         if held:
-            all_bytes = int(run.block_bytes[run.gradients(stretch)].sum())
+            all_bytes = int(run.block_bytes[run.gradients(step_range)].sum())
             found.extend(changes(held, -1.0))
             found.append(Change(begin=held[0][0], end=held[-1][1], num_bytes=all_bytes))
     return tuple(found)
 
 
-def _seconds_of_loop(run: OptimizerProfile, stretch: Stretch) -> float:
-    num_tensors = max(1, len(run.gradients(stretch)))
-    num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-    return seconds_of_kernels(run, stretch, num_kernels)
+def _seconds_of_loop(run: OptimizerProfile, step_range: OptimizerRange) -> float:
+    num_tensors = max(1, len(run.gradients(step_range)))
+    num_kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
+    return seconds_of_kernels(run, step_range, num_kernels)
 
 
-def _seconds_of_foreach(run: OptimizerProfile, stretch: Stretch) -> float:
-    num_kernels = len(run.names(stretch)) / max(1, len(run.gradients(stretch)))
-    return seconds_of_kernels(run, stretch, round(num_kernels) + 1)
+def _seconds_of_foreach(run: OptimizerProfile, step_range: OptimizerRange) -> float:
+    num_kernels = len(run.names(step_range)) / max(1, len(run.gradients(step_range)))
+    return seconds_of_kernels(run, step_range, round(num_kernels) + 1)

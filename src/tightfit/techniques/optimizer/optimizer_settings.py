@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tightfit.errors import ApplyError
-from tightfit.techniques.parse_settings import parse_bool
+from tightfit.techniques.technique import parse_bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tightfit.analysis.gradient_readers import readers_of_gradients
 from tightfit.analysis.intervals import changes
-from tightfit.analysis.optimizer import OptimizerProfile, Stretch, seconds_of_kernels, seconds_of_update
+from tightfit.analysis.optimizer import OptimizerProfile, OptimizerRange, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.optimizer_algorithm import element_bytes_of, family_of, implementation_of
 from tightfit.analysis.updates import (
     BACKWARD_SLOT,
@@ -84,18 +84,18 @@ def _option(technique: str, settings: Mapping[str, Any], changed: tuple[Change, 
 
 def _changes_of_step(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     found = list(_smaller_states(run, coding))
-    for stretch in run.stretches:
-        found += changes(run.held(stretch), -1.0)
-        most = int(_temporary_bytes(run, coding, stretch, is_fused=is_fused).max(initial=0))
-        found.append(Change(begin=stretch.begin_event, end=stretch.end_event, num_bytes=most))
+    for step_range in run.step_ranges:
+        found += changes(run.held(step_range), -1.0)
+        most = int(_temporary_bytes(run, coding, step_range, is_fused=is_fused).max(initial=0))
+        found.append(Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=most))
     return tuple(found)
 
 
 def _changes_in_backward(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> tuple[Change, ...]:
     while_updated = list(states_come_early(run, _fraction_left(run, coding)))
-    for stretch in run.stretches:
-        moments = moments_of_updates(run, run.gradients(stretch)).tolist()
-        temporary = _temporary_bytes(run, coding, stretch, is_fused=is_fused).tolist()
+    for step_range in run.step_ranges:
+        moments = moments_of_updates(run, run.gradients(step_range)).tolist()
+        temporary = _temporary_bytes(run, coding, step_range, is_fused=is_fused).tolist()
         while_updated += changes((at, at + 1, num_bytes) for at, num_bytes in zip(moments, temporary, strict=True))
     held = either(waiting_for_second_pass(run), tuple(while_updated))
     return (*_smaller_states(run, coding), *gradients_used_up(run), *held)
@@ -103,16 +103,16 @@ def _changes_in_backward(run: OptimizerProfile, coding: Coding, *, is_fused: boo
 
 def _smaller_states(run: OptimizerProfile, coding: Coding) -> tuple[Change, ...]:
     """States shrink to the bytes kept, except small ones."""
-    large = _large(run, run.state(run.stretches[-1]))
-    begins = np.maximum(run.born[large], run.stretches[0].begin_event)
+    large = _large(run, run.state(run.step_ranges[-1]))
+    begins = np.maximum(run.allocated_at[large], run.step_ranges[0].begin_event)
     sizes = run.tape.storages.num_bytes[large]
-    stretches = zip(begins.tolist(), run.died[large].tolist(), sizes.tolist(), strict=True)
-    return changes(stretches, -coding.part * (1.0 - _fraction_kept(run, coding)))
+    step_ranges = zip(begins.tolist(), run.freed_at[large].tolist(), sizes.tolist(), strict=True)
+    return changes(step_ranges, -coding.part * (1.0 - _fraction_kept(run, coding)))
 
 
 def _fraction_left(run: OptimizerProfile, coding: Coding) -> float:
     """The remaining fraction of the bytes of all states, small ones included."""
-    states = run.state(run.stretches[-1])
+    states = run.state(run.step_ranges[-1])
     total, large = int(run.block_bytes[states].sum()), int(run.block_bytes[_large(run, states)].sum())
     return 1.0 - coding.part * (1.0 - _fraction_kept(run, coding)) * large / max(1, total)
 
@@ -121,17 +121,17 @@ def _fraction_kept(run: OptimizerProfile, coding: Coding) -> float:
     return min(1.0, coding.bytes_kept / element_bytes_of(run))
 
 
-def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *, is_fused: bool) -> Column:
+def _temporary_bytes(run: OptimizerProfile, coding: Coding, step_range: OptimizerRange, *, is_fused: bool) -> Column:
     """The temporaries besides gradients and quantised states while each parameter with a gradient is updated, in bytes."""
     size = element_bytes_of(run)
-    gradients = run.gradients(stretch)
+    gradients = run.gradients(step_range)
     numbers = run.block_bytes[gradients] / size
     state_bytes, gradient_bytes = (
-        int(run.block_bytes[which].sum()) for which in (run.state(stretch), run.gradients(stretch))
+        int(run.block_bytes[which].sum()) for which in (run.state(step_range), run.gradients(step_range))
     )
     num_coded = round(state_bytes / max(1, gradient_bytes)) * coding.part * (numbers >= MIN_NUMBERS)
     # Adam's root of the second moment and that root divided are alive together (torch/optim/adam.py, `_single_tensor_adam`).
-    num_results = (2 if family_of(run) == "adam" else 1) if run.held(stretch) and not is_fused else 0
+    num_results = (2 if family_of(run) == "adam" else 1) if run.held(step_range) and not is_fused else 0
     results = num_results * size * numbers
     between = coding.bytes_between + (coding.bytes_more_in_16_bits if size < np.dtype(np.float32).itemsize else 0)
     coded = coding.bytes_kept * numbers + between * np.minimum(numbers, coding.numbers_per_piece)
@@ -142,15 +142,15 @@ def _temporary_bytes(run: OptimizerProfile, coding: Coding, stretch: Stretch, *,
 def _seconds(run: OptimizerProfile, coding: Coding, *, is_fused: bool) -> float:
     """The extra time per step in seconds: updates one by one, and the traffic and kernels of quantisation."""
     total = 0.0
-    for stretch in run.steady:
-        num_tensors = len(run.gradients(stretch))
+    for step_range in run.steady:
+        num_tensors = len(run.gradients(step_range))
         if is_fused or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
-            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
+            total += seconds_of_fused(run, step_range, num_kernels=2 * num_tensors)
         else:
-            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-            total += seconds_of_kernels(run, stretch, kernels)
-        numbers = run.block_bytes[_large(run, run.state(stretch))] / element_bytes_of(run)
+            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
+            total += seconds_of_kernels(run, step_range, kernels)
+        numbers = run.block_bytes[_large(run, run.state(step_range))] / element_bytes_of(run)
         num_pieces = int(np.ceil(numbers / coding.numbers_per_piece).sum())
         moved = coding.part * (coding.bytes_moved + coding.num_passes * element_bytes_of(run)) * float(numbers.sum())
         total += seconds_of_update(run, moved, round(coding.part * coding.kernels_per_piece * num_pieces))

@@ -46,7 +46,7 @@ class UpdateInBackward(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """With the optimizer's present implementation, and with the fused one."""
         run = profile.optimizer
-        if not run.stretches or updates_in_backward(run) or obstacle(run):
+        if not run.step_ranges or updates_in_backward(run) or obstacle(run):
             return []
         clips, longer = bool(readers_of_gradients(run)), waiting_for_second_pass(run)
         kernels = ["same", *(["fused"] if family_of(run) != "other" and implementation_of(run) != "fused" else [])]
@@ -69,9 +69,9 @@ class UpdateInBackward(AbstractTechnique):
         """Advice on what keeps gradients from being freed early."""
         run = profile.optimizer
         reason = obstacle(run)
-        if not run.stretches or updates_in_backward(run) or not reason:
+        if not run.step_ranges or updates_in_backward(run) or not reason:
             return []
-        held = int(run.block_bytes[run.gradients(run.stretches[-1])].sum())
+        held = int(run.block_bytes[run.gradients(run.step_ranges[-1])].sum())
         what = f"gradients cannot be used up within the backward pass, because {reason}"
         return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
 
@@ -85,23 +85,25 @@ class UpdateInBackward(AbstractTechnique):
 def _update_seconds(run: OptimizerProfile, kernel: str) -> float:
     """The time of the updates per step when every tensor has its own kernels."""
     total = 0.0
-    for stretch in run.steady:
-        num_tensors = len(run.gradients(stretch))
+    for step_range in run.steady:
+        num_tensors = len(run.gradients(step_range))
         if kernel == "fused" or implementation_of(run) == "fused":
             # Two kernels for each tensor: the step counter and the update (torch/optim/adam.py, `_fused_adam`).
-            total += seconds_of_fused(run, stretch, num_kernels=2 * num_tensors)
+            total += seconds_of_fused(run, step_range, num_kernels=2 * num_tensors)
         else:
-            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(stretch))
-            total += seconds_of_kernels(run, stretch, kernels)
+            kernels = sum(num_tensors if "_foreach_" in name else 1 for name in run.names(step_range))
+            total += seconds_of_kernels(run, step_range, kernels)
     return total
 
 
 def _changes(run: OptimizerProfile, kernel: str) -> tuple[Change, ...]:
     """Gradients and the temporaries of the optimizer's step are gone, except those of one tensor's update."""
     found = [*gradients_used_up(run), *states_come_early(run)]
-    for stretch in run.stretches:
-        gradients = run.gradients(stretch)
-        if run.held(stretch) and kernel == "same":
+    for step_range in run.step_ranges:
+        gradients = run.gradients(step_range)
+        if run.held(step_range) and kernel == "same":
             largest = int(run.block_bytes[gradients].max(initial=0))
-            found.append(Change(begin=int(run.born[gradients].min()), end=stretch.begin_event, num_bytes=largest))
+            found.append(
+                Change(begin=int(run.allocated_at[gradients].min()), end=step_range.begin_event, num_bytes=largest)
+            )
     return tuple(change for change in found if change.end > change.begin)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from tightfit.analysis.gradient_readers import fraction_in_low_precision, scales_loss
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
@@ -109,7 +109,9 @@ def _indices(tape: Tape, names: Container[str]) -> list[int]:
 
 
 def _times(run: OptimizerProfile, storages: Column, share: float) -> tuple[Change, ...]:
-    return changes(levels(run.born[storages], run.died[storages], run.block_bytes[storages]), share)
+    return changes(
+        memory_timeline(run.allocated_at[storages], run.freed_at[storages], run.block_bytes[storages]), share
+    )
 
 
 def _copies_of_weights(run: OptimizerProfile, parameter_bytes: int) -> tuple[Change, ...]:

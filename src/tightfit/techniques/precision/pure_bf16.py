@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, seconds_of_kernels, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Change, Option
@@ -43,7 +43,7 @@ class PureBf16(AbstractTechnique):
     def options(self, profile: Profile) -> Iterable[Option]:
         """Two options for a run in float32: stochastic rounding, and compensated summation, which needs two bytes more per parameter."""
         run = profile.optimizer
-        if not can_be_lowered(run) or not run.stretches:
+        if not can_be_lowered(run) or not run.step_ranges:
             return []
         saved_seconds = seconds_saved_in_bfloat16(profile, everything=True)
         roundings: tuple[Rounding, ...] = ("stochastic", "compensated")
@@ -72,15 +72,17 @@ def _changes(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
     storages, num_events = run.tape.storages, len(run.tape.events)
     parameters = storages.category == Category.PARAMETERS
     halved = np.flatnonzero(parameters | (storages.category == Category.GRADIENTS) | born_in_float32(run.tape))
-    found = list(changes(levels(run.born[halved], run.died[halved], run.block_bytes[halved]), -0.5))
-    for stretch in run.stretches:
-        found += changes(run.held(stretch), -1.0)
-        largest = int(run.block_bytes[run.gradients(stretch)].max(initial=0))
+    found = list(
+        changes(memory_timeline(run.allocated_at[halved], run.freed_at[halved], run.block_bytes[halved]), -0.5)
+    )
+    for step_range in run.step_ranges:
+        found += changes(run.held(step_range), -1.0)
+        largest = int(run.block_bytes[run.gradients(step_range)].max(initial=0))
         found.append(
-            Change(begin=stretch.begin_event, end=stretch.end_event, num_bytes=_NUM_COPIES_IN_UPDATE * largest)
+            Change(begin=step_range.begin_event, end=step_range.end_event, num_bytes=_NUM_COPIES_IN_UPDATE * largest)
         )
     if rounding == "compensated":
-        first = run.stretches[0]
+        first = run.step_ranges[0]
         rest_bytes = int(run.block_bytes[run.gradients(first)].sum()) // 2
         found.append(Change(begin=first.end_event, end=num_events, num_bytes=rest_bytes))
     return tuple(change for change in found if change.end > change.begin)
@@ -89,11 +91,11 @@ def _changes(run: OptimizerProfile, rounding: Rounding) -> tuple[Change, ...]:
 def _update_seconds(run: OptimizerProfile) -> float:
     """The time to cast each tensor to float32, update it by itself, and round it."""
     total = 0.0
-    for stretch in run.steady:
-        gradients = run.gradients(stretch)
-        kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(stretch))
+    for step_range in run.steady:
+        gradients = run.gradients(step_range)
+        kernels = sum(len(gradients) if "_foreach_" in name else 1 for name in run.names(step_range))
         casts = seconds_of_update(
             run, _KERNELS_PER_UPDATE * int(run.block_bytes[gradients].sum()), _KERNELS_PER_UPDATE * len(gradients)
         )
-        total += seconds_of_kernels(run, stretch, kernels) + casts
+        total += seconds_of_kernels(run, step_range, kernels) + casts
     return total

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.modules import ModuleCalls
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.recomputable import Block
+from tightfit.analysis.recomputable import RecomputableBlock
 from tightfit.analysis.sequences import saved_bytes
 from tightfit.planner.option import Change, Option
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -52,19 +52,19 @@ class NestedCheckpointing(AbstractTechnique):
         apply_nested_checkpointing(session, chosen)
 
 
-def _stacks(profile: Profile) -> Iterator[list[Block]]:
+def _stacks(profile: Profile) -> Iterator[list[RecomputableBlock]]:
     """Blocks with consecutive numbers in one list, with the same operators and the same number of calls."""
     # Blocks with batch norm are left out: each run moves the running statistics, and a third run would move
     # them a third time.
-    by_list: dict[tuple[str, str, int], dict[int, Block]] = {}
+    by_list: dict[tuple[str, str, int], dict[int, RecomputableBlock]] = {}
     for block in profile.blocks:
         parent, _, last = block.path.rpartition(".")
         call = block.calls[-1]
         names = profile.modules.operator_names(call.begin, call.end)
         if last.isdigit() and "." in parent and not any("batch_norm" in name for name in names):
-            by_list.setdefault((parent, block.alike, len(block.calls)), {})[int(last)] = block
+            by_list.setdefault((parent, block.equivalence_class, len(block.calls)), {})[int(last)] = block
     for found in by_list.values():
-        stack: list[Block] = []
+        stack: list[RecomputableBlock] = []
         for number in sorted(found):
             if stack and number - 1 not in found:
                 yield stack
@@ -73,12 +73,12 @@ def _stacks(profile: Profile) -> Iterator[list[Block]]:
         yield stack
 
 
-def _outputs_bytes(module_calls: ModuleCalls, block: Block) -> int:
+def _outputs_bytes(module_calls: ModuleCalls, block: RecomputableBlock) -> int:
     output = block.calls[-1].output
     return int(module_calls.block_bytes[output]) if output >= 0 and module_calls.saved_for_backward[output] else 0
 
 
-def _option(technique: str, profile: Profile, segment: Sequence[Block]) -> Option:
+def _option(technique: str, profile: Profile, segment: Sequence[RecomputableBlock]) -> Option:
     module_calls, seconds = profile.modules, profile.seconds
     changes, added = [], 0.0
     for calls in zip(*(block.calls for block in segment), strict=True):
@@ -97,7 +97,7 @@ def _option(technique: str, profile: Profile, segment: Sequence[Block]) -> Optio
     return Option(
         technique=technique,
         where=parent,
-        alike=f"{technique}:{segment[0].alike}:{len(segment)}",
+        equivalence_class=f"{technique}:{segment[0].equivalence_class}:{len(segment)}",
         settings={"begin": int(first), "end": int(first) + len(segment)},
         changes=tuple(changes),
         seconds=added / profile.num_steps,

@@ -29,9 +29,9 @@ from tightfit.effects.ambient import (
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.state import (
-    Difference,
     RegionState,
     Snapshot,
+    StateDifference,
     again,
     differences,
     restore,
@@ -39,19 +39,15 @@ from tightfit.effects.state import (
     with_replaced,
 )
 from tightfit.errors import ApplyError, TightfitError
+from tightfit.techniques.recomputation.recompute_checks import CheckSchedule, InnerModules, StoredTensors
 from tightfit.techniques.session import CHECK_STEPS, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 
+Refusal = Callable[[str], ApplyError]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 # Batch norm's operator writes to these although its schema does not say so: the tensors' versions stay as they were.
 _CHANGED_UNSEEN = frozenset({"running_mean", "running_var"})
-_MAX_SHAPES = 64
-# Checks after plain attributes have changed, which a counter does in every call; attributes that are restored
-# for the second run need none.
-_CHECKS_AFTER_CHANGES = 4
-# A check costs about half a step of the module: one in so many calls is below half a per cent of a run.
-_CALLS_BETWEEN_CHECKS = 200
 _OF_CHECKPOINTS = frozenset((*inspect.signature(checkpoint).parameters, "preserve_rng_state"))
 
 
@@ -79,25 +75,12 @@ class Recomputed:
         self._technique = technique
         self._contexts = contexts
         self.state = RegionState()
-        # The norms inside, as the state last reached them.
-        self._norms: list[weakref.ref[torch.nn.Module]] = []
-        self._norms_of: Any = None
-        # Whether there are hooks inside, as the state was last reached.
-        self._hooks_inside = False
-        self._hooks_of: Any = None
         # The tensors that its forwards write to, by their paths.
         self._written: set[str] = set()
-        self._checks_left = check_steps
-        self._checks_after_changes = _CHECKS_AFTER_CHANGES if self._checks_left else 0
-        self.has_values = self._checks_left > 0
-        self._calls_since_check = 0
+        self.schedule = CheckSchedule(check_steps)
+        self.stored = StoredTensors()
+        self._inside = InnerModules()
         self._is_first = True
-        self._shapes: set[Any] = set()
-        self._contents: Any = None
-        # The tensors with a graph that its last forward stored on reachable objects, and the number of second
-        # runs by then.
-        self._left: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._left_after = 0
         self.num_second_runs = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recomputed":
@@ -134,9 +117,9 @@ class Recomputed:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        on_call: Callable[["Call"], None] = lambda _: None,
+        on_call: Callable[["RecomputedCall"], None] = lambda _: None,
     ) -> Any:
-        """Calls `forward`; `on_call` is called before with the `Call`, which can run it once more."""
+        """Calls `forward`; `on_call` is called before with the `RecomputedCall`, which can run it once more."""
         if not torch.is_grad_enabled() or self.is_left_alone():
             return forward(*args, **kwargs)
         args, kwargs = tuple(_withhold(a) for a in args), {name: _withhold(a) for name, a in kwargs.items()}
@@ -154,12 +137,14 @@ class Recomputed:
             raise self.refusal(
                 "runs where the program has switched off hooks for saved tensors, which a second run needs"
             )
-        call = Call(self, args, kwargs)
+        call = RecomputedCall(self, args, kwargs)
         on_call(call)
         contexts = functools.partial(call.contexts, self._contexts)
         # Where both runs are compared, the second one goes on to its end, past the last tensor that the backward pass needs.
         # So it does where hooks may begin what others of them end.
-        stops_early = not (call.is_checked and self.has_values) and not self._has_hooks(call.before)
+        stops_early = not (call.is_checked and self.schedule.has_values) and not self._inside.has_hooks(
+            self.owner(), call.before
+        )
         result = checkpoint(
             call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
         )
@@ -173,44 +158,9 @@ class Recomputed:
             return True
         return self._is_first and any(torch.nn.parameter.is_lazy(p) for p in self.owner().parameters())
 
-    def needs_check(self, shapes: Any, before: Snapshot) -> bool:
-        """Whether the results of this call's two runs are to be compared: in the first calls, and after a change."""
-        is_new_shape = shapes not in self._shapes and len(self._shapes) < _MAX_SHAPES
-        self._shapes.add(shapes) if is_new_shape else None
-        # Snapshots share one list of contents as long as nothing has changed: identity is enough.
-        is_changed = self._contents is not None and before.contents is not self._contents
-        self._contents = before.contents
-        if self._checks_left:
-            self._checks_left -= 1
-            return True
-        self._calls_since_check = (self._calls_since_check + 1) % _CALLS_BETWEEN_CHECKS
-        if not self._calls_since_check and self.has_values:
-            return True
-        if is_changed and self._checks_after_changes:
-            self._checks_after_changes -= 1
-            return True
-        return is_new_shape and self.has_values
-
-    def handed_over(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors with a graph that this forward may continue from, to be kept for its second run.
-
-        Tensors that it stored itself in an earlier step, as a module that keeps its last output does, are overwritten: keeping them would only
-        keep memory alive.
-        """
-        if self._left_after == self.num_second_runs:
-            return list(tensors)
-        left = {id(tensor) for tensor in [reference() for reference in self._left.values()] if tensor is not None}
-        return [tensor for tensor in tensors if id(tensor) not in left]
-
-    def leaves(self, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
-        """Remembers which tensors with a graph a forward has stored, from those reached before and after it."""
-        known = set(map(id, before))
-        self._left = {id(tensor): weakref.ref(tensor) for tensor in after if id(tensor) not in known}
-        self._left_after = self.num_second_runs
-
     def copies(self, before: Snapshot, *, of_all: bool) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the forward is known to write to; with `of_all`, of all that it may write to."""
-        statistics = self._statistics(before)
+        statistics = self._inside.statistics(self.owner(), before)
         if not (of_all or self._written or statistics):
             return {}
         places = zip(before.reach.tensor_paths, before.reach.tensors, strict=True)
@@ -229,13 +179,13 @@ class Recomputed:
         Raises:
             ApplyError: it wrote to one in a way that cannot be restored.
         """
-        after, statistics = self.state.snapshot(self.owner()), self._statistics(before)
+        after, statistics = self.state.snapshot(self.owner()), self._inside.statistics(self.owner(), before)
         found = {id(d.tensor): d for d in differences(before, after) if d.is_in_place and d.tensor is not None}
         for path, tensor in zip(before.reach.tensor_paths, before.reach.tensors, strict=True):
             value = copies.get(id(tensor))
             if value is None or id(tensor) in statistics:
                 found.pop(id(tensor), None) if value is not None else None
-            elif id(tensor) not in found and not (self.has_values and not _is_equal(value, tensor)):
+            elif id(tensor) not in found and not (self.schedule.has_values and not _is_equal(value, tensor)):
                 del copies[id(tensor)]
             elif _is_replaceable(before, tensor):
                 self._written.add(path)
@@ -246,32 +196,13 @@ class Recomputed:
             raise self.refusal(f"cannot be run a second time: in its forward {next(iter(found.values()))}")
         self._is_first = False
 
-    def _statistics(self, before: Snapshot) -> set[int]:
-        """The running statistics that a norm in training writes to, by `id`."""
-        if self._norms_of is not before.reach:
-            parts = self.owner().modules()
-            self._norms = [weakref.ref(m) for m in parts if getattr(m, "running_mean", None) is not None]
-            self._norms_of = before.reach
-        norms = [norm for norm in [reference() for reference in self._norms] if norm is not None and norm.training]
-        return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
-
-    def _has_hooks(self, before: Snapshot) -> bool:
-        """Whether modules inside have hooks around their forwards."""
-        if self._hooks_of is not before.reach:
-            of_all = torch.nn.modules.module
-            self._hooks_inside = bool(of_all._global_forward_hooks or of_all._global_forward_pre_hooks) or any(
-                part._forward_hooks or part._forward_pre_hooks for part in self.owner().modules()
-            )
-            self._hooks_of = before.reach
-        return self._hooks_inside
-
     @property
     def is_first(self) -> bool:
         """Whether no forward has finished yet."""
         return self._is_first
 
 
-class Call:
+class RecomputedCall:
     """One call of a module: the state at its first run, for every later run of the same call."""
 
     def __init__(self, owner: Recomputed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -285,14 +216,15 @@ class Call:
         held = {name: value for name, value in named.items() if _holds_things(value)}
         self._held = snapshot_of_arguments(held) if held else None
         self._ambient = Ambient.now()
-        self.is_checked = owner.needs_check(_shapes((args, kwargs)), self._before)
+        self.is_checked = owner.schedule.needs_check(_shapes((args, kwargs)), self._before)
         self._of_all = self.is_checked or owner.is_first
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
         # the second, whatever the program drops in between.
         in_graphs = self._before.in_graphs()
-        self._handed_over = owner.handed_over(in_graphs) + (self._held.in_graphs() if self._held is not None else [])
+        self._handed_over = owner.stored.handed_over(in_graphs, owner.num_second_runs)
+        self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
         self._is_used_up = False
@@ -320,11 +252,13 @@ class Call:
                 self._is_used_up = not keeps_graph()
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
-                with self._compared(), self._told_of_mismatches():
+                with self._compared(), _told_of_mismatches(self._owner.refusal):
                     return forward(*args, **kwargs)
             with (
-                self._told_of_transforms(),
-                Fingerprints() if self.is_checked and self._owner.has_values else nullcontext() as fingerprints,
+                _told_of_transforms(self._owner.refusal),
+                Fingerprints()
+                if self.is_checked and self._owner.schedule.has_values
+                else nullcontext() as fingerprints,
             ):
                 result = forward(*args, **kwargs)
             self._first = fingerprints.taken if fingerprints is not None else None
@@ -345,7 +279,7 @@ class Call:
         if self._has_graphs or self._of_all:
             after = self._owner.state.snapshot(self._owner.owner())
             self._own_writes = frozenset(d.path for d in differences(self._before, after))
-            self._owner.leaves(self._before.in_graphs(), after.in_graphs())
+            self._owner.stored.leaves(self._before.in_graphs(), after.in_graphs(), self._owner.num_second_runs)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -389,7 +323,7 @@ class Call:
                     restore(held)
                 kept.clear()
 
-    def _refuse_lost(self, changed: Sequence[Difference]) -> None:
+    def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:
             is_own = difference.tensor is None and difference.path in self._own_writes
             if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
@@ -410,43 +344,45 @@ class Call:
             raise
         self._compare(fingerprints.taken)
 
-    @contextmanager
-    def _told_of_mismatches(self) -> Iterator[None]:
-        """Converts errors of the second run alone to a refusal that names the module, including torch's own about other saved tensors."""
-        try:
-            yield
-        except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            # torch's checkpointing raises its own CheckpointError where the second run saves another number of
-            # tensors, or others by shape, dtype or device.
-            is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
-            did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
-            raise self._owner.refusal(f"{did} when it was run a second time") from error
-
-    @contextmanager
-    def _told_of_transforms(self) -> Iterator[None]:
-        """Converts torch's error about code that takes no saved-tensor hooks to a refusal that names the module."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not are_saved_tensor_hooks_refused(error):
-                raise
-            raise self._owner.refusal(
-                "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
-            ) from error
-
     def _compare(self, taken: Sequence[Fingerprint]) -> None:
         mismatch = first_mismatch(self._first or (), taken)
         if mismatch is not None:
             raise self._owner.refusal(f"{mismatch} when it was run a second time")
 
 
-class _Again:
-    """A context for each run of a call after the first: `Call.restored`, and `inner` inside of it."""
+@contextmanager
+def _told_of_mismatches(refusal: Refusal) -> Iterator[None]:
+    """Converts errors of the second run alone to a refusal that names the module, including torch's own about other saved tensors."""
+    try:
+        yield
+    except (_StopRecomputationError, TightfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # torch's checkpointing raises its own CheckpointError where the second run saves another number of
+        # tensors, or others by shape, dtype or device.
+        is_of_torch = isinstance(error, RuntimeError) and frames[-1].filename == torch.utils.checkpoint.__file__
+        did = "did other things" if is_of_torch else f"raised {type(error).__name__}"
+        raise refusal(f"{did} when it was run a second time") from error
 
-    def __init__(self, call: Call, inner: AbstractContextManager[Any]) -> None:
+
+@contextmanager
+def _told_of_transforms(refusal: Refusal) -> Iterator[None]:
+    """Converts torch's error about code that takes no saved-tensor hooks to a refusal that names the module."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not are_saved_tensor_hooks_refused(error):
+            raise
+        raise refusal(
+            "transforms code (torch.func) that takes no hooks for saved tensors, which a second run needs"
+        ) from error
+
+
+class _Again:
+    """A context for each run of a call after the first: `RecomputedCall.restored`, and `inner` inside of it."""
+
+    def __init__(self, call: RecomputedCall, inner: AbstractContextManager[Any]) -> None:
         self._call = call
         self._inner = inner
         self._stacks: list[ExitStack] = []

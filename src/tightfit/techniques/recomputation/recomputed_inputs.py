@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tightfit.effects.fingerprints import paused
-from tightfit.techniques.recomputation.recompute import Call, Recomputed
+from tightfit.techniques.recomputation.recompute import Recomputed, RecomputedCall
 from tightfit.techniques.wrappers.forwards import Around
 from tightfit.techniques.wrappers.unwrap_model import module_of
 
@@ -27,7 +27,7 @@ class _Replay:
     def __init__(self, recomputed: Recomputed, forward: Callable[..., Any], given: Sequence[Any]) -> None:
         self.recomputed = recomputed
         self.forward = forward
-        self.call: Call | None = None
+        self.call: RecomputedCall | None = None
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         # Whether the next block took the first element of what this one returned, rather than all of it.
@@ -68,7 +68,7 @@ class _Replay:
         # The replay's graph saved nothing; the block's own second run starts a new one.
         return output.detach().requires_grad_(output.requires_grad)
 
-    def begins(self, call: Call) -> None:
+    def begins(self, call: RecomputedCall) -> None:
         """Remembers the call of the first run."""
         self.call = call
 

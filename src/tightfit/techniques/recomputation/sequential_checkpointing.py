@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.recomputable import Block, recompute_option
+from tightfit.analysis.recomputable import RecomputableBlock, recompute_option
 from tightfit.analysis.sequences import LayerRange, saved_bytes, segments, with_settings
 from tightfit.planner.option import Option
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
@@ -46,6 +46,8 @@ class SequentialCheckpointing(AbstractTechnique):
 
 
 def _option(technique: str, profile: Profile, layer_range: LayerRange) -> Option:
-    alike = layer_range.alike(profile.modules)
-    block = Block(path=layer_range.path, alike=alike, calls=layer_range.calls, slots=layer_range.slots)
-    return with_settings(recompute_option(technique, profile, block), layer_range, alike)
+    equivalence_class = layer_range.equivalence_class(profile.modules)
+    block = RecomputableBlock(
+        path=layer_range.path, equivalence_class=equivalence_class, calls=layer_range.calls, slots=layer_range.slots
+    )
+    return with_settings(recompute_option(technique, profile, block), layer_range, equivalence_class)

@@ -13,7 +13,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.recomputation.sequential_ranges import check_sequential, put_range
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each
-from tightfit.techniques.tiling.halos import Layer, flat, layers_along, length_within, paths, run_step
+from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
 from tightfit.techniques.tiling.tile_checks import structural
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -93,7 +93,7 @@ class _Slabs:
             )
             # Along the longest side halos are the smallest share.
             dim = max(range(2, value.dim()), key=lambda d: value.shape[d])
-            layers: list[Layer] = layers_along(children, dim - 2)
+            layers: list[AxisLayer] = layers_along(children, dim - 2)
         except ApplyError as error:
             raise self._refusal(str(error)) from None
         steps = {path.tile: path.steps for path in paths(layers, value.shape[dim], self._num_tiles)}
@@ -126,7 +126,7 @@ class _Slabs:
         return value
 
     @torch.no_grad()
-    def _compare(self, tiling: Tiling, layers: Sequence[Layer], value: torch.Tensor) -> None:
+    def _compare(self, tiling: Tiling, layers: Sequence[AxisLayer], value: torch.Tensor) -> None:
         """Compares the first slab's result with that of the plain chain on the same part of the input, where that does not need more."""
         tile = tiling.tiles[0]
         part = tile.of(value.detach(), tiling.dim)

@@ -70,7 +70,7 @@ Interval = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class AxisLayer:
     """A layer along one axis. `grows` is the factor of an upsampling layer, which has kernel 1 and stride 1 then."""
 
     module: Any
@@ -98,10 +98,10 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TileStep:
     """One layer on one tile: `before` and `after` are positions of padding; the result is cropped to `range(skip, skip + keep)`."""
 
-    layer: Layer
+    layer: AxisLayer
     before: int
     after: int
     skip: int
@@ -113,7 +113,7 @@ class Path:
     """A tile with all its steps."""
 
     tile: Tile
-    steps: tuple[Step, ...]
+    steps: tuple[TileStep, ...]
 
 
 def flat(children: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -125,7 +125,7 @@ def flat(children: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield child
 
 
-def layers_along(children: Iterable[nn.Module], axis: int) -> list[Layer]:
+def layers_along(children: Iterable[nn.Module], axis: int) -> list[AxisLayer]:
     """The layers of a chain along the spatial axis `axis`, 0 being the first after batch and channels.
 
     Raises:
@@ -134,9 +134,9 @@ def layers_along(children: Iterable[nn.Module], axis: int) -> list[Layer]:
     return [_layer(module, axis) for module in flat(children)]
 
 
-def _layer(module: Any, axis: int) -> Layer:
+def _layer(module: Any, axis: int) -> AxisLayer:
     found = (
-        Layer(module=module)
+        AxisLayer(module=module)
         if _is_pointwise(module)
         else _convolution(module, axis) or _pool(module, axis) or _growing(module, axis)
     )
@@ -149,7 +149,7 @@ def _layer(module: Any, axis: int) -> Layer:
     return found
 
 
-def _convolution(module: Any, axis: int) -> Layer | None:
+def _convolution(module: Any, axis: int) -> AxisLayer | None:
     if type(module) not in _CONVOLUTIONS or module.padding_mode != "zeros":
         return None
     kernel, dilation = module.kernel_size[axis], module.dilation[axis]
@@ -158,10 +158,10 @@ def _convolution(module: Any, axis: int) -> Layer | None:
         padding = around // 2, around - around // 2
     else:
         padding = (0, 0) if module.padding == "valid" else (module.padding[axis],) * 2
-    return Layer(module=module, kernel=kernel, stride=module.stride[axis], dilation=dilation, padding=padding)
+    return AxisLayer(module=module, kernel=kernel, stride=module.stride[axis], dilation=dilation, padding=padding)
 
 
-def _pool(module: Any, axis: int) -> Layer | None:
+def _pool(module: Any, axis: int) -> AxisLayer | None:
     is_max = type(module) in _MAX_POOLS
     if not is_max and type(module) not in _AVERAGE_POOLS:
         return None
@@ -170,7 +170,7 @@ def _pool(module: Any, axis: int) -> Layer | None:
     # whole: both differ in a tile. So does an average that divides by the real elements of a window only.
     if module.ceil_mode or getattr(module, "return_indices", False) or not counts_all:
         return None
-    return Layer(
+    return AxisLayer(
         module=module,
         kernel=_along(module.kernel_size, axis),
         stride=_along(module.stride, axis),
@@ -179,15 +179,15 @@ def _pool(module: Any, axis: int) -> Layer | None:
     )
 
 
-def _growing(module: Any, axis: int) -> Layer | None:
+def _growing(module: Any, axis: int) -> AxisLayer | None:
     if not _is_of_torch(module):
         return None
     if isinstance(module, _TRANSPOSED):
         # Only where windows do not overlap is a transposed convolution a function of each position by itself.
         is_apart = module.kernel_size == module.stride and not any((*module.padding, *module.output_padding))
-        return Layer(module=module, grows=module.stride[axis]) if is_apart and set(module.dilation) == {1} else None
+        return AxisLayer(module=module, grows=module.stride[axis]) if is_apart and set(module.dilation) == {1} else None
     factor = module.upscale_factor if type(module) is nn.PixelShuffle else _nearest_factor(module, axis)
-    return Layer(module=module, grows=factor) if factor else None
+    return AxisLayer(module=module, grows=factor) if factor else None
 
 
 def _is_pointwise(module: Any) -> bool:
@@ -217,7 +217,7 @@ def _along(value: Any, axis: int) -> Any:
     return value[axis] if isinstance(value, tuple | list) else value
 
 
-def paths(layers: Sequence[Layer], length: int, num_tiles: int) -> list[Path]:
+def paths(layers: Sequence[AxisLayer], length: int, num_tiles: int) -> list[Path]:
     """The tiles of an input of `length` positions, by equal parts of the output."""
     lengths = [length]
     for layer in layers:
@@ -227,19 +227,21 @@ def paths(layers: Sequence[Layer], length: int, num_tiles: int) -> list[Path]:
     return [_path(layers, lengths, b, e) for b, e in itertools.pairwise(borders)]
 
 
-def _path(layers: Sequence[Layer], lengths: Sequence[int], out_begin: int, out_end: int) -> Path:
+def _path(layers: Sequence[AxisLayer], lengths: Sequence[int], out_begin: int, out_end: int) -> Path:
     begin, end, steps = out_begin, out_end, []
     for layer, length in zip(reversed(layers), reversed(lengths[:-1]), strict=True):
         first, last = layer.needs(begin, end)
         clipped = max(first, 0), min(last, length)
         skip = begin - first * layer.grows if layer.grows > 1 else 0
-        steps.append(Step(layer=layer, before=clipped[0] - first, after=last - clipped[1], skip=skip, keep=end - begin))
+        steps.append(
+            TileStep(layer=layer, before=clipped[0] - first, after=last - clipped[1], skip=skip, keep=end - begin)
+        )
         begin, end = clipped
     tile = Tile(begin=begin, end=end, out_begin=out_begin, out_end=out_end)
     return Path(tile=tile, steps=tuple(reversed(steps)))
 
 
-def length_within(layers: Sequence[Layer], length: int) -> int:
+def length_within(layers: Sequence[AxisLayer], length: int) -> int:
     """The number of positions at the start of a chain's output that depend only on the first `length` positions of its input."""
     lengths = [length]
     for layer in layers:
@@ -257,7 +259,7 @@ def length_within(layers: Sequence[Layer], length: int) -> int:
     return 0
 
 
-def run_step(step: Step, value: torch.Tensor, dim: int) -> torch.Tensor:
+def run_step(step: TileStep, value: torch.Tensor, dim: int) -> torch.Tensor:
     """One layer on a tile; `dim` is the tiled dimension of `value`."""
     module, axis = step.layer.module, dim - 2
     if step.before or step.after:

@@ -8,8 +8,8 @@ import torch
 
 from tightfit.effects.code import Code
 from tightfit.effects.fingerprints import paused
-from tightfit.effects.rows import Mixes
-from tightfit.effects.state import Difference, RegionState, Snapshot, differences
+from tightfit.effects.independence.rows import Mixes
+from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
 from tightfit.effects.value_checks import halves_differ, has_values
 from tightfit.techniques.tiling.tile_function import Tile
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
@@ -84,7 +84,7 @@ class TileProofs:
         return module
 
 
-def structural(before: Snapshot, after: Snapshot) -> list[Difference]:
+def structural(before: Snapshot, after: Snapshot) -> list[StateDifference]:
     """The changes except values of tensors, which an optimizer changes in every step, and random states, which other code draws from."""
     return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]
 

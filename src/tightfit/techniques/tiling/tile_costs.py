@@ -47,17 +47,17 @@ class Inside:
 
 def inside_of(profile: Profile, call: ModuleCall, around: ModuleCall | None = None) -> Inside:
     """The intermediate results of `call`, without its output and the gradients that it passes on. `around` is the call of the enclosing module."""
-    tape, module_calls, births = profile.tape, profile.modules, profile.allocated_at
-    born, died = tape.storages.operator, module_calls.died
+    tape, module_calls, allocations = profile.tape, profile.modules, profile.allocated_at
+    allocated_at, freed_at = tape.storages.operator, module_calls.freed_at
     output = call.output
-    made = np.flatnonzero((born >= call.begin) & (born < call.end))
-    back = np.flatnonzero((born >= call.back_begin) & (born < call.back_end))
+    made = np.flatnonzero((allocated_at >= call.begin) & (allocated_at < call.end))
+    back = np.flatnonzero((allocated_at >= call.back_begin) & (allocated_at < call.back_end))
     gradients = back[tape.storages.category[back] == Category.GRADIENTS]
     # Temporaries of the backward pass's last operator are freed with the next one.
-    storages = np.r_[made[made != output], back[died[back] < call.back_end_event]]
+    storages = np.r_[made[made != output], back[freed_at[back] < call.back_end_event]]
     storages = storages[~np.isin(storages, gradients)]
-    handed_on = back[(died[back] >= call.back_end_event) & ~np.isin(back, gradients)]
-    was_there = (births < call.back_event) & (died > call.back_event) & (died < call.back_end_event)
+    handed_on = back[(freed_at[back] >= call.back_end_event) & ~np.isin(back, gradients)]
+    was_there = (allocations < call.back_event) & (freed_at > call.back_event) & (freed_at < call.back_end_event)
     held = np.flatnonzero(was_there)
     held = held[~np.isin(held, np.r_[storages, output])]
     sizes = module_calls.block_bytes[storages]
@@ -70,8 +70,8 @@ def inside_of(profile: Profile, call: ModuleCall, around: ModuleCall | None = No
         call=call,
         around=around or call,
         storages=storages,
-        forward_bytes=_max_alive(module_calls, births, storages, call.begin_event, call.end_event),
-        backward_bytes=_max_alive(module_calls, births, storages, call.back_event, call.back_end_event),
+        forward_bytes=_max_alive(module_calls, allocations, storages, call.begin_event, call.end_event),
+        backward_bytes=_max_alive(module_calls, allocations, storages, call.back_event, call.back_end_event),
         output=output,
         output_bytes=int(module_calls.block_bytes[output]) if output >= 0 else 0,
         weight_gradients=gradients,
@@ -82,10 +82,10 @@ def inside_of(profile: Profile, call: ModuleCall, around: ModuleCall | None = No
     )
 
 
-def _max_alive(module_calls: ModuleCalls, births: Column, storages: Column, begin: int, end: int) -> int:
+def _max_alive(module_calls: ModuleCalls, allocations: Column, storages: Column, begin: int, end: int) -> int:
     steps = np.zeros(end - begin + 1, dtype=np.int64)
     sizes = module_calls.block_bytes[storages]
-    starts, ends = np.clip(births[storages], begin, end), np.clip(module_calls.died[storages], begin, end)
+    starts, ends = np.clip(allocations[storages], begin, end), np.clip(module_calls.freed_at[storages], begin, end)
     np.add.at(steps, starts - begin, sizes)
     np.subtract.at(steps, ends - begin, sizes)
     return int(steps.cumsum().max(initial=0))
@@ -111,10 +111,10 @@ class TileAccount:
         windows = [(call.begin_event, around.end_event), (around.back_event, call.back_end_event)]
         for storage in one.storages.tolist():
             size = int(module_calls.block_bytes[storage])
-            born, died = int(self.profile.allocated_at[storage]), int(module_calls.died[storage])
-            for begin, end in [(born, died)] if is_alone else windows:
-                if max(born, begin) < min(died, end):
-                    yield Change(begin=max(born, begin), end=min(died, end), num_bytes=-size)
+            allocated_at, freed_at = int(self.profile.allocated_at[storage]), int(module_calls.freed_at[storage])
+            for begin, end in [(allocated_at, freed_at)] if is_alone else windows:
+                if max(allocated_at, begin) < min(freed_at, end):
+                    yield Change(begin=max(allocated_at, begin), end=min(freed_at, end), num_bytes=-size)
         # A tile's input, output and input gradient are allocated beside its intermediate results.
         beside = round(self._share * (one.output_bytes + 2 * module_calls.bytes_of(one.handed_on)))
         (begin, end), (back, back_end) = passes
@@ -123,12 +123,14 @@ class TileAccount:
         gradients = module_calls.bytes_of(one.weight_gradients)
         extra = one.sum_bytes - gradients + gradients * (self.num_tiles > 1)
         yield Change(begin=back, end=back_end, num_bytes=self._tile(one, one.backward_bytes) + beside + extra)
-        if one.output >= 0 and back < module_calls.died[one.output] < back_end:
+        if one.output >= 0 and back < module_calls.freed_at[one.output] < back_end:
             # What comes after has used it before, and the module itself keeps it no more.
-            yield Change(begin=back, end=int(module_calls.died[one.output]), num_bytes=-one.output_bytes)
+            yield Change(begin=back, end=int(module_calls.freed_at[one.output]), num_bytes=-one.output_bytes)
         for storage in one.held.tolist():
             yield Change(
-                begin=int(module_calls.died[storage]), end=back_end, num_bytes=int(module_calls.block_bytes[storage])
+                begin=int(module_calls.freed_at[storage]),
+                end=back_end,
+                num_bytes=int(module_calls.block_bytes[storage]),
             )
         for storage in (*one.weight_gradients.tolist(), *one.handed_on.tolist()):
             if back < self.profile.allocated_at[storage]:

@@ -54,7 +54,7 @@ def tiled_convolutions_options(technique: str, profile: Profile) -> Iterator[Opt
                     yield Option(
                         technique=technique,
                         where=layer_range.path,
-                        alike=f"{technique}:{layer_range.alike(module_calls)}:{num_tiles}",
+                        equivalence_class=f"{technique}:{layer_range.equivalence_class(module_calls)}:{num_tiles}",
                         settings={**layer_range.settings, "num_tiles": num_tiles},
                         changes=(
                             *(c for one in found for c in account.changes(one, is_alone=True)),

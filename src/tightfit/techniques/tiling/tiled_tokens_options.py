@@ -62,7 +62,7 @@ def tiled_tokens_options(technique: str, profile: Profile) -> Iterator[Option]:
                 yield Option(
                     technique=technique,
                     where=path,
-                    alike=f"{technique}:{_alike(module_calls, largest)}:{sorted(settings.items())}",
+                    equivalence_class=f"{technique}:{_equivalence_class(module_calls, largest)}:{sorted(settings.items())}",
                     settings=settings,
                     changes=(
                         *(change for one in found for change in account.changes(one, is_alone=not recomputed)),
@@ -90,7 +90,7 @@ def _around(module_calls: ModuleCalls, calls: Sequence[ModuleCall]) -> Iterator[
         yield next((c for c in candidates if c.begin <= call.begin and call.end <= c.end), None)
 
 
-def _alike(module_calls: ModuleCalls, one: Inside) -> str:
+def _equivalence_class(module_calls: ModuleCalls, one: Inside) -> str:
     """A key that is equal for modules with equal operators and sizes."""
     names = hashlib.sha1(repr(module_calls.operator_names(one.call.begin, one.call.end)).encode()).hexdigest()[:8]
     sizes = module_calls.block_bytes[one.storages].sum()

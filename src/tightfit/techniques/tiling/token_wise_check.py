@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.dependence import NeedsValues
-from tightfit.effects.independence import Leaves, Subject, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.rows import Layout, Mixes
+from tightfit.effects.independence.row_flow import NeedsValues
+from tightfit.effects.independence.row_proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
+from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.state import RegionState, differences
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
@@ -33,7 +33,7 @@ def check_token_wise(
         Mixes: it is not proved. The message names the operator and the line.
     """
     check_hooks(module)
-    subject = Subject(
+    subject = Computation(
         call=lambda inputs: run(inputs[0]),
         inputs=[value.detach()],
         dims=[dim],
@@ -56,7 +56,7 @@ def check_token_wise(
     result = proof.result
     if not isinstance(result, torch.Tensor):
         raise Mixes(f"it returns a {type(result).__name__}")
-    if proof.flow.is_uniform(result) or proof.flow.layout(result) != Layout(dim=dim):
+    if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != Layout(dim=dim):
         raise Mixes("its output has not a row for each row of the input")
     reached = check_graph(result, [*proof.inputs, *module.parameters()])
     if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):

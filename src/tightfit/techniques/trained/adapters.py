@@ -45,7 +45,7 @@ class Adapters(AbstractTechnique):
         """The peak with adapters of each rank, and the code to write."""
         parts = profile.trained_parts
         linears = _linears(parts)
-        if not parts.run.stretches or not linears:
+        if not parts.run.step_ranges or not linears:
             return []
         held = [
             f"{format_bytes(peak_with_adapters(profile, rank))} at rank {rank} "
@@ -125,8 +125,8 @@ def _item_bytes_of(weight_bytes: int, num_inputs: int, results: int) -> int:
 def _changes(parts: TrainedParts, linears: Sequence[_Linear], rank: int) -> tuple[Change, ...]:
     """Gradients and states of the weights are gone; the adapters with theirs are allocated through the whole run."""
     num_events = len(parts.tape.events)
-    gradient_bytes = int(parts.run.block_bytes[parts.run.gradients(parts.run.stretches[-1])].sum())
-    state_bytes = int(parts.run.block_bytes[parts.run.state(parts.run.stretches[-1])].sum())
+    gradient_bytes = int(parts.run.block_bytes[parts.run.gradients(parts.run.step_ranges[-1])].sum())
+    state_bytes = int(parts.run.block_bytes[parts.run.state(parts.run.step_ranges[-1])].sum())
     times = 2 + (state_bytes / gradient_bytes if gradient_bytes else 0.0)
     numbers = sum(linear.numbers(rank) for linear in linears)
     inner = sum(linear.num_rows * rank for linear in linears)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from tightfit.analysis.intervals import changes, levels
+from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
-from tightfit.analysis.trained_parts import Blocks, TrainedParts
+from tightfit.analysis.trained_parts import NumberedModules, TrainedParts
 from tightfit.planner.option import Advice, Change, Option, merged
 from tightfit.tape import Category, Phase
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -42,7 +42,7 @@ class Freezing(AbstractTechnique):
         """
         parts = profile.trained_parts
         blocks = parts.blocks
-        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+        if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return
         for number in _numbers(blocks):
             yield Option(
@@ -60,7 +60,7 @@ class Freezing(AbstractTechnique):
         """The peak and the time saved for each number of frozen blocks."""
         parts = profile.trained_parts
         blocks = parts.blocks
-        if not parts.run.stretches or blocks is None or not len(parts.gradients):
+        if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
         seconds = profile.seconds
         held = [
@@ -81,43 +81,45 @@ class Freezing(AbstractTechnique):
         apply_freezing(session, chosen)
 
 
-def _numbers(blocks: Blocks) -> list[int]:
+def _numbers(blocks: NumberedModules) -> list[int]:
     return sorted({max(1, blocks.number * part // 4) for part in PARTS})
 
 
-def _frozen_names(parts: TrainedParts, blocks: Blocks, number: int) -> frozenset[str]:
+def _frozen_names(parts: TrainedParts, blocks: NumberedModules, number: int) -> frozenset[str]:
     """The paths of all modules that would be frozen, as on operators; modules that contain the blocks also run after them."""
     inside = [name for i in range(number) for name in parts.module_calls.modules_inside(f"{blocks.path}.{i}")]
     return frozenset((*inside, *(name for name in blocks.before if not f"{blocks.path}.".startswith(f"{name}."))))
 
 
-def _changes(parts: TrainedParts, blocks: Blocks, number: int) -> tuple[Change, ...]:
+def _changes(parts: TrainedParts, blocks: NumberedModules, number: int) -> tuple[Change, ...]:
     frozen = _frozen_names(parts, blocks, number)
     gradients = np.array([name in frozen for name in parts.modules_of(parts.gradients)], dtype=bool)
     return merged((*parts.untrained(gradients), *_no_graph(parts, blocks, number, frozen)))
 
 
-def _no_graph(parts: TrainedParts, blocks: Blocks, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:
+def _no_graph(parts: TrainedParts, blocks: NumberedModules, number: int, frozen: frozenset[str]) -> tuple[Change, ...]:
     """Without a backward pass of the frozen blocks nothing is saved for it, and it has no temporaries."""
     run, tape, module_calls = parts.run, parts.tape, parts.module_calls
     is_frozen = np.array([text in frozen for text in tape.strings], dtype=bool)[tape.operators.module]
-    born = tape.storages.operator
-    by_operator = born >= 0
-    inside = np.zeros(len(born), dtype=bool)
-    inside[by_operator] = is_frozen[born[by_operator]]
-    phase = np.where(by_operator, tape.operators.phase[born], Phase.OTHER)
+    allocated_at = tape.storages.operator
+    by_operator = allocated_at >= 0
+    inside = np.zeros(len(allocated_at), dtype=bool)
+    inside[by_operator] = is_frozen[allocated_at[by_operator]]
+    phase = np.where(by_operator, tape.operators.phase[allocated_at], Phase.OTHER)
     saved = inside & module_calls.saved_for_backward
-    begin = run.born.copy()
+    begin = run.allocated_at.copy()
     for calls in (module_calls.calls(f"{blocks.path}.{i}") for i in range(number)):
         for call in calls:
             _until_left(begin, call)
-    saved &= begin < run.died
+    saved &= begin < run.freed_at
     gone = np.flatnonzero(saved)
     temporary = inside & (phase == Phase.BACKWARD) & (tape.storages.category == Category.TEMPORARIES)
     temporary = np.flatnonzero(temporary)
     return (
-        *changes(levels(begin[gone], run.died[gone], run.block_bytes[gone]), -1.0),
-        *changes(levels(run.born[temporary], run.died[temporary], run.block_bytes[temporary]), -1.0),
+        *changes(memory_timeline(begin[gone], run.freed_at[gone], run.block_bytes[gone]), -1.0),
+        *changes(
+            memory_timeline(run.allocated_at[temporary], run.freed_at[temporary], run.block_bytes[temporary]), -1.0
+        ),
     )
 
 
@@ -128,7 +130,7 @@ def _until_left(begin: np.ndarray, call: ModuleCall) -> None:
         begin[call.output] = call.end_event + (call.end_event - call.begin_event)
 
 
-def _saved_seconds(parts: TrainedParts, blocks: Blocks, number: int, seconds: np.ndarray) -> float:
+def _saved_seconds(parts: TrainedParts, blocks: NumberedModules, number: int, seconds: np.ndarray) -> float:
     """The time of the frozen modules' backward pass, per step."""
     frozen = _frozen_names(parts, blocks, number)
     operators = parts.tape.operators

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Layer:
+class MethodReplacement:
     """Replaces `holder.name` by `value`; `previous` is the former entry of the object's `__dict__`, None for the method of its class."""
 
     def __init__(self, holder: Any, name: str, value: Callable[..., Any], previous: Any) -> None:

@@ -1,0 +1,81 @@
+"""The storages of virtual tensors, recorded as allocated and freed as the caching allocator would see it."""
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.known_values import Shadows
+from tightfit.capture.dispatch.unknown_conditions import Truths
+from tightfit.capture.observe.recorder import Recorder
+from tightfit.tape import Category
+
+
+# A storage and not a tensor is what the caching allocator knows: views and detached aliases share one, and its
+# end is the moment the block is freed.
+class StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage that knows the storage's index on the tape."""
+
+    __slots__ = ("address", "index")
+
+    address: int
+    index: int
+
+
+class DeviceStorages:
+    """The storages on the virtual card that are alive. `shadows` and `truths` know values of them, until they are freed."""
+
+    def __init__(self, recorder: Recorder, shadows: Shadows, truths: Truths) -> None:
+        self.references: dict[int, StorageReference] = {}
+        """By address."""
+        self._recorder = recorder
+        self._shadows = shadows
+        self._truths = truths
+
+    def add(self, tensor: torch.Tensor, category: Category = Category.TEMPORARIES) -> None:
+        """Records the storage of `tensor` as allocated, if it is a new one on the device."""
+        if tensor.layout != torch.strided:
+            for part in sparse.parts(tensor):
+                self.add(part, category)
+            return
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.references or tensor.device.type != "cuda":
+            return
+        num_bytes = storage.nbytes()
+        # The caching allocator hands out no block for 0 bytes (CUDACachingAllocator.cpp, `allocate`).
+        if num_bytes:
+            reference = StorageReference(storage, self._freed)
+            reference.address, reference.index = address, self._recorder.allocate(num_bytes, category)
+            self.references[address] = reference
+
+    def _freed(self, reference: StorageReference) -> None:
+        # All that is known by the address goes with it: another storage may be made there at once.
+        del self.references[reference.address]
+        self._shadows.forget(reference.address)
+        self._truths.forget(reference.address)
+        self._recorder.free(reference.index)
+
+    def resize(self, tensor: torch.Tensor) -> None:
+        """An operator may have given the storage of `tensor` another size."""
+        storage = tensor.untyped_storage()
+        reference = self.references.get(storage._cdata)
+        if reference is None:
+            self.add(tensor)
+        # Storages only grow: `resize_` to fewer elements keeps the block (aten/src/ATen/native/cuda/Resize.h,
+        # `maybe_resize_storage_cuda`).
+        elif self._recorder.storages["num_bytes"][reference.index] < storage.nbytes():
+            self._freed(reference)
+            self.add(tensor)
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The tape's index of the storage of `tensor`, if it is on the device."""
+        if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+            return None
+        reference = self.references.get(tensor.untyped_storage()._cdata)
+        return reference.index if reference else None
+
+    def indices(self) -> list[int]:
+        """The tape's indices of all storages that are alive."""
+        return [reference.index for reference in self.references.values()]

@@ -1,0 +1,109 @@
+"""Marks storages as parameters, gradients, optimizer state or activations, from what modules, optimizers and backward passes hold."""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.weak_sequence import WeakSequence
+from tightfit.tape import Category
+
+
+class CategoryMarks:
+    """The optimizers and root modules of the program, and the marks of what they hold. What a program drops is freed, also while it is watched."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.optimizers: WeakSequence[torch.optim.Optimizer] = WeakSequence()
+        self.roots: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+        self._gpu = gpu
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._first_operator = 0
+
+    def _mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        categories, index_of = self._gpu.recorder.storages["category"], self._gpu.storages.index_of
+        for tensor in tensors:
+            index = None if tensor is None else index_of(tensor)
+            if index is not None:
+                categories[index] = category
+
+    def watch_leaves(self, losses: Iterable[torch.Tensor]) -> None:
+        """A script without optimizers and modules has parameters too: the leaves that its gradients are accumulated in."""
+        if self.optimizers or self.roots:
+            return
+        waiting = [loss.grad_fn for loss in losses]
+        seen = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self._leaves.setdefault(id(leaf), weakref.ref(leaf))
+            waiting.extend(next_node for next_node, _ in node.next_functions)
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters of the optimizers, of the modules that the program has called itself, and leaves without either."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+        for module in list(self.roots.values()):
+            yield from module.parameters()
+        for reference in self._leaves.values():
+            leaf = reference()
+            if leaf is not None:
+                yield leaf
+
+    def mark_parameters(self) -> None:
+        """Marks the parameters that the program is known to train or to call."""
+        self._mark(self.parameters(), Category.PARAMETERS)
+
+    def mark_gradients(self) -> None:
+        """Marks the gradients of all parameters."""
+        self._mark((p.grad for p in self.parameters()), Category.GRADIENTS)
+
+    def mark_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Marks the states of an optimizer."""
+        values = itertools.chain.from_iterable(s.values() for s in optimizer.state.values() if isinstance(s, dict))
+        tensors = (v for v in values if isinstance(v, torch.Tensor))
+        self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
+
+    def mark_all(self) -> None:
+        """Marks the parameters of all modules that there are, the states of optimizers, and gradients."""
+        # Models that are never called as a root hold parameters too: an average of the weights, a target
+        # network. `issubclass` of the type, since `isinstance` asks objects for `__class__`, which runs code in
+        # proxies and lazy modules.
+        modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
+        tables = itertools.chain.from_iterable(
+            (m.__dict__.get("_parameters", {}), m.__dict__.get("_buffers", {})) for m in modules
+        )
+        self._mark((t for table in tables for t in table.values()), Category.PARAMETERS)
+        self.mark_parameters()
+        for optimizer in self.optimizers:
+            self.mark_state(optimizer)
+        self.mark_gradients()
+
+    def begin_forward(self) -> None:
+        """What is allocated from here on, and waits for a backward pass, is an activation."""
+        self._first_operator = self._gpu.recorder.num_operators
+
+    def mark_activations(self) -> None:
+        """Marks what was allocated in a forward pass and is alive when the backward pass begins as activations."""
+        recorder = self._gpu.recorder
+        categories, operators = recorder.storages["category"], recorder.storages["operator"]
+        alive = self._gpu.storages.indices()
+        waiting = [i for i in alive if categories[i] == Category.TEMPORARIES and operators[i] >= self._first_operator]
+        for index in waiting:
+            categories[index] = Category.ACTIVATIONS
+
+
+def _with_inner(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensors that hold the memory of a tensor that may be a wrapper."""
+    if type(tensor) is not FakeTensor and is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor]

@@ -1,0 +1,179 @@
+"""Hooks into backward passes, optimizers and module calls of the traced program, from which its phases and steps are known."""
+
+import functools
+import sys
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tightfit.capture.after_steps.fast_forward import FastForward
+from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.replace import replace
+from tightfit.capture.steps.category_marks import CategoryMarks
+from tightfit.capture.steps.effects.effect_watch import EffectWatch
+from tightfit.capture.steps.loops import loop_around
+from tightfit.capture.steps.repetition import Repetition
+from tightfit.tape import Phase, SpanKind
+
+
+class Steps(Protocol):
+    """What follows the steps of the program; `tightfit.capture.steps.detector.StepWatch`."""
+
+    after: FastForward | None
+    by_yield: bool
+
+    def begin_step(self, *, is_call: bool = False) -> bool:
+        """Something of a step is about to run; whether a step begins with it."""
+        ...
+
+    def after_backward(self) -> None:
+        """A backward pass outside of an optimizer's step has run."""
+        ...
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        ...
+
+
+class StepHooks:
+    """Follows phases through torch's own entry points, and tells `watch` of backward passes and optimizers' steps."""
+
+    def __init__(self, gpu: VirtualGpu, watch: Steps, marks: CategoryMarks, effects: EffectWatch | None) -> None:
+        self._gpu = gpu
+        self._watch = watch
+        self._marks = marks
+        self._effects = effects
+        # An optimizer may step inside a backward pass, or inside the step of another one, or of its subclass.
+        self._steps_around: list[tuple[torch.optim.Optimizer, Phase]] = []
+
+    def install(self) -> None:
+        """Puts the hooks in place; a process that has done this is not used for anything else."""
+        self._watch_backward()
+        self._watch_optimizers()
+        self._watch_modules()
+
+    def _watch_backward(self) -> None:
+        run_backward = torch.autograd._engine_run_backward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            recorder = self._gpu.recorder
+            outer = recorder.phase
+            # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
+            if outer == Phase.BACKWARD:
+                return run_backward(*args, **kwargs)
+            self._watch.begin_step()
+            recorder.loops.add(loop_around(sys._getframe()))
+            self._marks.watch_leaves(args[0])
+            self._marks.mark_activations()
+            if self._effects is not None:
+                self._effects.backward(args[0], args[1:], kwargs)
+            recorder.phase = Phase.BACKWARD
+            # A module may run parts of its forward backwards before it returns; what runs then is not its own but that of the parts.
+            modules = self._gpu.attribution.modules
+            around = modules[:]
+            modules.clear()
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                modules[:] = around
+                goes_on = outer == Phase.OPTIMIZER or (outer == Phase.FORWARD and bool(around))
+                recorder.phase = outer if goes_on else Phase.OTHER
+                self._marks.begin_forward()
+                self._gpu.attribution.forget_graph()
+                self._marks.mark_gradients()
+                if not self._steps_around:
+                    self._watch.after_backward()
+
+        replace(torch.autograd, _engine_run_backward=watched)
+
+    def _watch_optimizers(self) -> None:
+        construct = torch.optim.Optimizer.__init__
+
+        def constructed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
+            # A subclass may call the base constructor twice; `in` would compare optimizers by equality.
+            if not any(known is optimizer for known in self._marks.optimizers):
+                self._marks.optimizers.append(optimizer)
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            self._watch.begin_step()
+            self._marks.mark_gradients()
+            if self._effects is not None:
+                self._effects.before_step(optimizer)
+            self._steps_around.append((optimizer, self._gpu.recorder.phase))
+            self._gpu.recorder.phase = Phase.OPTIMIZER
+            # Of the arguments of a step, which begin with the optimizer, only a closure can be called.
+            followed = {name: self._follow_closure(value) for name, value in kwargs.items()}
+            return (*args[:1], *map(self._follow_closure, args[1:])), followed
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            _, outer = self._steps_around.pop()
+            self._gpu.recorder.phase = outer if outer in (Phase.BACKWARD, Phase.OPTIMIZER) else Phase.OTHER
+            self._marks.mark_state(optimizer)
+            if all(optimizer is not around for around, _ in self._steps_around):
+                self._watch.after_optimizer_step(optimizer)
+
+        replace(torch.optim.Optimizer, __init__=constructed)
+        # torch's global hooks see the step of every optimizer class that goes through
+        # `Optimizer.profile_hook_step`, which each subclass's `step` is wrapped in.
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
+
+    def _follow_closure(self, value: Any) -> Any:
+        """Wraps a closure that an optimizer's step calls: inside it, phases are those outside of an optimizer step."""
+        if not callable(value):
+            return value
+        recorder = self._gpu.recorder
+
+        @functools.wraps(value, updated=())
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            recorder.phase = Phase.OTHER
+            self._marks.begin_forward()
+            try:
+                return value(*args, **kwargs)
+            finally:
+                recorder.phase = Phase.OPTIMIZER
+
+        return followed
+
+    def _watch_modules(self) -> None:
+        call = torch.nn.Module.__call__
+        recorder, modules = self._gpu.recorder, self._gpu.attribution.modules
+        repetition = Repetition(self._gpu)
+        repetition.install()
+        effects = self._effects
+
+        def inside(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            modules.append(module)
+            try:
+                if effects is not None:
+                    return effects.call(module, args, kwargs, lambda: call(module, *args, **kwargs))
+                return call(module, *args, **kwargs)
+            finally:
+                modules.pop()
+
+        def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
+                self._enter_root(module)
+                # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
+                # yields for each step, and there are three.
+                if not (self._watch.by_yield or torch.is_grad_enabled()):
+                    return repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+            return inside(module, *args, **kwargs)
+
+        replace(torch.nn.Module, __call__=watched)
+
+    def _enter_root(self, module: torch.nn.Module) -> None:
+        self._marks.roots[id(module)] = module
+        recorder = self._gpu.recorder
+        recorder.phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.OTHER
+        if torch.is_grad_enabled():
+            if self._watch.begin_step(is_call=True):
+                self._marks.begin_forward()
+        elif self._watch.after is not None and self._watch.after.is_on:
+            self._watch.after.call_begins()
+        elif not self._watch.by_yield:
+            name = f"without gradients at {self._gpu.attribution.where()}"
+            if recorder.spans[-1][0] != name:
+                recorder.span(name, SpanKind.ASIDE)

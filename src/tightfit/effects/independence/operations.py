@@ -1,0 +1,170 @@
+"""Compares the operators of two runs with different numbers of rows: they must be the same, except sizes that are multiples of that number.
+
+Torch and programs skip operators that change nothing for one row: an expand to one row, a copy into the memory format that a tensor has already.
+Both keep every value, and are inserted again before the runs are compared.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.independence.rows import Mixes
+
+aten = torch.ops.aten
+# Names of one thing: which of them a reshape ends in depends on strides.
+_VIEWS = {aten._unsafe_view.default: aten.view.default, aten._reshape_alias.default: aten.view.default}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operator for the comparison: the function and its plain arguments must be equal; sizes and shapes are compared as multiples.
+
+    `given` is the shape of its first argument.
+    """
+
+    func: Any
+    values: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    given: tuple[int, ...] = ()
+
+    def for_one_row(self, num_rows: int, given: tuple[int, ...] | None) -> "Operation | None":
+        """This operation for one row, on a tensor of shape `given`, if it does nothing there; None for all others."""
+        if self.func is aten.clone.default and given is not None:
+            return dataclasses.replace(self, shapes=(given,), given=given)
+        if self.func is aten.expand.default:
+            before = (*(1,) * (len(self.shapes[0]) - len(self.given)), *self.given)
+            pairs = list(zip(before, self.shapes[0], strict=True))
+            if all(a == b or (a, b) == (1, num_rows) for a, b in pairs):
+                sizes = tuple(1 if a != b else size for (a, b), size in zip(pairs, self.sizes, strict=True))
+                return dataclasses.replace(self, sizes=sizes, shapes=(before,))
+        return None
+
+
+class HasOperations(Protocol):
+    """A run with its number of rows and its operators."""
+
+    num_rows: int
+    operations: list[Operation]
+
+
+@functools.cache
+def schema_of(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
+    """For each argument its name, whether it is a size, and whether it is written to."""
+    # Schemas say which integers are sizes (`SymInt`): those may depend on shapes under torch.compile, for the
+    # same reason.
+    sizes = set(re.findall(r"SymInt\S* (\w+)", str(func._schema)))
+    # Its bounds are plain numbers (`Scalar`) in the schema, and sizes in nearly every program.
+    if func.overloadpacket is aten.arange:
+        sizes |= {"start", "end"}
+    return tuple(
+        (a.name, a.name in sizes, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument is a number or a setting."""
+    return isinstance(value, int | float | bool | complex | str | torch.dtype | torch.device | torch.layout | None)
+
+
+def operation_of(func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> Operation:
+    """The operation to compare for one call of an operator."""
+    values: list[Any] = []
+    sizes: list[Any] = []
+    for name, is_size, _ in schema_of(func):
+        leaves = [leaf for leaf in tree_leaves(arguments.get(name)) if is_plain(leaf)]
+        if is_size or (name == "other" and func.overloadpacket is aten.div and all(map(_is_count, leaves))):
+            # The divisor of a sum may be the number of rows: `totals` decides.
+            sizes += [-1 if leaf is None else leaf for leaf in leaves]
+        else:
+            values += leaves
+    first = arguments.get(schema_of(func)[0][0]) if schema_of(func) else None
+    return Operation(
+        func=_VIEWS.get(func, func),
+        values=tuple(values),
+        sizes=tuple(sizes),
+        shapes=tuple(tuple(o.shape) for o in outputs),
+        given=tuple(first.shape) if isinstance(first, torch.Tensor) else (),
+    )
+
+
+def _is_count(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and float(value).is_integer()
+
+
+def compare(one: HasOperations, other: HasOperations) -> None:
+    """Checks that two runs did the same, except for the number of rows.
+
+    Raises:
+        Mixes: they did not.
+    """
+    for mine, its in ((one, other), (other, one)):
+        for number in range(len(mine.operations)):
+            add_left_out(mine, its, number)
+    for first, second in zip(one.operations, other.operations, strict=False):
+        compare_one(first, second, one.num_rows, other.num_rows)
+    if len(one.operations) != len(other.operations):
+        raise Mixes(f"runs other operators for {one.num_rows} rows than for {other.num_rows}")
+
+
+def add_left_out(one: HasOperations, other: HasOperations, number: int) -> None:
+    """Inserts operator `number` of one run into the other, if that has one row and skipped it."""
+    if other.num_rows != 1:
+        return
+    mine, its = one.operations[number], other.operations[number] if number < len(other.operations) else None
+    if its is not None and its.func is mine.func:
+        return
+    left_out = mine.for_one_row(one.num_rows, _shape_for_one_row(one, other, number))
+    if left_out is not None:
+        other.operations.insert(number, left_out)
+
+
+def _shape_for_one_row(one: HasOperations, other: HasOperations, number: int) -> tuple[int, ...] | None:
+    """The shape of the first argument of operator `number` in the other run: that of the latest result with the same shape in this run."""
+    given = one.operations[number].given
+    for mine, its in zip(reversed(one.operations[:number]), reversed(other.operations[:number]), strict=True):
+        for shape, its_shape in zip(mine.shapes, its.shapes, strict=False):
+            if shape == given:
+                return its_shape
+    return None
+
+
+def compare_one(mine: Operation, its: Operation, num_mine: int, num_its: int) -> None:
+    """Checks that two operators are the same, except sizes that are multiples of the numbers of rows.
+
+    Raises:
+        Mixes: they differ by more.
+    """
+    rows = f"for {num_mine} rows than for {num_its}"
+    if mine.func is not its.func or len(mine.sizes) != len(its.sizes) or len(mine.shapes) != len(its.shapes):
+        raise Mixes(f"runs {_name(mine.func)} {rows}, where the other runs {_name(its.func)}: other operators")
+    if len(mine.values) != len(its.values) or not all(map(_same, mine.values, its.values)):
+        raise Mixes(f"hands other numbers to {_name(mine.func)} {rows}")
+    pairs = [*zip(mine.sizes, its.sizes, strict=True)]
+    for first, second in zip(mine.shapes, its.shapes, strict=True):
+        if len(first) != len(second):
+            raise Mixes(f"gives {_name(mine.func)} other dimensions {rows}")
+        pairs += zip(first, second, strict=True)
+    if not all(_fits(a, b, num_mine, num_its) for a, b in pairs):
+        raise Mixes(f"hands other sizes to {_name(mine.func)} {rows}")
+
+
+def _fits(one: int, other: int, num_one: int, num_other: int) -> bool:
+    if one == other:
+        return True
+    return one % num_one == 0 and other % num_other == 0 and one // num_one == other // num_other
+
+
+def _name(func: Any) -> str:
+    return str(func) if isinstance(func, OpOverload) else func.__name__
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 - not a number

@@ -1,0 +1,467 @@
+"""Proves that a computation treats the rows of its inputs independently, by following them through every operator.
+
+The computation runs on fake tensors, which have shapes and no data: once for each number of rows that parts have, and once for all rows. All runs
+must have the same operators with the same arguments, except sizes that are multiples of the number of rows: so nothing that Python did depended
+on that number. In the last run each storage gets a pattern that says which row its bytes belong to, by a rule per operator (`rules`).
+Results that mix rows, or come from an operator without a rule, are marked; the proof fails if a marked one reaches a result, a branch or a loss.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tightfit.effects.independence.operations import (
+    Operation,
+    add_left_out,
+    compare_one,
+    is_plain,
+    operation_of,
+    schema_of,
+)
+from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
+from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
+from tightfit.effects.reads import READS
+
+aten = torch.ops.aten
+
+
+class NeedsValues(Exception):
+    """The code reads a value, which fake tensors do not have: run it for real once, inside of `Reads`, and pass in the values read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCall:
+    """One operator call: its arguments by the names of its schema, and its output tensors."""
+
+    func: OpOverload
+    arguments: Mapping[str, Any]
+    outputs: Sequence[torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """The name without namespace and overload, the same for in-place variants."""
+        return self.func.overloadpacket.__name__.rstrip("_")
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors among the arguments."""
+        return [leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, torch.Tensor)]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that only some overloads have."""
+        return self.arguments.get(name, default)
+
+
+Place = Layout | Uniform | None
+Result = Place | Sequence[Place]
+Rule = Callable[["Flow", OperatorCall], Result]
+
+
+def _bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return found | {known[0]: value for known, value in zip(schema_of(func), args, strict=False)} | dict(kwargs)
+
+
+def _written(func: OpOverload, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    given = [arguments.get(name) for name, _, is_written in schema_of(func) if is_written]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+class FakeRun(TorchDispatchMode):
+    """One run on fake tensors, with `num_rows` rows; its operators are in `operations`. A subclass follows the rows."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        fake: FakeTensorMode,
+        reads: Sequence[Any] | None = None,
+        allows_randomness: bool = False,
+        allows_votes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.fake = fake
+        self.operations: list[Operation] = []
+        self.failure: Mixes | None = None
+        self._allows_randomness = allows_randomness
+        self._allows_votes = allows_votes
+        self._reads = None if reads is None else list(reads)
+        # Nothing here has data: all storages are kept, so that none is taken for another.
+        self._kept: list[Any] = []
+        self._born: set[int] = set()
+        self._is_atom = False
+
+    def fail(self, reason: str) -> Mixes:
+        """The error to raise. It is also kept, as the code may swallow it."""
+        self.failure = self.failure or Mixes(reason)
+        return self.failure
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        arguments = _bound(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves(list(arguments.values())) if isinstance(leaf, torch.Tensor)]
+        self._check(func, arguments, tensors)
+        if func in READS:
+            return self._read(func, tensors)
+        is_on_host = _is_on_host(func, arguments, tensors)
+        if is_on_host:
+            out = func(*args, **kwargs)
+        else:
+            # Fake kernels draw nothing, and refuse a generator of another device.
+            kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+            args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
+            with self.fake:
+                out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not is_on_host:
+            outputs = self._with_written(func, arguments, outputs)
+        known = {key_of(t) for t in tensors}
+        for output in outputs:
+            self._kept.append((output, output.untyped_storage()))
+            if key_of(output) not in known:
+                self._born.add(key_of(output))
+        if not self._is_atom:
+            self._note(operation_of(func, arguments, outputs))
+            self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
+        return out
+
+    def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Raises if the operator cannot be followed, before it runs."""
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+                raise self.fail(f"{func} works on a {type(tensor).__name__} ({tensor.layout}){at_line()}")
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._allows_randomness:
+            rate = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
+            is_off = (bool(rate) and not any(rate)) or arguments.get("p") == 0 or arguments.get("train") is False
+            if not is_off:
+                raise self.fail(f"{func} draws random numbers{at_line()}")
+        for leaf in _written(func, arguments):
+            # A write to what was there before the run (a buffer, a global table) happens once for the whole
+            # batch, and would happen once for each part.
+            if key_of(leaf) not in self._born:
+                raise self.fail(f"{func} writes to a tensor from outside{at_line()}")
+
+    def _with_written(
+        self, func: Any, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """The outputs of an operator, with real host tensors that it writes to instead of the fake tensors that stood in for them."""
+        written = [leaf for leaf in _written(func, arguments) if not isinstance(leaf, FakeTensor)]
+        if not written:
+            return outputs
+        if len(written) != 1 or len(outputs) != 1:
+            raise self.fail(f"{func} writes to several tensors{at_line()}")
+        return written
+
+    def _read(self, func: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        self.check_read(func, tensors)
+        if self._is_atom:
+            return 0
+        if self._reads is None:
+            raise NeedsValues
+        if not self._reads:
+            raise self.fail(f"values are read in another order than before{at_line()}")
+        return self._reads.pop(0)
+
+    def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises Mixes if the value that is read depends on the rows."""
+
+    def _note(self, operation: Operation) -> None:
+        self.operations.append(operation)
+
+    def follow(self, call: OperatorCall, known: set[int]) -> None:
+        """Follows the rows through one operator; `known` are the storages of its arguments."""
+
+    def atom(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a function as if it were one operator."""
+        self._is_atom = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._is_atom = False
+        values = tuple(leaf for leaf in tree_leaves((args, dict(kwargs))) if is_plain(leaf))
+        self._note(Operation(func=func, values=values, sizes=(), shapes=(tuple(out.shape),)))
+        return out
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Detaches a non-leaf: converting it to a fake tensor reads `.grad`, which only leaves have."""
+    return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
+
+
+def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether to run an operator for real: host tensors that no input went into have values, and so do views of weights."""
+    device = arguments.get("device")
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        return False
+    return all(not isinstance(t, FakeTensor) and (t.device.type in ("cpu", "meta") or func.is_view) for t in tensors)
+
+
+def _is_move(func: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether it copies a host tensor to a card, for which FakeTensorMode would need the card."""
+    return func is aten._to_copy.default and not isinstance(tensors[0], FakeTensor) and tensors[0].device.type == "cpu"
+
+
+def _moved(func: OpOverload, arguments: Mapping[str, Any]) -> torch.Tensor:
+    source = arguments["self"]
+    return torch.empty(source.shape, dtype=arguments["dtype"] or source.dtype, device=arguments["device"])
+
+
+def _poisoned(rows: RowStates, call: OperatorCall, why: str) -> State:
+    """The state of what an operator makes of rows that it mixes."""
+    states = [rows.state(t) for t in call.tensors]
+    # The first reason is passed on, so that the error names the operator where rows came together and not
+    # the last one after it.
+    mixed = next((s for s in states if isinstance(s, Mixed)), None)
+    if mixed is None:
+        mixed = next((Mixed(reason=s.reason) for s in states if isinstance(s, Total)), None)
+    if mixed is None:
+        return Mixed(reason=f"{call.func} {why}{at_line()}", is_vote=call.name in ("all", "any"))
+    return mixed if call.name in _KEEPS_VOTE else Mixed(reason=mixed.reason)
+
+
+class Flow(FakeRun):
+    """The run with all rows, which follows them; `other` is an earlier run with a part of the rows."""
+
+    def __init__(self, num_rows: int, other: FakeRun, rules: Mapping[str, Rule], **settings: Any) -> None:
+        super().__init__(num_rows, **settings)
+        self.other = other
+        self._rules = rules
+        self.rows = RowStates(num_rows)
+
+    def its_sizes(self) -> Sequence[Any]:
+        """The size arguments of the current operator in the run with the other number of rows."""
+        return self.other.operations[len(self.operations) - 1].sizes
+
+    def check_read(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if self._is_atom:
+            return
+        for tensor in tensors:
+            state = self.rows.state(tensor)
+            is_vote = self._allows_votes and isinstance(state, Mixed) and state.is_vote
+            if (state is not None and not is_vote) or self.rows.is_scaled(tensor):
+                raise self.fail(f"Python reads a value that depends on the rows{at_line()}")
+
+    def _note(self, operation: Operation) -> None:
+        number = len(self.operations)
+        super()._note(operation)
+        add_left_out(self, self.other, number)
+        if number >= len(self.other.operations):
+            raise self.fail(f"runs other operators for {self.num_rows} rows than for {self.other.num_rows}{at_line()}")
+        try:
+            compare_one(operation, self.other.operations[number], self.num_rows, self.other.num_rows)
+        except Mixes as error:
+            raise self.fail(f"{error}{at_line()}") from None
+
+    def follow(self, call: OperatorCall, known: set[int]) -> None:
+        written = {key_of(leaf) for leaf in _written(call.func, call.arguments)}
+        made = [o for o in call.outputs if key_of(o) not in known]
+        changed = [o for o in call.outputs if key_of(o) in written]
+        # A view needs no rule: the pattern belongs to the storage, and the view's strides say where the rows
+        # lie in it.
+        for viewed in (o for o in call.outputs if key_of(o) in known - written):
+            self._view(viewed, call)
+        self._follow_unreturned(call)
+        targets = [*made, *changed]
+        if not targets:
+            return
+        # Dividing a sum by the number of rows makes a mean; dividing anything else by it makes another result
+        # for each part.
+        if divides_by_rows(self, call) and not is_sum(self.rows.state(call["self"])):
+            raise self.fail(f"hands other numbers to {call.func} for {self.num_rows} rows{at_line()}")
+        inputs = call.tensors
+        try:
+            total = total_of(self, call)
+            if total is not None:
+                for target in targets:
+                    self.rows.set(target, total)
+                return
+            results = self._results(call, inputs)
+        except Mixes as error:
+            # Marked and not raised: much of what mixes rows is never used (a batch statistic that is only
+            # logged).
+            state: State = _poisoned(self.rows, call, str(error))
+            for target in targets:
+                self.rows.set(target, state)
+            return
+        for output, result in zip(call.outputs, results, strict=True):
+            if key_of(output) in known - written or not output.numel():
+                continue
+            try:
+                self._assign(output, result, call)
+            except Mixes as error:
+                self.rows.set(output, _poisoned(self.rows, call, str(error)))
+
+    def _follow_unreturned(self, call: OperatorCall) -> None:
+        """Marks what an operator writes to and does not return (`_foreach_add_`, many operators of programs): no rule is asked about it."""
+        returned = {key_of(output) for output in call.outputs}
+        unreturned = [t for t in _written(call.func, call.arguments) if key_of(t) not in returned]
+        inputs = call.tensors
+        if unreturned and any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs):
+            state = _poisoned(self.rows, call, "has no rule that says what it does to rows")
+            for target in unreturned:
+                self.rows.set(target, state)
+
+    def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
+        follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
+        if not follows:
+            return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
+        rule = self._rules.get(call.name) if call.func.namespace in ("aten", "prims", "torchvision") else None
+        if rule is None and torch.Tag.pointwise in call.func.tags:
+            rule = self._rules["pointwise"]
+        if rule is None:
+            raise Mixes("has no rule that says what it does to rows")
+        found = rule(self, call)
+        return found if isinstance(found, Sequence) else [found] * len(call.outputs)
+
+    def grown(self, number: int, output: torch.Tensor) -> tuple[int, ...]:
+        """The dimensions of output `number` of the current operator whose size depends on the number of rows."""
+        its = self.other.operations[len(self.operations) - 1].shapes[number]
+        return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
+
+    def _constant(self, call: OperatorCall, output: torch.Tensor, number: int) -> Layout | Uniform | None:
+        """The layout of an output that no row goes into: it is the same for every number of rows, or repeated for each row."""
+        grown = self.grown(number, output)
+        if not grown:
+            return None
+        if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
+            self.rows.scale(output, grown, counts=False)
+            return None
+        if call.name in _UNIFORM:
+            is_plain = len(grown) == 1 and output.shape[grown[0]] == self.num_rows
+            return Layout(dim=grown[0]) if is_plain else UNIFORM
+        if call.name in ("repeat", "expand_copy") and len(grown) == 1:
+            whole, dim = call.arguments["self"], grown[0] - output.dim()
+            inner = whole.shape[dim] if -dim <= whole.dim() else 1
+            if output.shape[dim] % (inner * self.num_rows) == 0:
+                return Layout(dim=grown[0], inner=output.shape[dim] // self.num_rows)
+        # Position numbers of the rows: allowed as indices (`x[torch.arange(n), y]`), since a part's own numbers
+        # start at 0 as well.
+        if call.name == "arange" and output.dim() == 1 and len(output) == self.num_rows:
+            step = call.get("step", 1)
+            if call.get("start", 0) in (0, None) and step in (1, None):
+                self.rows.scale(output, grown, counts=True)
+                return None
+        raise Mixes("depends on the number of rows")
+
+    def _view(self, output: torch.Tensor, call: OperatorCall) -> None:
+        """A view of a constant may repeat it for each row."""
+        state = self.rows.state(output)
+        if state is not None and not isinstance(state, Total):
+            return
+        number = next(n for n, o in enumerate(call.outputs) if o is output)
+        grown = self.grown(number, output)
+        if not grown:
+            return
+        if isinstance(state, Total):
+            self.rows.set(output, Mixed(reason=state.reason))
+            return
+        if len(grown) == 1 and output.stride(grown[0]) == 0 and output.shape[grown[0]] == self.num_rows:
+            self.rows.scale(output, grown, counts=False)
+            return
+        source = call.tensors[0]
+        if self.rows.counts_rows(source) and output.numel() == self.num_rows:
+            self.rows.scale(output, grown, counts=True)
+            return
+        self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
+
+    def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: OperatorCall) -> None:
+        state = self.rows.state(output)
+        if isinstance(state, Mixed):
+            raise Mixes(state.reason)
+        if isinstance(result, Uniform):
+            if state is None or (state is result and call.name in _UNIFORM):
+                self.rows.set(output, result)
+            elif state is not result or call.func._schema.is_mutable:
+                raise Mixes("writes over rows")
+            return
+        number = next(n for n, o in enumerate(call.outputs) if o is output)
+        grown = self.grown(number, output)
+        if result is None:
+            if state is not None:
+                raise Mixes("writes over rows")
+            if grown and call.name in _KEEPS_COUNT and self.rows.counts_rows(call.tensors[0]):
+                self.rows.scale(output, grown, counts=True)
+            elif grown and not self.rows.is_scaled(output):
+                raise Mixes("depends on the number of rows")
+            return
+        if grown and grown != (result.dim,):
+            raise Mixes("has a result with other dimensions for another number of rows")
+        if isinstance(state, Pattern):
+            if state.layout_in(output) != result:
+                raise Mixes("writes rows over others")
+            return
+        self.rows.set(output, pattern_of(output, result, self.num_rows))
+
+
+# Random factories are among them: where randomness is allowed at all, one row's draws are as good as another's.
+_UNIFORM = frozenset(
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "zero",
+        "fill",
+        "scalar_tensor",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "empty_permuted",
+    ]
+)
+_KEEPS_COUNT = frozenset(["_to_copy", "clone", "lift_fresh_copy"])
+# `all` and `any` over the batch are taken for a check of its inputs (no NaN, no padding): a part answers for
+# its own rows.
+_KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
+
+
+class Functions(TorchFunctionMode):
+    """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
+
+    def __init__(self, run: FakeRun, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
+        super().__init__()
+        self._run = run
+        self._atoms = atoms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise self._run.fail(f"puts a hook on a gradient{at_line()}")
+        atom = self._atoms.get(func)
+        if atom is None or self._run._is_atom:
+            return func(*args, **kwargs)
+        out = self._run.atom(func, args, kwargs)
+        if isinstance(self._run, Flow):
+            try:
+                layout = atom(self._run, *args, **kwargs)
+                if layout is not None:
+                    self._run.rows.put(out, layout)
+            except Mixes as error:
+                self._run.rows.set(out, Mixed(reason=f"{func.__name__} {error}{at_line()}"))
+        return out

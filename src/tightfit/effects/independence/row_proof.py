@@ -1,0 +1,305 @@
+"""Decides whether a module (or a function of tensors) may be run on parts of one dimension of its inputs: the proof and further conditions.
+
+Besides what `row_flow` proves of the operators: there are no side effects, no user hook sees the parts, no autograd function is the
+user's own, and gradients flow only to the inputs and the parameters.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.ambient import saved_apart
+from tightfit.effects.independence import indexing_rules, product_rules  # noqa: F401 - enter their rules
+from tightfit.effects.independence.left_behind import Left, depends_on_rows
+from tightfit.effects.independence.operations import compare
+from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
+from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rules import RULES
+from tightfit.effects.reach import is_users_class, is_users_file
+from tightfit.effects.state import RegionState, restore
+from tightfit.errors.faults import is_ours
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedRun:
+    """The run with all rows, its inputs and its result."""
+
+    flow: Flow
+    inputs: Sequence[torch.Tensor]
+    result: Any
+
+
+class Leaves(Mixes):
+    """A side effect that does not depend on the rows, such as a cache that the first call fills: `proof` holds for that call, and later calls need
+    another proof."""
+
+    def __init__(self, message: str, proof: FollowedRun) -> None:
+        super().__init__(message)
+        self.proof = proof
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """The subject of a proof: `call(inputs)`, where `dims` has for each of `inputs` the dimension of its rows, or None.
+
+    `module` is the module that it runs, `around` a context for each run, whose value is passed to `call` too.
+    """
+
+    call: Callable[..., Any]
+    inputs: Sequence[torch.Tensor]
+    dims: Sequence[int | None]
+    module: torch.nn.Module
+    is_contiguous: bool = False
+    allows_randomness: bool = False
+    allows_votes: bool = False
+    around: Callable[[FakeRun], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+
+
+class Unfollowed(Mixes):
+    """The run ended with an error of its own, or fake tensors cannot replace the tensors that it works on."""
+
+
+def prove(subject: Computation, num_rows: int, parts: Iterable[int], reads: Sequence[Any] | None = None) -> FollowedRun:
+    """Runs the subject on fake tensors with each of these numbers of rows.
+
+    Raises:
+        Mixes: it is not proved that parts give what the whole gives.
+        NeedsValues: it reads values, and there are no `reads`.
+    """
+    # Parts of every length that will run: a last part that is shorter may take another path in Python.
+    sizes = sorted({size for size in parts if size != num_rows}) or [max(1, num_rows // 2)]
+    if num_rows < 2:
+        raise Mixes("has one row, which is no part of anything")
+    tensors = [*subject.inputs, *subject.module.parameters(), *subject.module.buffers()]
+    settings = {
+        "fake": _fake_mode_for(tensors),
+        "reads": reads,
+        "allows_randomness": subject.allows_randomness,
+        "allows_votes": subject.allows_votes,
+    }
+    runs, lefts = list[FakeRun](), list[Left]()
+    for size in sizes:
+        runs.append(FakeRun(size, **settings))
+        lefts.append(_run(subject, runs[-1], num_rows)[2])
+        compare(runs[0], runs[-1])
+    flow = Flow(num_rows, runs[0], RULES, **settings)
+    inputs, result, left = _run(subject, flow, num_rows)
+    for run in runs:
+        compare(flow, run)
+    proof = FollowedRun(flow=flow, inputs=inputs, result=result)
+    told = next((str(each) for each in [*lefts, left] if str(each)), "")
+    if told:
+        why = depends_on_rows(flow, [*lefts, left])
+        if why:
+            raise Mixes(f"{why} in a forward, where each part would find what another one has left")
+        raise Leaves(f"{told} in a forward, which would happen once for each part", proof)
+    return proof
+
+
+def _run(subject: Computation, run: FakeRun, num_rows: int) -> tuple[Sequence[torch.Tensor], Any, Left]:
+    """The inputs, the result, and the state that was changed."""
+    with (
+        _as_it_was(subject.module) as left,
+        # With gradients, since code asks for them (`requires_grad`, `is_grad_enabled`), and `check_graph` walks
+        # the graph.
+        torch.enable_grad(),
+        _without_modes(),
+        _without_cache(),
+        _quiet(),
+        saved_apart(),
+    ):
+        inputs = [
+            _input(run, t, d, num_rows, subject.is_contiguous)
+            for t, d in zip(subject.inputs, subject.dims, strict=True)
+        ]
+        result: Any = None
+        try:
+            with subject.around(run) as context, Functions(run, ATOMS), run:
+                result = subject.call(inputs) if context is None else subject.call(inputs, context)
+        except (Mixes, NeedsValues):
+            raise
+        except DynamicOutputShapeException as error:
+            raise Mixes(f"{error.func} has a size that depends on values{_line(error)}") from None
+        except UnsupportedOperatorException as error:
+            raise Mixes(f"{error.func} cannot be followed{_line(error)}") from None
+        except Exception as error:
+            if is_ours(error):
+                raise
+            if run.failure is None:
+                raise Unfollowed(
+                    f"it cannot be followed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                ) from error
+        if run.failure is not None:
+            raise run.failure
+    return inputs, result, left
+
+
+def _line(error: BaseException) -> str:
+    places = [f for f in traceback.extract_tb(error.__traceback__) if is_users_file(f.filename)]
+    return f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+
+
+def _input(run: FakeRun, tensor: torch.Tensor, dim: int | None, num_rows: int, is_contiguous: bool) -> torch.Tensor:
+    if dim is None:
+        return tensor
+    strides = (
+        # An expanded input has strides of 0, which no pattern of rows describes: it is laid out densely, as a
+        # part of it would be.
+        tensor.stride()
+        if all(tensor.stride()) and not is_contiguous
+        else torch.empty(tensor.shape, device="meta").stride()
+    )
+    with run.fake:
+        made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=_device(tensor))
+        if run.num_rows != num_rows:
+            made = made.narrow(dim, 0, run.num_rows)
+            made = made.contiguous() if is_contiguous else made
+    if isinstance(run, Flow):
+        run.rows.put(made, Layout(dim=dim))
+    return made.requires_grad_(tensor.requires_grad or (is_contiguous and made.is_floating_point()))
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+@contextlib.contextmanager
+def _as_it_was(module: torch.nn.Module) -> Iterator[Left]:
+    """Restores the state that the module can reach. The yielded object then has what was changed, if anything."""
+    state, left = RegionState(), Left()
+    before = state.snapshot(module)
+    caches = [(path, cache, cache.cache_info().misses) for path, cache in before.reach.caches]
+    # Factories on the host draw for real, and the program's own draws must not be moved.
+    generator = torch.get_rng_state()
+    try:
+        yield left
+    finally:
+        left.take(before, state.snapshot(module))
+        restore(before)
+        for path, cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                # Its entries from this run may be fake tensors, which a real run must not find.
+                cache.cache_clear()
+                left.filled.append(f"{path} was filled")
+        torch.set_rng_state(generator)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Switches autocast's cache off, which would retain fake weights."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences torch's log of what fake tensors cannot do, and warnings, which the real run gives as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
+
+
+def check_hooks(module: torch.nn.Module, *, is_inside: bool = True) -> None:
+    """Raises Mixes if a module inside `module` (or, without `is_inside`, that itself) has a user hook, which would see parts."""
+    for name, part in module.named_modules():
+        if part is module and is_inside:
+            continue
+        for kind in _HOOKS:
+            for hook in getattr(part, kind).values():
+                if not _is_of_library(hook):
+                    raise Mixes(f"{name or type(part).__name__} has a hook, which would see parts")
+
+
+def _is_of_library(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    function = function.__func__ if isinstance(function, types.MethodType) else function
+    if isinstance(function, types.FunctionType):
+        return not is_users_file(function.__code__.co_filename)
+    return not is_users_class(type(function))
+
+
+def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
+    """The `id` of each leaf that gradients flow to from `result`.
+
+    Raises:
+        Mixes: they flow to other leaves than `allowed`, or through a user's own autograd function.
+    """
+    known = {id(tensor) for tensor in allowed}
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    reached = {id(leaf) for leaf in leaves if leaf.is_leaf and leaf.requires_grad}
+    if reached - known:
+        raise Mixes("it returns a leaf that is not its own")
+    waiting = [leaf.grad_fn for leaf in leaves]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            reached.add(id(variable))
+            if id(variable) not in known:
+                raise Mixes("gradients go through it to what is not its own")
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            function: type = vars(type(node))["_forward_cls"]
+            if function is torch.utils.checkpoint.CheckpointFunction:
+                raise Mixes("it has a re-entrant checkpoint, which takes no backward pass to chosen inputs")
+            if is_users_class(function):
+                raise Mixes(f"its backward pass is {function.__name__}, a function of the program's own")
+        waiting.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:
+    if num_classes < 0:
+        raise Mixes("has a size that depends on values")
+    return flow.rows.layout(tensor)
+
+
+ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _one_hot}
+
+
+def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:
+    """The virtual GPU's mode if the tensors are on it, else a new one."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    # torch hands out null as the address of a tensor without data. On a card a kernel that the code launches itself would write there.
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
+def _without_modes() -> Any:
+    """A context without the active dispatch modes, which must not see the operators of a proof."""
+    return _disable_current_modes()
