@@ -329,7 +329,7 @@ with torch.no_grad():
     for i in range(100_000):
         outputs.append(torch.ones(1 << 12, device="cuda").add(1).mul(2).sub(1).relu())
 """,
-        ("turns of the loop after the first", "more allocated"),
+        ("iterations of the loop after the first", "more allocated"),
     ),
 }
 

@@ -119,7 +119,7 @@ MISTAKES = {
     "options that the script refuses": (
         ["estimate", *UNET, "--", "--epoch", "x"],
         3,
-        "unet.py ended itself before its steps were over: exit code 2 ",
+        "unet.py ended itself before its steps were over: exit code 2; it said: unet.py: error: argument --epoch",
     ),
 }
 

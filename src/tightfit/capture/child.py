@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tightfit.capture.steps.detector import StepWatch
 
 _SECONDS_TO_TRY_AGAIN = 0.2
+_MOST_BYTES_SAID = 4096
 _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightning", "torchvision", "timm")
 
 
@@ -63,13 +65,14 @@ def main(path: str, parent: str) -> None:
     die_with_parent(int(parent))
     request = Request(**json.loads(Path(path).read_text()))
     answer: dict[str, Any]
+    last_line: Callable[[], str] = str
     sys.unraisablehook = _note_unraisable
     closed_in = ClosedIn(request.containment)
     try:
-        with quiet(request.show_output):
+        with quiet(request.show_output) as last_line:
             answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        answer = _failure(request.label, error)
+        answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
     answer["notes"] = closed_in.end()
     Path(f"{path}.answer").write_text(json.dumps(answer))
@@ -84,12 +87,13 @@ def _num_examples() -> dict[int, int]:
     return loaders.num_examples
 
 
-def _failure(label: str, error: BaseException) -> dict[str, Any]:
-    """The answer after `error` ended the trace: our own error, even if the program converted it into another one, or else the program's."""
+def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
+    """The answer after `error` ended the trace: our own error, even if the program converted it into another one, or else the program's. `said` is the
+    last line that the program has written to stderr."""
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code))
+            own = CaptureError(_ended_itself(label, error.code, said))
         else:
             own = ProgramError(programs.one_line(label, error))
             own.trace = programs.program_trace(error)
@@ -222,21 +226,37 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def quiet(show_output: bool) -> Iterator[None]:
-    """The script's own output goes to stderr, or nowhere: stdout belongs to the answer."""
+def quiet(show_output: bool) -> Iterator[Callable[[], str]]:
+    """The script's own output goes to stderr, or nowhere: stdout belongs to the answer. Yields a function for the last line that it has written to
+    stderr, which is empty where the output is shown."""
     # A fault inside autograd ends the process without an exception: its traceback goes to the real stderr, from
     # which the parent names the line (`capture.progress.user_place`).
     faulthandler.enable(os.dup(2))
     sink = os.dup(2) if show_output else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    yield
+    if show_output:
+        os.dup2(sink, 2)
+        yield lambda: ""
+    else:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+        # Whatever the program does with its own.
+        kept = os.dup(2)
+        yield lambda: _last_line(kept)
     sys.stdout.flush()
 
 
-def _ended_itself(label: str, code: object) -> str:
+def _last_line(file: int) -> str:
+    sys.stderr.flush()
+    end = os.pread(file, _MOST_BYTES_SAID, max(0, os.fstat(file).st_size - _MOST_BYTES_SAID))
+    return next((line.strip() for line in reversed(end.decode(errors="replace").splitlines()) if line.strip()), "")
+
+
+def _ended_itself(label: str, code: object, said: str) -> str:
     how = code if isinstance(code, str) else f"exit code {code or 0}"
-    return f"{label} ended itself before its steps were over: {how} (--show-output shows what it printed)"
+    # A parser of arguments says what it does not understand, and exits.
+    said = f"; it said: {said}" if said and code and not isinstance(code, str) else ""
+    return f"{label} ended itself before its steps were over: {how}{said} (--show-output shows what it printed)"
 
 
 if __name__ == "__main__":

@@ -4,38 +4,22 @@ The solver is asked for the fastest choice within a limit, the workload is trace
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 
-from tightfit.allocator.settings import AllocatorSettings
 from tightfit.errors import ApplyError, CaptureError
+from tightfit.fit.allocator_choice import AllocatorChoice
 from tightfit.fit.bisection import Bisection
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
-from tightfit.planner import problem as problems
+from tightfit.fit.variants import Variant, Variants
 from tightfit.planner.option import Option
-from tightfit.planner.problem import Bytes, Problem, total_changes
-from tightfit.planner.retained import with_retained
+from tightfit.planner.problem import Problem
 from tightfit.planner.solution import Solution, validate
 from tightfit.planner.solve import least, solve
-from tightfit.simulate.timeline_bytes import replay_timeline
-from tightfit.simulate.workspaces import with_workspaces_of
 from tightfit.units import format_bytes, format_seconds
 
 MAX_LIMITS = 16
 SOLVER_SECONDS = 10.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A run with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated.
-
-    The run was traced, but for options that retain the graph (`tightfit.planner.retained`): with one of these, its figures are predictions.
-    """
-
-    run: TracedRun
-    problem: Problem
-    gap_bytes: int
-    is_predicted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,67 +40,15 @@ class Candidates:
         self._runs = runs
         self._offers = offers
         self._budget_bytes = budget_bytes
-        self._host_bytes = host_bytes
-        self._disk_bytes = disk_bytes
-        self._variants: dict[tuple[str, ...], Variant] = {}
+        self._settings = AllocatorChoice(runs, offers, self.fits)
+        variants = Variants(runs, offers, self._settings, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        self.variant = variants.of
         self.best_seen: Candidate | None = None
         """The best of all candidates so far: what is left of a search that is interrupted."""
 
     def fits(self, run: TracedRun) -> bool:
         """Whether `run` is within the budget, at the upper end of its range."""
         return run.needed_bytes <= self._budget_bytes
-
-    def variant(self, run: TracedRun, taken: Sequence[Option] = ()) -> Variant:
-        """The problem of what else to do to `run` with `taken`, options that retain the graph, on it too; worked out once."""
-        key = (*sorted(option.key for option in (*run.options, *taken)), "refused:", *self._offers.refusals)
-        if key not in self._variants:
-            self._variants[key] = self._made_variant(run, {option.key for option in taken})
-        return self._variants[key]
-
-    def _made_variant(self, run: TracedRun, keys: Set[str]) -> Variant:
-        names = {option.technique for option in run.options}
-        options = self._offers.options(run.profile)
-        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
-        if run.later is not None:
-            fine = self._with_later_changes(fine, run)
-        tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
-        timeline = replay_timeline(tape, AllocatorSettings()).allocated
-        # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
-        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._with_all_settings(run, options)]
-        variant = Variant(run=run, problem=self._problem(timeline, fine), gap_bytes=min(gaps))
-        retaining = [option for option in fine if option.key in keys]
-        if not retaining:
-            return variant
-        passes = [each for option in retaining for each in option.retains]
-        slots = {slot for option in retaining for slot in option.slots}
-        beside = [with_retained(option, passes) for option in fine if not slots & option.slots]
-        problem = self._problem(timeline + total_changes(len(timeline), retaining), beside)
-        seconds = run.seconds + sum(option.seconds for option in retaining)
-        estimate = dataclasses.replace(run.estimate, seconds_per_step=seconds)
-        predicted = dataclasses.replace(run, options=(*run.options, *retaining), estimate=estimate)
-        gap_bytes = gap_after(retaining, variant, problem)
-        return Variant(run=predicted, problem=problem, gap_bytes=gap_bytes, is_predicted=True)
-
-    def _problem(self, timeline: Bytes, options: Sequence[Option]) -> Problem:
-        return problems.build(timeline, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
-
-    def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
-        """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
-        assert run.later is not None
-        begin = len(run.profile.tape.events)
-        later = {option.key: option.changes for option in self._offers.options(run.later)}
-        return [
-            dataclasses.replace(
-                option,
-                changes=option.changes
-                + tuple(
-                    dataclasses.replace(change, begin=max(begin, change.begin))
-                    for change in later.get(option.key, ())
-                    if change.end > begin
-                ),
-            )
-            for option in options
-        ]
 
     def best_of(
         self, coarse: Sequence[Option], base: TracedRun, max_traces: int, *, is_last: bool = False
@@ -145,7 +77,7 @@ class Candidates:
         limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
         best: Candidate | None = None
         if run.options and not variant.is_predicted:
-            best = self._seen(self._with_best_settings(run, settings), variant, _nothing_more(variant))
+            best = self._seen(self._settings.best(run, settings), variant, _nothing_more(variant))
         traced_for: dict[tuple[int, ...], TracedRun] = {}
         for _ in range(MAX_LIMITS):
             if len(traced_for) == max_traces:
@@ -161,8 +93,8 @@ class Candidates:
                     # What was refused changes the problem, and the numbers of its options.
                     variant, traced_for = self.variant(run, retaining), {}
                     continue
-                free = self._with_best_settings(traced, settings, only_free=True)
-                fastest = free if self.fits(free) else self._with_best_settings(traced, settings)
+                free = self._settings.best(traced, settings, only_free=True)
+                fastest = free if self.fits(free) else self._settings.best(traced, settings)
                 found = traced_for[solution.chosen] = free if only_free else fastest
                 best = self.better(best, self._seen(fastest, variant, solution))
             fits = self.fits(found)
@@ -182,7 +114,7 @@ class Candidates:
         for _ in range(MAX_LIMITS):
             variant = self.variant(run, retaining)
             if run.options and not variant.is_predicted:
-                best = self._seen(self._smallest(run), variant, _nothing_more(variant))
+                best = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
             solution = _solve(variant.problem, 0)
             if not solution.chosen and not variant.is_predicted:
                 return best
@@ -192,7 +124,7 @@ class Candidates:
                 continue
             # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
             unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
-            found = self._seen(self._smallest(traced), variant, unbound)
+            found = self._seen(self._settings.smallest(traced), variant, unbound)
             return found if best is None or found.run.needed_bytes < best.run.needed_bytes else best
         return best
 
@@ -203,12 +135,7 @@ class Candidates:
         if traced is None:
             return None
         names = {option.technique for option in self._offers.options(traced.profile) if option.is_of_the_allocator}
-        return self._seen(self._with_best_settings(traced, names), variant, solution)
-
-    def _smallest(self, run: TracedRun) -> TracedRun:
-        """The run with those settings of the allocator with which it holds least."""
-        runs = self._with_all_settings(run, self._offers.options(run.profile))
-        return min(runs, key=lambda each: (each.needed_bytes, each.seconds))
+        return self._seen(self._settings.best(traced, names), variant, solution)
 
     def _seen(self, run: TracedRun, variant: Variant, solution: Solution) -> Candidate:
         """A candidate, which is remembered if it is the best so far."""
@@ -226,19 +153,6 @@ class Candidates:
         except (ApplyError, CaptureError) as error:
             self._offers.refuse(options, error)
             return None
-
-    def _with_best_settings(self, run: TracedRun, settings: Iterable[str], *, only_free: bool = False) -> TracedRun:
-        """The run with the user's settings, if it fits with them; else with what the techniques `settings` do to the allocator: the fastest
-        that fits, or what holds least. `only_free`: with those that take no time."""
-        if self.fits(run):
-            return run
-        options = [option for name in sorted(settings) for option in self._offers.of(name, run.profile)]
-        others = self._with_all_settings(run, [o for o in options if not (only_free and o.seconds > 0)])
-        return min(others, key=lambda r: (not self.fits(r), r.seconds if self.fits(r) else 0.0, r.needed_bytes))
-
-    def _with_all_settings(self, run: TracedRun, options: Iterable[Option]) -> list[TracedRun]:
-        """The run as it is, and with each of those `options` that are the allocator's."""
-        return [run, *(self._runs.with_settings(run, option) for option in options if option.is_of_the_allocator)]
 
     def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
         """The faster of those that fit, else the smaller one; the first where they are alike."""
@@ -264,21 +178,6 @@ def _solve(problem: Problem, limit: int) -> Solution:
     faults = validate(problem, smallest, smallest.peak_bytes)
     assert not faults, faults
     return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
-
-
-def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
-    """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
-    context = context_bytes(variant.run)
-    if not taken:
-        return variant.gap_bytes
-    # All of it but the context comes and goes with what is allocated.
-    share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
-    return context + round(share * max(0, variant.gap_bytes - context))
-
-
-def context_bytes(run: TracedRun) -> int:
-    """What the process holds on the card besides what its allocator has reserved."""
-    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes
 
 
 def _split(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:

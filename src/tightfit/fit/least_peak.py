@@ -8,9 +8,10 @@ has the lowest peak on each, until the next prediction is above what was reached
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tightfit.fit.candidates import Candidate, Candidates, context_bytes
+from tightfit.fit.candidates import Candidate, Candidates
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.fit.variants import context_bytes
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solve import least_peak

@@ -16,13 +16,13 @@ from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost, margin_named
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
-from tightfit.fit.candidates import Variant
 from tightfit.fit.extent import Steps, extent_of
 from tightfit.fit.plan_advice import advice
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
+from tightfit.fit.variants import Variant
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof

@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tightfit.fit.allowed import Allowed
-from tightfit.fit.candidates import Candidate, Candidates, Variant, gap_after
+from tightfit.fit.candidates import Candidate, Candidates
 from tightfit.fit.corrected_seconds import looked_again
 from tightfit.fit.least_peak import LeastPeak, compatible, kind_of, saved_bytes
 from tightfit.fit.offers import Offers
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.fit.variants import Variant, gap_after
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solution import Solution

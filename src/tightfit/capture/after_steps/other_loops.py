@@ -77,12 +77,12 @@ class OtherLoops:
         loop, num_turns = self._program.loops[number], turns.num_turns
         place = f"{short(loop.file)}:{loop.line}"
         self._gpu.recorder.assume(
-            place, f"the loop was left after {num_turns} turns; its later turns are taken to be like them"
+            place, f"the loop was left after {num_turns} iterations; its later iterations are assumed to be like them"
         )
         growth = (self._alive_bytes() - turns.alive_at_begin) // max(1, num_turns)
         if growth >= MIN_GROWTH_BYTES:
             what, grows = (
-                f"turns of the loop after the first {num_turns}",
+                f"iterations of the loop after the first {num_turns}",
                 f"each leaves {format_bytes(growth)} more allocated",
             )
             self.grows.append(NotReached(what=what, where=place, condition=grows))

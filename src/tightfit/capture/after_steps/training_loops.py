@@ -54,28 +54,12 @@ class TrainingLoops:
     def begin(self, frame: FrameType | None, *, is_stoppable: bool) -> None:
         """The last of the steps asked for has ended, in `frame`. `is_stoppable`: a framework runs the loop, and was asked to stop."""
         self._num_ended_since_left = 0
-        self._max_ended_since_left = self._patience(frame, is_stoppable=is_stoppable)
+        self._max_ended_since_left = _patience(self._program, self._num_steps, frame, is_stoppable=is_stoppable)
 
     @property
     def cannot_be_left(self) -> bool:
         """Whether more steps have ended than a loop that can be left would have taken."""
         return self._num_ended_since_left >= self._max_ended_since_left
-
-    def _patience(self, frame: FrameType | None, *, is_stoppable: bool) -> int:
-        """How many steps may still end before a training loop is left."""
-        if next(self._program.around(frame), None) is not None:
-            return self._num_steps + MAX_UNSEEN_STEPS
-        is_library = False
-        while frame is not None:
-            file = frame.f_code.co_filename
-            is_user = is_user_file(file)
-            if is_user and not self._program.is_rewritten(file):
-                return 0
-            is_library |= is_of_another_library(file)
-            frame = frame.f_back
-        if is_library and not is_stoppable:
-            return 0
-        return self._num_steps + MAX_UNSEEN_STEPS
 
     def leave_before_step(self, frame: FrameType | None) -> None:
         """Leaves the training loop that runs in `frame`, where its next step would begin, if the user's code can be left there.
@@ -134,9 +118,26 @@ class TrainingLoops:
         self.left_at = self.left_at or f"{place} after step {self.num_ended}"
         recorder.assume(
             place,
-            "the training loop was left after the steps that were traced; its later turns are taken to be like them",
+            "the training loop was left after the steps that were traced; its later iterations are assumed to be like them",
         )
         self.around.update(around)
         self._num_ended_since_left = 0
         self._max_ended_since_left = self._num_steps + MAX_UNSEEN_STEPS
         recorder.span(AFTER, SpanKind.ASIDE)
+
+
+def _patience(program: RewrittenProgram, num_steps: int, frame: FrameType | None, *, is_stoppable: bool) -> int:
+    """How many steps may still end before a training loop is left."""
+    if next(program.around(frame), None) is not None:
+        return num_steps + MAX_UNSEEN_STEPS
+    is_library = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_user = is_user_file(file)
+        if is_user and not program.is_rewritten(file):
+            return 0
+        is_library |= is_of_another_library(file)
+        frame = frame.f_back
+    if is_library and not is_stoppable:
+        return 0
+    return num_steps + MAX_UNSEEN_STEPS
