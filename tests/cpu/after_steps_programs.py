@@ -283,6 +283,22 @@ while run.num < 10_000:
 """,
         ("self.save() at", "if self.num % 500 == 0"),
     ),
+    "in a conditional expression": (
+        """
+for i in range(10_000):
+    step()
+    result = evaluate() if i % 500 == 499 else None
+""",
+        ("evaluate() at", "if i % 500 == 499"),
+    ),
+    "behind an and": (
+        """
+for i in range(10_000):
+    step()
+    i % 500 == 499 and evaluate()
+""",
+        ("evaluate() at", "if i % 500 == 499"),
+    ),
     "on an interrupt": (
         """
 try:
@@ -348,6 +364,8 @@ for i in range(100):
         torch.save(model.state_dict(), "weights.pt")
     if optimizer is None:
         evaluate()
+    evaluate() if optimizer is None else print(i)
+    optimizer is None and evaluate()
 json.dumps({"best": best})
 """,
     "the loop ends by itself": """

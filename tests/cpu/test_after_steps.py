@@ -1,11 +1,13 @@
 """What comes after the steps asked for counts, or the verdict names it: evaluation, checkpoints, sampling, later stages of training."""
 
+import ast
 from pathlib import Path
 
 import pytest
 from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, LEFT_EARLY, MODULE, NAMED, PLAIN, PRELUDE, WEIGHTS
 
 from tightfit import estimate
+from tightfit.capture.after_steps.rewriting import SEEN, Branch, Rewriter
 from tightfit.reports.results import Estimate
 from tightfit.reports.verdicts import verdict_words
 
@@ -77,3 +79,23 @@ def test_a_loop_that_is_left_before_its_next_step_leaves_what_a_whole_turn_leave
     assert not found.coverage.stopped
     assert found.peak.allocated_bytes == by_itself.peak.allocated_bytes
     assert found.moment.span.startswith("after the steps")
+
+
+def test_conditional_expressions_keep_their_values_and_their_order() -> None:
+    program = """
+def f(x):
+    done.append(x)
+    return x
+
+done = []
+values = [f(1) if f(2) else f(3), f(0) and f(4), f(0) or f(5), f(1) and f(0) or f(6), (lambda: f(7) if f(0) else f(8))()]
+values += [f(9) if f(0) else f(10) if f(0) else f(11), (n := f(12)) and f(n), [f(i) if i % 2 else None for i in range(3)]]
+"""
+    plain: dict[str, object] = {}
+    exec(program, plain)
+    branches: list[Branch] = []
+    marked: dict[str, object] = {SEEN: (seen := bytearray(64))}
+    exec(compile(Rewriter("m.py", [], branches).rewrite(ast.parse(program)), "m.py", "exec"), marked)
+    assert (marked["values"], marked["done"]) == (plain["values"], plain["done"])
+    unseen = [branch.condition for number, branch in enumerate(branches) if not seen[number]]
+    assert unseen == ["unless f(2)", "if f(0)", "if f(0)", "if f(0)"]

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from tightfit.capture.after_steps.conditional_expressions import ConditionalParts
+
 LEAVE, LEFT, STEPS, SEEN = "__tightfit_leave__", "__tightfit_left__", "__tightfit_steps__", "__tightfit_seen__"
 UNTIL, LEAVING = "__tightfit_until__", "__tightfit_leaving__"
 
@@ -116,9 +118,18 @@ class Rewriter:
             case ast.Match():
                 for case in statement.cases:
                     case.body = self._block(case.body, around)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign() | ast.Expr() | ast.Return():
+                self._mark_parts(statement, around)
             case _:
                 pass
         return [statement]
+
+    def _mark_parts(self, statement: ast.stmt, around: _Around) -> None:
+        def mark_of(part: ast.expr, test: ast.expr, holds: bool) -> int:
+            condition = f"{'if' if holds else 'unless'} {_text(test)}"
+            return self._branch("branch", [ast.copy_location(ast.Expr(part), part)], condition, test, around)
+
+        ConditionalParts(SEEN, mark_of).visit(statement)
 
     def _function(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if any(_OTHER_COMPILERS.search(ast.unparse(d)) for d in function.decorator_list):
@@ -194,7 +205,17 @@ class Rewriter:
         test: ast.expr | None,
         around: _Around,
     ) -> ast.stmt:
-        number = len(self._branches)
+        number = self._branch(kind, body, condition, test, around)
+        return _parsed(f"{SEEN}[{number}] = 1", body[0])
+
+    def _branch(
+        self,
+        kind: Literal["branch", "handler", "function"],
+        body: Sequence[ast.stmt],
+        condition: str,
+        test: ast.expr | None,
+        around: _Around,
+    ) -> int:
         self._branches.append(
             Branch(
                 kind=kind,
@@ -206,7 +227,7 @@ class Rewriter:
                 function=around.function,
             )
         )
-        return _parsed(f"{SEEN}[{number}] = 1", body[0])
+        return len(self._branches) - 1
 
 
 def _parsed(text: str, place: ast.stmt) -> ast.stmt:
