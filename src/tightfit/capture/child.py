@@ -13,13 +13,14 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.capture import targets
 from tightfit.capture.patches import manifest
@@ -68,6 +69,15 @@ def main(path: str, parent: str) -> None:
     last_line: Callable[[], str] = str
     sys.unraisablehook = _note_unraisable
     closed_in = ClosedIn(request.containment)
+    in_threads = threading.excepthook
+
+    def thread_failed(failed: threading.ExceptHookArgs) -> None:
+        # The program may wait for ever for what such a thread does not bring.
+        if failed.exc_value is not None and programs.IN_A_THREAD in str(failed.exc_value):
+            _leave(path, {**_failure(request.label, failed.exc_value, ""), "notes": closed_in.end()})
+        in_threads(failed)
+
+    threading.excepthook = thread_failed
     try:
         with quiet(request.show_output) as last_line:
             answer = {"ok": True, "report": _trace(request, path, closed_in), "num_examples": _num_examples()}
@@ -75,6 +85,10 @@ def main(path: str, parent: str) -> None:
         answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
     answer["notes"] = closed_in.end()
+    _leave(path, answer)
+
+
+def _leave(path: str, answer: dict[str, Any]) -> NoReturn:
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.

@@ -10,12 +10,18 @@ from tightfit.errors.faults import chain, is_own_file
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")})
 # What runs a script or imports a module on our behalf (runpy is frozen in some builds, and a file in others).
 _RUNNERS = ("<frozen runpy>", "<frozen importlib._bootstrap", runpy.__file__)
+IN_A_THREAD = "arguments from the 'CUDA' backend"
+"""What torch says of an operator on a virtual tensor where no virtual GPU is: in threads that the program has started."""
 # What is wrong with an environment and not with a program: what the error says, and what helps.
 _REMEDIES = {
     # PyPI's torchvision for Linux is built for CUDA, and its operators are not registered with a CPU build of torch; transformers imports it if it is there.
     "operator torchvision::": (
         "install the torchvision that was built with your torch (pip install --force-reinstall torchvision, "
         "with --index-url https://download.pytorch.org/whl/cpu beside a CPU build), or uninstall it where nothing needs it"
+    ),
+    IN_A_THREAD: (
+        "the program uses the GPU in a thread of its own, where a trace does not follow it: copy to the GPU in the main thread, "
+        "at least while it is traced"
     ),
 }
 
@@ -30,7 +36,11 @@ def one_line(label: str, error: BaseException) -> str:
     cause = "" if first is error else f" (caused by {type(first).__name__}{_at(first, place)}: {_first_line(first)})"
     said = " ".join(map(_first_line, links))
     helps = next((f"; {remedy}" for known, remedy in _REMEDIES.items() if known in said), "")
-    return f"{label} raised {type(error).__name__}{where}: {_first_line(error)}{cause}{helps}"
+    message = _first_line(error)
+    # torch goes on for a screen with what it was built with.
+    if IN_A_THREAD in message:
+        message = message[: message.index(IN_A_THREAD) + len(IN_A_THREAD)]
+    return f"{label} raised {type(error).__name__}{where}: {message}{cause}{helps}"
 
 
 def program_trace(error: BaseException) -> str:
