@@ -1,9 +1,14 @@
 """Who asks for an operator: what a forward makes for itself belongs to it, and what is called beside a model does not."""
 
+import argparse
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import tightfit
+from tightfit.capture.observe.attribution import is_of_another_library
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.tape import Phase, Tape
@@ -48,3 +53,10 @@ def test_a_loss_function_belongs_to_the_forward_that_makes_it(makes_loss: bool, 
         if tape.strings[name].startswith("aten.nll_loss") and phase in (Phase.FORWARD, Phase.BACKWARD)
     }
     assert found == {module}
+
+
+def test_other_libraries_are_neither_the_users_nor_torch_nor_pythons_own(tmp_path: Path) -> None:
+    assert is_of_another_library(np.__file__)
+    assert is_of_another_library("/usr/lib/python3/dist-packages/wandb/run.py")
+    for own in (str(tmp_path / "train.py"), torch.__file__, tightfit.__file__, argparse.__file__, "<string>"):
+        assert not is_of_another_library(own), own

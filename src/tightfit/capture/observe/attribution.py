@@ -145,6 +145,7 @@ def is_user_file(filename: str) -> bool:
     return not os.path.realpath(filename).startswith(_LIBRARY_FOLDERS)
 
 
+_STANDARD_LIBRARY = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # Unlike `_LIBRARY_FOLDERS` without site-packages: another library that reads gradients (a trainer, a clipper)
 # is reported.
 _OF_TORCH = (
@@ -160,7 +161,10 @@ def is_users_or_other(filename: str) -> bool:
 
 def is_of_another_library(filename: str) -> bool:
     """Whether code in `filename` is that of an installed package other than torch and ours."""
-    return "site-packages" in filename and is_users_or_other(filename)
+    if filename.startswith("<") or is_user_file(filename) or not is_users_or_other(filename):
+        return False
+    # site-packages lies within the standard library's folder.
+    return bool(_INSTALLED.search(filename)) or not os.path.realpath(filename).startswith(_STANDARD_LIBRARY)
 
 
 def short(filename: str) -> str:
