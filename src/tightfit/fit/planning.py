@@ -305,7 +305,8 @@ def _frontier(variant: Variant) -> Iterable[ParetoPoint]:
     low = solve(problem, 0, time_limit_seconds=_PARETO_SECONDS).peak_bytes
     seen: set[tuple[int, ...]] = set()
     for part in range(NUM_PARETO_POINTS + 1):
-        solution = solve(problem, low + (most - low) * part // NUM_PARETO_POINTS, time_limit_seconds=_PARETO_SECONDS)
+        limit = low + (most - low) * part // NUM_PARETO_POINTS
+        solution = solve(problem, limit, time_limit_seconds=_PARETO_SECONDS, breaks_ties=False)
         if solution.fits and solution.chosen not in seen:
             seen.add(solution.chosen)
             yield ParetoPoint(

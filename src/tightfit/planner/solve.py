@@ -49,11 +49,17 @@ class Tricks:
 
 
 def solve(
-    problem: Problem, budget_bytes: int, *, time_limit_seconds: float = 10.0, tricks: Tricks | None = None
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    time_limit_seconds: float = 10.0,
+    breaks_ties: bool = True,
+    tricks: Tricks | None = None,
 ) -> Solution:
     """The fastest choice of options whose peak is at most `budget_bytes`, or the one with the lowest peak if there is none.
 
-    After `time_limit_seconds` the best choice so far is returned, with `is_proven` False and the bound reached.
+    Of choices that are equally fast it is the one with the lowest peak, or, without `breaks_ties`, any. After `time_limit_seconds` the best choice so
+    far is returned, with `is_proven` False and the bound reached.
 
     Raises:
         MissingExtra: highspy is not installed.
@@ -73,6 +79,8 @@ def solve(
         # With time of its own: the first program may have used up its limit without an answer.
         least = _least(problem, rows, tricks, deadline + time_limit_seconds)
         return _solution(problem, least.chosen, budget_bytes, bound_seconds=0.0, is_proven=least.is_proven)
+    if not breaks_ties:
+        return _solution(problem, found.chosen, budget_bytes, bound_seconds=found.bound, is_proven=found.is_proven)
     smallest = _Program(problem, [*rows, _Row(-_FREE, _time(problem, found.chosen), _all(problem))], tricks)
     tidy = smallest.run(None, min(deadline, time.monotonic() + _SECONDS_TO_TIDY), max_mib=budget_bytes / _MIB)
     chosen = found.chosen if tidy is None else min((tidy.chosen, found.chosen), key=lambda c: _rank(problem, c))
