@@ -16,8 +16,9 @@ from tightfit.planner import problem as problems
 from tightfit.planner.option import Option
 from tightfit.planner.solve import least_peak
 
-# Each takes a trace or two, and predictions of the lowest peak lie close together: after the third there is little to be won.
-MAX_VARIANTS = 3
+MAX_VARIANTS = 6
+# Predictions of variants that were not traced are off by a few per cent; one that is above what was reached by less is traced all the same.
+_DOUBT_OF_A_PREDICTION = 0.02
 _SECONDS_TO_PREDICT = 2.0
 # A budget that is less than this share above the lowest prediction, both without the context, may be below what can be reached: that is found out first.
 _NEAR = 0.05
@@ -89,7 +90,7 @@ class LeastPeak:
         """The candidate with the lowest peak; None where nothing can be put on the workload."""
         best: Candidate | None = None
         for prediction in self.predictions(start)[:MAX_VARIANTS]:
-            if best is not None and prediction.needed_bytes > best.run.needed_bytes:
+            if best is not None and prediction.needed_bytes > (1 + _DOUBT_OF_A_PREDICTION) * best.run.needed_bytes:
                 break
             found = self._candidates.least_of(prediction.options, base)
             if found is not None and (best is None or _rank(found) < _rank(best)):
