@@ -22,7 +22,7 @@ from tightfit.cli.main import run
 from tightfit.errors import InternalError
 from tightfit.errors.faults import is_ours
 from tightfit.errors.program_errors import one_line
-from tightfit.fit import candidates, traced_runs
+from tightfit.fit import candidates, traced_runs, variants
 from tightfit.fit import planning as fit_plan
 from tightfit.reports import plans
 from tightfit.reports.text import estimates as text
@@ -227,7 +227,7 @@ def test_a_trial_that_meets_one_ends_the_search(plain: Traced, monkeypatch: pyte
     ("owner", "name"),
     [
         (candidates, "solve"),
-        (candidates, "replay_timeline"),
+        (variants, "replay_timeline"),
         (fit_plan, "_alternatives"),
         (fit_plan, "advice"),
         (traced_runs, "estimate_peak"),
