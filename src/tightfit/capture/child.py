@@ -74,7 +74,7 @@ def main(path: str, parent: str) -> None:
     def thread_failed(failed: threading.ExceptHookArgs) -> None:
         # The program may wait for ever for what such a thread does not bring.
         if failed.exc_value is not None and programs.IN_A_THREAD in str(failed.exc_value):
-            _leave(path, {**_failure(request.label, failed.exc_value, ""), "notes": closed_in.end()})
+            leave(path, {**_failure(request.label, failed.exc_value, ""), "notes": closed_in.end()})
         in_threads(failed)
 
     threading.excepthook = thread_failed
@@ -85,10 +85,11 @@ def main(path: str, parent: str) -> None:
         answer = _failure(request.label, error, last_line())
         answer["message"] += closed_in.hint(error)
     answer["notes"] = closed_in.end()
-    _leave(path, answer)
+    leave(path, answer)
 
 
-def _leave(path: str, answer: dict[str, Any]) -> NoReturn:
+def leave(path: str, answer: dict[str, Any]) -> NoReturn:
+    """Ends the process with the answer to the request at `path`."""
     Path(f"{path}.answer").write_text(json.dumps(answer))
     # Neither the program's threads and exit handlers nor the teardown of an interpreter whose torch was patched
     # may change the answer, or keep the process alive.
@@ -152,7 +153,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
     closed_in.begin()
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):
         session.run(target_of(request.target))
-    _raise_what_was_swallowed()
+    raise_what_was_swallowed()
     session.tape(target=request.label, versions=_versions()).save(request.tape)
     return report()
 
@@ -202,7 +203,7 @@ def _stop(watch: "StepWatch", frame: FrameType | None, timeout_seconds: float) -
     signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_TRY_AGAIN)
 
 
-def _raise_what_was_swallowed() -> None:
+def raise_what_was_swallowed() -> None:
     """Raises an error of ours that the program has caught: it has run without what was asked for, so its tape is not the answer."""
     swallowed = faults.noted() or apply_error()
     if swallowed is not None:

@@ -8,25 +8,24 @@ The process is used for one run; the answer file beside the request says whether
 import dataclasses
 import itertools
 import json
-import os
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import GeneratorType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from tightfit.capture import targets
-from tightfit.capture.child import prepare, quiet, target_of
+from tightfit.capture.child import leave, prepare, quiet, raise_what_was_swallowed, target_of
 from tightfit.capture.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
-from tightfit.errors import ApplyError, CaptureError, InternalError, apply_error, faults
+from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
 
 _SEED = 0
@@ -54,24 +53,19 @@ def main(path: str, parent: str) -> None:
     def done(values: Callable[[], dict[str, Any]]) -> None:
         # Also from within the program: what it would do next is not run.
         try:
-            _raise_what_was_swallowed()
+            raise_what_was_swallowed()
             found = values()
             closed_in.end()
             torch.save(found, request.values)
         except BaseException as error:  # noqa: BLE001 - our own, which the program may not catch
-            _leave(path, _failure(error))
-        _leave(path, {"kind": "done"})
+            leave(path, _failure(error))
+        leave(path, {"kind": "done"})
 
     try:
         with quiet(show_output=False):
             _run(request, closed_in, done)
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the answer
-        _leave(path, _failure(error))
-
-
-def _leave(path: str, answer: dict[str, Any]) -> NoReturn:
-    Path(f"{path}.answer").write_text(json.dumps(answer))
-    os._exit(0)
+        leave(path, _failure(error))
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -81,12 +75,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(own, InternalError):
         return {"kind": "internal", "message": str(own), "trace": own.trace}
     return {"kind": "failed", "message": one_line("the program", error)}
-
-
-def _raise_what_was_swallowed() -> None:
-    swallowed = faults.noted() or apply_error()
-    if swallowed is not None:
-        raise swallowed
 
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:

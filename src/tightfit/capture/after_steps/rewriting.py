@@ -1,8 +1,8 @@
 """Compiles a user's source so that its loops can be left from outside, and so that it is known which branches ran.
 
 Each `for` and `while` body begins with `if __tightfit_leave__[N] and __tightfit_left__(N): break`, and stands in a `try` whose handler catches an
-exception of ours for that loop alone, and breaks; each branch and function marks itself once in `__tightfit_seen__`. Lines stay where they are, so that tracebacks, `inspect.getsource` and attribution see the file as it is. Functions that
-another compiler reads (`numba.njit`, `triton.jit`) are left alone, and so are loops in the body of a class.
+exception of ours for that loop alone, and breaks; each branch and function marks itself once in `__tightfit_seen__`. Lines stay where they are, so that
+tracebacks, `inspect.getsource` and attribution see the file as it is. Functions that another compiler reads (`numba.njit`, `triton.jit`) are left alone, and so are loops in the body of a class.
 """
 
 import ast
