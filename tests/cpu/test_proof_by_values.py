@@ -72,7 +72,7 @@ def choice(where: str, technique: str = "checkpointing", *, exact: bool = True) 
 
 
 def proven(target: Target, chosen: Choice) -> Proof | list[Mismatch]:
-    return Prover(target, small_tape(), seconds=120.0, log=ProgressLog()).prove([chosen])
+    return Prover(target, small_tape(), device="RTX 4090", seconds=120.0, log=ProgressLog()).prove([chosen])
 
 
 def test_a_plan_whose_values_are_those_of_the_plain_run_says_so_with_its_steps(file: Path) -> None:
@@ -117,6 +117,35 @@ def test_a_technique_that_changes_what_a_script_trains_is_named(tmp_path: Path) 
     assert (found.technique, found.what) == ("checkpointing", "0:Stack.blocks.0.wide.weight ends with other values")
 
 
+AMP = """
+scaler = torch.amp.GradScaler("cuda")
+for step in range(100):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.randn(16, 64, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.is_enabled() and scaler.get_scale() > 1
+"""
+
+ASKED = "; ".join(
+    (
+        "torch.cuda.synchronize()",
+        "print(torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info(), torch.cuda.memory_summary()[:3])",
+        "stream = torch.cuda.Stream()",
+        "event = stream.record_event()",
+        "event.synchronize()",
+        "loss.record_stream(stream)",
+        "torch.cuda.empty_cache()",
+        "print(torch.cuda.get_rng_state(), torch.cuda.get_device_capability(), torch.cuda.is_bf16_supported())",
+        "torch.cuda.set_device(0)",
+    )
+)
+
+
 @pytest.mark.parametrize(
     ("loop", "kind", "words"),
     [
@@ -131,10 +160,31 @@ def test_a_technique_that_changes_what_a_script_trains_is_named(tmp_path: Path) 
             "structure",
             "two plain runs",
         ),
-        ("assert torch.cuda.is_available()\n" + LOOP, "structure", "on the host the program raised AssertionError"),
+        ("assert torch.cuda.is_available()\n" + LOOP, "values", "bit for bit"),
+        ("assert torch.cuda.get_device_name() == 'NVIDIA GeForce RTX 4090'\n" + LOOP, "values", "bit for bit"),
+        (LOOP.replace("    optimizer.step()", "    optimizer.step()\n    " + ASKED), "values", "bit for bit"),
+        (AMP, "values", "bit for bit"),
+        (
+            "assert not torch.cuda.is_available()\n" + LOOP,
+            "values",
+            "gave the same weights, buffers and random states bit for bit, as the program runs without a card",
+        ),
+        ("raise OSError('no data')\n" + LOOP, "structure", ": no data"),
         ("model(torch.randn(16, 64).cuda()).sum().backward()\n", "structure", "no optimizer of torch.optim stepped"),
     ],
-    ids=["few steps", "a function", "a bare except", "random from outside", "only with a card", "no optimizer"],
+    ids=[
+        "few steps",
+        "a function",
+        "a bare except",
+        "random from outside",
+        "only with a card",
+        "the card's name",
+        "the card is asked",
+        "AMP",
+        "only without a card",
+        "not at all",
+        "no optimizer",
+    ],
 )
 def test_scripts_are_followed_to_where_their_steps_are_over(tmp_path: Path, loop: str, kind: str, words: str) -> None:
     found = proven(script_of(tmp_path, loop), choice("Stack.blocks.1"))
@@ -184,7 +234,7 @@ def test_what_is_not_affordable_or_has_side_effects_is_not_run(
     tape = small_tape()
     operators = dataclasses.replace(tape.operators, flops=tape.operators.flops * 0 + flops)
     tape = dataclasses.replace(tape, operators=operators)
-    proof = Prover(target, tape, seconds=20.0, log=ProgressLog()).prove([chosen])
+    proof = Prover(target, tape, device="RTX 4090", seconds=20.0, log=ProgressLog()).prove([chosen])
     assert isinstance(proof, Proof)
     assert proof.kind == "structure"
     assert proof.what.startswith("not verified by values: ") and why in proof.what

@@ -25,6 +25,7 @@ from tightfit.capture.host_script import ScriptOnHost
 from tightfit.capture.patches import eager, on_host
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
+from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
 
@@ -34,12 +35,16 @@ _MAX_OBJECTS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """The request to the child; `is_double`: tensors without an explicit dtype are made in float64. Values go to the file `values`."""
+    """The request to the child; `is_double`: tensors without an explicit dtype are made in float64. Values go to the file `values`.
+
+    `card` is the device, by name or path, that `torch.cuda` answers for; None where it says that there is none.
+    """
 
     target: dict[str, Any]
     num_steps: int
     values: str
     is_double: bool
+    card: str | None
     preparation: dict[str, Any] | None
     containment: dict[str, Any] | None = None
 
@@ -79,7 +84,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 def _run(request: HostRequest, closed_in: ClosedIn, done: Callable[[Callable[[], dict[str, Any]]], None]) -> None:
     eager.keep_compiler_out()
-    on_host.install()
+    on_host.install(None if request.card is None else find(request.card))
     warnings.simplefilter("ignore")
     torch.manual_seed(_SEED)
     random.seed(_SEED)

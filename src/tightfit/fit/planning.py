@@ -121,7 +121,12 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         if not (prove and plan.fits and plan.choices) or plan.is_interrupted:
             return plan
         prover = prover or Prover(
-            runs.target, found.base.tape, seconds=DEFAULT_SECONDS, log=runs.log, policy=runs.policy
+            runs.target,
+            found.base.tape,
+            device=runs.device,
+            seconds=DEFAULT_SECONDS,
+            log=runs.log,
+            policy=runs.policy,
         )
         try:
             proof = prover.prove(plan.choices)

@@ -39,19 +39,32 @@ class Mismatch:
     what: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Mode:
+    """How a program runs on the host: in float64, where rounding is told from faults, or as it is; with `torch.cuda` answering for the card, as when it
+    was traced, or not."""
+
+    has_card: bool
+    is_double: bool
+
+
+_MODES = tuple(_Mode(has_card=card, is_double=double) for card in (True, False) for double in (True, False))
+
+
 class Prover:
-    """Proves plans of one program; what the plain run leaves is kept. `tape` is that of the plain run."""
+    """Proves plans of one program for `device`; what the plain run leaves is kept. `tape` is that of the plain run."""
 
     def __init__(
-        self, target: Target, tape: Tape, *, seconds: float, log: ProgressLog, policy: Policy = CLOSED
+        self, target: Target, tape: Tape, *, device: str, seconds: float, log: ProgressLog, policy: Policy = CLOSED
     ) -> None:
         self._target = target
         self._tape = tape
+        self._device = device
         self._seconds = seconds
         self._log = log
         self._policy = policy
         self._plain: HostValues | None = None
-        self._is_double = True
+        self._mode = _MODES[0]
         self._deadline = 0.0
 
     def prove(self, choices: Sequence[Choice]) -> Proof | list[Mismatch]:
@@ -69,7 +82,7 @@ class Prover:
         plain = self._plain_run()
         if plain.values is None:
             return Proof(kind="structure", what=f"not verified by values: on the host {plain.why}")
-        planned = self._run(choices)
+        planned = self._planned_run(choices)
         if planned.values is None:
             return Proof(kind="structure", what=f"not verified by values: with the plan, on the host {planned.why}")
         if not plain.values["weights"]:
@@ -81,6 +94,7 @@ class Prover:
         num_steps, losses = plain.values["num_steps"], "losses, " if plain.values["losses"] else ""
         steps = f"{num_steps} {'step' if num_steps == 1 else 'steps'}"
         what = f"{steps} on the host, plain and planned, gave the same {losses}weights, buffers and random states {how}"
+        what += "" if self._mode.has_card else ", as the program runs without a card"
         return Proof(kind="values", steps=num_steps, seconds=round(time.monotonic() - started, 2), what=what)
 
     def _obstacle(self, choices: Sequence[Choice]) -> str:
@@ -100,22 +114,35 @@ class Prover:
         return ""
 
     def _plain_run(self) -> HostValues:
-        """The plain run, in float64 where the program takes it, twice: if the two differ, it proves nothing."""
-        if self._plain is not None:
-            return self._plain
-        found = self._run(())
-        if found.values is None:
-            self._is_double = False
+        """The plain run, in the first mode that the program takes; the failure in the first one where it takes none."""
+        failed = None
+        for mode in _MODES if self._plain is None else ():
+            self._mode = mode
             found = self._run(())
-        self._plain = found
-        return found
+            if found.values is not None:
+                self._plain = found
+                break
+            failed = failed or found
+        self._plain = self._plain or failed
+        assert self._plain is not None
+        return self._plain
+
+    def _planned_run(self, choices: Sequence[Choice]) -> HostValues:
+        try:
+            return self._run(choices)
+        except ApplyError as error:
+            if self._mode.has_card:
+                raise
+            # It may take another path than the one that the plan was made for.
+            return HostValues(values=None, why=f"and without a card it is refused: {error}")
 
     def _run(self, choices: Sequence[Choice]) -> HostValues:
         return run_on_host(
             self._target,
             [c for c in choices if "alloc_conf" not in c.settings],
             num_steps=NUM_STEPS,
-            is_double=self._is_double,
+            is_double=self._mode.is_double,
+            card=self._device if self._mode.has_card else None,
             timeout_seconds=max(1.0, self._deadline - time.monotonic()),
             policy=self._policy,
         )

@@ -102,7 +102,7 @@ class TracedRuns:
         self.log = log
         self.subject = subject
         self.target = target
-        self._device = device
+        self.device = device
         self._settings = settings
         self._extent = extent
         self._timeout_seconds = timeout_seconds
@@ -128,7 +128,7 @@ class TracedRuns:
             traced = trace(
                 self.target,
                 label=self.label,
-                device=self._device,
+                device=self.device,
                 num_steps=self._extent.num_steps,
                 until=self._extent.until,
                 timeout_seconds=self._timeout_seconds,

@@ -37,10 +37,13 @@ def run_on_host(
     *,
     num_steps: int,
     is_double: bool,
+    card: str | None,
     timeout_seconds: float,
     policy: Policy = CLOSED,
 ) -> HostValues:
     """The first steps of `target` on the host with `choices` on it; `policy` as for `tightfit.capture.trace.trace`.
+
+    `torch.cuda` answers for `card`, the name or path of a device, or says that there is none.
 
     Raises:
         ApplyError: a choice was refused, on the way too.
@@ -57,6 +60,7 @@ def run_on_host(
             "num_steps": num_steps,
             "values": str(values),
             "is_double": is_double,
+            "card": card,
             "preparation": dataclasses.asdict(preparation) if choices else None,
             "containment": None if containment is None else dataclasses.asdict(containment),
         }

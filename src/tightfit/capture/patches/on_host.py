@@ -1,6 +1,7 @@
 """Runs code that is written for a card on the host, for the rest of a process that is used for nothing else.
 
-Tensors requested on "cuda" are made on "cpu"; `torch.cuda.is_available()` returns False, as on any machine without a card.
+Tensors requested on "cuda" are made on "cpu". With a card given, `torch.cuda` answers for it as in a trace, so that a program that asks takes the path
+that was traced; without one `torch.cuda.is_available()` returns False, as on any machine without a card.
 """
 
 import functools
@@ -9,7 +10,10 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.observe.recorder import LiveMemory, Recorder
+from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.replace import replace
+from tightfit.devices.device import Device
 from tightfit.errors.faults import hands_over
 
 _FACTORIES = (
@@ -21,8 +25,13 @@ _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _WAITS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
 
 
-def install() -> None:
-    """Patches torch for the rest of the process."""
+def install(card: Device | None) -> None:
+    """Patches torch for the rest of the process; `torch.cuda` answers for `card`, if there is one."""
+    if card is not None:
+        # Nothing is recorded, so its memory reads as empty.
+        recorder = Recorder()
+        CudaApi(recorder, LiveMemory(recorder, card.capacity_bytes), card).install()
+        replace(torch.Tensor, record_stream=_nothing(torch.Tensor.record_stream))
     for name in _FACTORIES:
         replace(torch, **{name: _host(getattr(torch, name))})
     for name in ("to", *_NEW):
