@@ -29,6 +29,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.recomputation.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.recomputation.checkpointing:Checkpointing",
     "tightfit.techniques.recomputation.nested_checkpointing:NestedCheckpointing",
+    "tightfit.techniques.offload.activation_offload:ActivationOffload",
     "tightfit.techniques.loss_head.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches.micro_batches:MicroBatches",
     "tightfit.techniques.lifetimes.kept_alive:KeptAlive",
