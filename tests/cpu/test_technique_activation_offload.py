@@ -21,7 +21,7 @@ from tightfit.engine import copies
 from tightfit.errors import ApplyError, UsageError
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_choices
-from tightfit.techniques.offload.activation_offload import place_from, relative_place
+from tightfit.techniques.offload.relative_places import place_from, relative_place
 from tightfit.techniques.registry import techniques
 from tightfit.techniques.wrappers.forwards import WrappedForward
 

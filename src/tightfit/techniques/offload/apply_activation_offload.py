@@ -14,7 +14,7 @@ from tightfit.effects.ambient import (
 from tightfit.engine.saved_storage import SavedStorage
 from tightfit.engine.saved_tensors import SavedTensors
 from tightfit.errors import ApplyError
-from tightfit.techniques.offload.activation_offload import place_from
+from tightfit.techniques.offload.relative_places import place_from
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.wrappers.forwards import OnlyHere
