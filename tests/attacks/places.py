@@ -132,6 +132,7 @@ def _variants() -> list[Variant]:
         ("empty_cache", "empty_cache", _of_model("empty_cache", "allocator", border="before the forward")),
         ("8-bit states", "low_bit_states", _of_optimizer("low_bit_states", bits=8)),
         ("8-bit states in backward", "low_bit_states", _of_optimizer("low_bit_states", bits=8, in_backward=True, clips=False)),
+        ("optimizer offload", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, least_elements=1)),
         ("pure bf16", "pure_bf16", _of_optimizer("pure_bf16", "precision", rounding="compensated")),
     ]  # fmt: skip
     return [

@@ -26,6 +26,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.precision.pure_bf16:PureBf16",
     "tightfit.techniques.optimizer.low_bit_states:LowBitStates",
     "tightfit.techniques.optimizer.factored_states:FactoredStates",
+    "tightfit.techniques.optimizer.optimizer_offload:OptimizerOffload",
     "tightfit.techniques.recomputation.selective_checkpointing:SelectiveCheckpointing",
     "tightfit.techniques.recomputation.checkpointing:Checkpointing",
     "tightfit.techniques.recomputation.nested_checkpointing:NestedCheckpointing",
