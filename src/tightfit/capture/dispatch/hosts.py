@@ -93,7 +93,7 @@ class HostMemory:
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
         if kwargs.get("pin_memory"):
-            return self._pin(self.run(operator, args, {**kwargs, "pin_memory": False}))
+            return self.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and self._blank and self.is_blank(first):
             if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
@@ -118,13 +118,23 @@ class HostMemory:
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Tensor.pin_memory`."""
-        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
+        return tensor if self.is_pinned(tensor) else self.pinned(tensor.clone())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """`Tensor.is_pinned`."""
-        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._pinned
+        """`Tensor.is_pinned`: whether the tensor lies in memory that torch has pinned, or that the program has registered."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._pinned:
+            return True
+        registered = self._recorder.host.registered
+        if not registered or storage.device.type != "cpu":
+            return False
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return any(address <= begin and end <= address + size for address, size in registered.items())
 
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, whose storage counts as pinned from now on."""
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             address = storage._cdata

@@ -174,12 +174,12 @@ class CudaApi:
             "get_device_name": self.get_device_name,
             "get_device_capability": self.get_device_capability,
             "get_device_properties": self.get_device_properties,
-            "cudart": _Runtime,
+            "cudart": lambda: _Runtime(self.recorder),
             "get_arch_list": lambda: [f"sm_{self.properties.major}{self.properties.minor}"],
             "can_device_access_peer": lambda device, peer: False,
             "is_bf16_supported": self.is_bf16_supported,
             "is_tf32_supported": lambda: self.device.compute_capability >= (8, 0),
-            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "synchronize": lambda device=None: streams.synchronize(self.recorder),
             "ipc_collect": lambda: None,
             "current_stream": streams.current_stream,
             "default_stream": streams.default_stream,
@@ -210,13 +210,13 @@ class CudaApi:
             "set_device_idx": lambda device: None,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
-            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "synchronize": lambda device=None: streams.synchronize(self.recorder),
             "device_index": _NoScope,
         }
 
     def install(self) -> None:
         """Replaces torch's functions; a process that has done this is not used for anything else."""
-        streams.VirtualStream.recorder = self.recorder
+        streams.VirtualStream.recorder = streams.VirtualEvent.recorder = self.recorder
         memory, accelerator = self.memory, torch.accelerator
         nvtx = {
             "range_push": lambda message: 0,
@@ -280,7 +280,20 @@ class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]
 
 
 class _Runtime:
-    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and does nothing."""
+    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and, but for registering memory, does nothing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._registered = recorder.host.registered
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802 - the library's name
+        """Page-locks memory of the program."""
+        self._registered[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802 - the library's name
+        """Undoes `cudaHostRegister`."""
+        self._registered.pop(pointer, None)
+        return 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args: 0
