@@ -4,8 +4,8 @@
 wait for, which ended at `begin`.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ ENGINES = {CopyDirection.TO_CARD: "copy engine to the GPU", CopyDirection.TO_HOS
 Clock = tuple[float, int]  # seconds, and the node that set it; -1: none
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(NamedTuple):
     """What moved a clock: an item of a round, on `resource`. `cause` ended where this begins. `is_late`: a run of kernels that waited for the host."""
 
     cause: int
@@ -42,6 +41,7 @@ class Followed:
         """The clocks of host and stream before each item of the last round."""
         self.copied: list[tuple[int, float, float]] = []
         """The item, begin and end of each copy of the last round."""
+        self._names = [f"stream {number}" for number in work.streams]
         self._host: Clock = (clocks.host, -1)
         self._streams: list[Clock] = [(seconds, -1) for seconds in clocks.streams]
         self._engines: list[Clock] = [(seconds, -1) for seconds in clocks.engines]
@@ -66,20 +66,18 @@ class Followed:
             else:
                 self._wait(number, item)
 
-    def _node(self, cause: Clock, item: int, resource: str, seconds: float) -> Clock:
-        end = cause[0] + seconds
-        self.nodes.append(Node(cause=cause[1], item=item, resource=resource, begin=cause[0], end=end))
-        return end, len(self.nodes) - 1
+    def _node(self, cause: Clock, item: int, resource: str, seconds: float, is_late: bool = False) -> Clock:
+        begin, node = cause
+        self.nodes.append(Node(node, item, resource, begin, begin + seconds, is_late))
+        return begin + seconds, len(self.nodes) - 1
 
     def _kernels(self, number: int, item: Item) -> None:
         _, stream, on_host, on_card, late = item
-        resource = f"stream {self.work.streams[stream]}"
+        resource = self._names[stream]
         if self._streams[stream][0] + on_card > self._host[0] + late:
             self._streams[stream] = self._node(self._streams[stream], number, resource, on_card)
         else:
-            end, node = self._node(self._host, number, resource, late)
-            self.nodes[node] = dataclasses.replace(self.nodes[node], is_late=True)
-            self._streams[stream] = end, node
+            self._streams[stream] = self._node(self._host, number, resource, late, is_late=True)
         self._host = self._node(self._host, number, HOST, on_host)
 
     def _copy(self, number: int, item: Item) -> None:

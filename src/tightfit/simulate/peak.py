@@ -69,6 +69,8 @@ def estimate_peak(
         spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
+        pinned_peak_bytes=tape.pinned_peak_bytes,
+        pinned_tensor_bytes=tape.pinned_tensor_bytes,
         # The last step stands for all: the first one also allocates the optimizer's states.
         seconds_per_step=seconds[-1] if seconds else 0.0,
         versions=tape.versions,

@@ -202,16 +202,17 @@ def _copies(prices: PricedTape, followed: Followed, seconds: float) -> Iterator[
 
 def _busy_before(prices: PricedTape, followed: Followed, period: float) -> Callable[[float], float]:
     """The seconds up to a time in which some kernel runs, where each period is as the last round."""
-    begins, ends = [], []
-    for number, (item, (host, stream)) in enumerate(zip(followed.work.items, followed.began, strict=True)):
-        if item[0] == WorkKind.KERNELS:
-            kernels = _run(followed.work, number)
-            seconds = prices.seconds[kernels]
-            ends.append(ends_in_run(seconds, prices.issue_seconds[kernels], host, stream))
-            begins.append(ends[-1] - seconds)
-    if not begins:
+    work = followed.work
+    if not len(work.kernels):
         return lambda _: 0.0
-    begin, end = np.concatenate(begins), np.concatenate(ends)
+    clocks = [began for item, began in zip(work.items, followed.began, strict=True) if item[0] == WorkKind.KERNELS]
+    seconds, issue = prices.seconds[work.kernels], prices.issue_seconds[work.kernels]
+    ends = [
+        ends_in_run(seconds[first:last], issue[first:last], host, stream)
+        for first, last, (host, stream) in zip(work.runs[:-1], work.runs[1:], clocks, strict=True)
+    ]
+    end = np.concatenate(ends)
+    begin = end - seconds
     # Each interval within the first period, in two pieces where it goes over its end.
     begin, end = begin % period, begin % period + (end - begin)
     begin = np.concatenate([begin, np.zeros(int((end > period).sum()))])

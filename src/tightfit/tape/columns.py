@@ -254,7 +254,8 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
+    """One traced run. `host_peak_bytes` is the peak of host memory: tensors on the host, and what torch's allocator of pinned memory reserves, whose own peak
+    is `pinned_peak_bytes` for tensors of at most `pinned_tensor_bytes` at a time.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
@@ -279,6 +280,8 @@ class Tape:
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     random_operators: tuple[str, ...] = ()
     operators_of_steps: tuple[tuple[int, int], ...] = ()
+    pinned_peak_bytes: int = 0
+    pinned_tensor_bytes: int = 0
     copies: Copies = dataclasses.field(default_factory=lambda: _empty(Copies))
     waits: Waits = dataclasses.field(default_factory=lambda: _empty(Waits))
 
@@ -311,6 +314,8 @@ class Tape:
             "strings": self.strings,
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "host_peak_bytes": self.host_peak_bytes,
+            "pinned_peak_bytes": self.pinned_peak_bytes,
+            "pinned_tensor_bytes": self.pinned_tensor_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),

@@ -1,5 +1,7 @@
 """What the tape is told of copies between host and card, of events and of waits of the host."""
 
+import mmap
+
 import torch
 
 from tightfit.capture.observe.streams import VirtualEvent
@@ -100,6 +102,41 @@ def memory_that_the_program_registers_counts_as_pinned():
     assert seen.copies == [(CopyDirection.TO_CARD, True, False, 4096)]
     torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
     assert not part.is_pinned()
+
+
+def pinned_memory_is_reserved_in_powers_of_two_and_kept():
+    host = VirtualEvent.recorder.host
+    torch.accelerator.memory.empty_host_cache()
+    before, pageable = host.pinned.reserved_bytes, host.num_bytes
+    tensor = torch.empty(5 << 20, dtype=torch.uint8, pin_memory=True)
+    assert tensor.pin_memory() is tensor
+    assert (host.pinned.reserved_bytes - before, host.num_bytes - pageable) == (8 << 20, 0)
+    copy = torch.zeros(3 << 20, dtype=torch.uint8).pin_memory()
+    assert (host.pinned.reserved_bytes - before, host.num_bytes - pageable) == (12 << 20, 0)
+    assert host.peak_bytes >= host.num_bytes + host.pinned.reserved_bytes
+    del tensor, copy
+    again = torch.empty(8 << 20, dtype=torch.uint8).pin_memory()
+    assert host.pinned.reserved_bytes - before == 12 << 20
+    del again
+    torch.accelerator.memory.empty_host_cache()
+    assert host.pinned.reserved_bytes == before
+
+
+def registered_memory_counts_once_and_exactly():
+    host = VirtualEvent.recorder.host
+    before = host.num_bytes
+    slab = torch.empty(5 << 20, dtype=torch.uint8)
+    assert host.num_bytes - before == 5 << 20
+    torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 1)
+    assert host.num_bytes - before == 5 << 20
+    torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+    own = mmap.mmap(-1, 3 << 20)
+    part = torch.frombuffer(own, dtype=torch.uint8)
+    torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 1)
+    assert part[100:200].is_pinned()
+    assert host.num_bytes - before == 8 << 20
+    torch.cuda.cudart().cudaHostUnregister(part.data_ptr())
+    assert host.num_bytes - before == 5 << 20
 
 
 def streams_record_and_wait_on_the_tape():

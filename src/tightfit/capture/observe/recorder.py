@@ -7,6 +7,7 @@ it is queried, and costs nothing otherwise.
 from collections.abc import Mapping
 
 from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pinned_host import PinnedHostAllocator
 from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import (
@@ -29,18 +30,23 @@ from tightfit.tape import (
 
 
 class HostBytes:
-    """The bytes of tensors on the host, and their peak; and the memory that the program has registered with the driver."""
+    """The bytes of tensors on the host, and the peak of these and of what torch's allocator of pinned memory has reserved."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        """In pageable memory, or registered by the program."""
+        self.pinned = PinnedHostAllocator()
         self.peak_bytes = 0
-        self.registered: dict[int, int] = {}
-        """Bytes by address (`cudaHostRegister`): what lies there is page-locked as pinned memory is."""
 
     def hold(self, num_bytes: int) -> None:
         """Tensors have grown, or shrunk, by `num_bytes`."""
         self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.pinned.reserved_bytes)
+
+    def pin(self, num_bytes: int) -> None:
+        """A tensor in memory that torch pins."""
+        self.pinned.malloc(num_bytes)
+        self.hold(0)
 
 
 class Recorder:
@@ -174,6 +180,8 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         waits=Waits.from_columns(recorder.waits),
         assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
         host_peak_bytes=recorder.host.peak_bytes,
+        pinned_peak_bytes=recorder.host.pinned.peak_reserved_bytes,
+        pinned_tensor_bytes=recorder.host.pinned.peak_requested_bytes,
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.
         loop=next(iter(recorder.loops)) if len(recorder.loops) == 1 else "",
         module_classes={path: name for path, name in recorder.module_classes.items() if name},

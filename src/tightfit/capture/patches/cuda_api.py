@@ -109,6 +109,7 @@ class MemoryApi:
         """By the names of `torch.accelerator.memory`."""
         return {
             "empty_cache": self.recorder.empty_cache,
+            "empty_host_cache": self.recorder.host.pinned.empty_cache,
             "memory_stats": self.memory_stats,
             "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "reset_accumulated_memory_stats": lambda device=None: None,
@@ -174,7 +175,7 @@ class CudaApi:
             "get_device_name": self.get_device_name,
             "get_device_capability": self.get_device_capability,
             "get_device_properties": self.get_device_properties,
-            "cudart": lambda: _Runtime(self.recorder),
+            "cudart": _Runtime,
             "get_arch_list": lambda: [f"sm_{self.properties.major}{self.properties.minor}"],
             "can_device_access_peer": lambda device, peer: False,
             "is_bf16_supported": self.is_bf16_supported,
@@ -280,20 +281,7 @@ class _NoScope(contextlib.nullcontext):  # type: ignore[type-arg]
 
 
 class _Runtime:
-    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and, but for registering memory, does nothing."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._registered = recorder.host.registered
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802 - the library's name
-        """Page-locks memory of the program."""
-        self._registered[pointer] = size
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802 - the library's name
-        """Undoes `cudaHostRegister`."""
-        self._registered.pop(pointer, None)
-        return 0
+    """`torch.cuda.cudart()`: every call of the runtime's library succeeds and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args: 0
