@@ -89,7 +89,8 @@ def verdict_of(peak: Peak, limit_bytes: int, margin: str, *, is_whole: bool = Tr
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
-    `coverage` says what of the program was seen.
+    `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
+    `pinned_tensor_bytes`.
     """
 
     target: str
@@ -107,6 +108,8 @@ class Estimate:
     assumptions: tuple[Assumption, ...]
     coverage: Coverage = Coverage()
     margin: str = "likely"
+    pinned_peak_bytes: int = 0
+    pinned_tensor_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -135,7 +138,11 @@ class Estimate:
             "steps": [{k: v for k, v in dataclasses.asdict(s).items() if k.endswith("_bytes")} for s in steps],
             "spans": [dataclasses.asdict(s) for s in self.spans],
             "band": [dataclasses.asdict(b) for b in self.band],
-            "host": {"peak_bytes": self.host_peak_bytes},
+            "host": {
+                "peak_bytes": self.host_peak_bytes,
+                "pinned_bytes": self.pinned_peak_bytes,
+                "pinned_tensor_bytes": self.pinned_tensor_bytes,
+            },
             "seconds_per_step": self.seconds_per_step,
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],

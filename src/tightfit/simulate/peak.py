@@ -7,11 +7,11 @@ cuDNN does. The range comes from replays under other assumptions (`tightfit.simu
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.timeline import step_seconds
 from tightfit.simulate.timeline_bytes import MemoryTimeline, timeline_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
@@ -69,6 +69,8 @@ def estimate_peak(
         spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
+        pinned_peak_bytes=tape.pinned_peak_bytes,
+        pinned_tensor_bytes=tape.pinned_tensor_bytes,
         # The last step stands for all: the first one also allocates the optimizer's states.
         seconds_per_step=seconds[-1] if seconds else 0.0,
         versions=tape.versions,

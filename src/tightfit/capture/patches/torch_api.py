@@ -21,7 +21,7 @@ from tightfit.capture.dispatch import one_card, program_operators, shapes
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
-from tightfit.capture.patches import graphs, legacy, libraries, saving
+from tightfit.capture.patches import graphs, legacy, libraries, registered_memory, saving
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch, hands_over
 
@@ -39,6 +39,7 @@ def install(gpu: VirtualGpu) -> None:
     saving.install(gpu)
     legacy.install()
     graphs.install()
+    registered_memory.install(gpu.host)
     one_card.install()
     shapes.install()
     program_operators.install()

@@ -138,6 +138,13 @@ def _subject(estimate: Estimate) -> Text:
     )
 
 
+def _host_memory(estimate: Estimate) -> str:
+    if not estimate.pinned_peak_bytes:
+        return "in tensors"
+    pinned, tensors = format_bytes(estimate.pinned_peak_bytes), format_bytes(estimate.pinned_tensor_bytes)
+    return f"in tensors; {pinned} of it pinned, in blocks of powers of two for tensors of {tensors}"
+
+
 def _figures(estimate: Estimate) -> Group:
     """The three peaks, host memory, time per step and the time step of the peak, one per line."""
     peak, moment = estimate.peak, estimate.moment
@@ -149,7 +156,7 @@ def _figures(estimate: Estimate) -> Group:
     table.add_row("reserved", format_bytes(peak.reserved_bytes), "by torch's caching allocator")
     table.add_row("allocated", format_bytes(peak.allocated_bytes), "by live tensors")
     if estimate.host_peak_bytes:
-        table.add_row("host memory", format_bytes(estimate.host_peak_bytes), "in tensors")
+        table.add_row("host memory", format_bytes(estimate.host_peak_bytes), _host_memory(estimate))
     if estimate.seconds_per_step:
         table.add_row("time per step", format_seconds(estimate.seconds_per_step), "estimated time")
     parts = [moment.span, named_phase(moment.phase), moment.operator.removeprefix("aten."), moment.module, moment.line]
