@@ -32,9 +32,7 @@ class OptimizerOffload(AbstractTechnique):
     name = "optimizer_offload"
     exact = True
     needs = Needs.STEPS
-    exactness = (
-        "bit for bit: the optimizer itself updates one parameter after the other; with the fused kernel up to rounding"
-    )
+    exactness = "the optimizer itself updates one parameter after the other: bit for bit with its own implementation, up to rounding with the fused kernel"
     tolerance = 0.15
 
     def options(self, profile: Profile) -> Iterable[Option]:
@@ -67,9 +65,13 @@ def _at_host(run: OptimizerProfile, option: Option) -> Option:
     sizes = run.tape.storages.num_bytes[states]
     sizes = sizes[sizes >= MIN_NUMBERS * element_bytes_of(run)]
     host_bytes = int((-(-sizes // _ALIGNMENT) * _ALIGNMENT).sum())
-    # Both directions at once; each copy is issued by itself.
-    ways = [sum(copy_seconds(int(size), run.device, to_card=way) for size in sizes.tolist()) for way in (True, False)]
-    seconds = max(ways) * len(run.steady) / run.num_steps
+    bytes_of_gradients = int(run.tape.storages.num_bytes[run.gradients(run.step_ranges[-1])].sum())
+    num_states = max(1, round(int(sizes.sum()) / max(1, bytes_of_gradients)))
+    back, out = ([copy_seconds(int(size), run.device, to_card=way) for size in sizes.tolist()] for way in (True, False))
+    # While the states of one parameter leave, those of the next come; those of a parameter are allocated one after the other.
+    beside = sum(max(pair) for pair in zip(out, back[num_states:], strict=False))
+    seconds = sum(back[:num_states]) + beside + sum(out[len(out) - num_states :])
+    seconds *= len(run.steady) / run.num_steps
     return dataclasses.replace(
         option,
         exact=True,

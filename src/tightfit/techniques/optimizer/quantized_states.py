@@ -74,7 +74,6 @@ class EncodedStates:
 
     def encode(self, parameter: torch.Tensor) -> None:
         """Quantises the states of one parameter."""
-        self._codec.settle()
         if parameter not in self._optimizer.state:
             return
         # Before this function has a name for it too.
@@ -88,6 +87,8 @@ class EncodedStates:
                     return
                 state = self._optimizer.state[parameter] = DecodingStates(state)
             names = [name for name in names if not is_shared(state, name)]
+        if names:
+            self._codec.settle()
         for name in names:
             whole = dict.__getitem__(state, name)
             dict.__setitem__(state, name, LazyTensor(EncodedState(self._codec, name, whole), whole))
