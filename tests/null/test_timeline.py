@@ -18,7 +18,7 @@ from tests.timelines import (
 
 from tightfit.cost.copies import copy_seconds
 from tightfit.devices.catalogue import find
-from tightfit.simulate.timeline import StepTimeline, seconds_of_steps, step_timeline
+from tightfit.simulate.timeline import StepTimeline, busy_seconds_of_steps, seconds_of_steps, step_timeline
 from tightfit.tape import CopyDirection, WaitKind
 from tightfit.tape.verify import verify_tape
 
@@ -94,6 +94,11 @@ def test_a_read_makes_the_host_wait_and_then_the_gpu_for_the_host() -> None:
     assert step.idle_seconds["stream 0"] == pytest.approx(READ_SECONDS + 0.5)
     assert sum(part.seconds for part in step.critical_path) == pytest.approx(step.seconds)
     assert [part.resource for part in step.critical_path].count("host") == 2
+
+
+def test_the_gpu_is_busy_while_the_stream_with_the_most_kernels_is() -> None:
+    step = [Kernel(seconds=3.0), Kernel(seconds=1.0, stream=1), Copy(seconds=9.0), Kernel(seconds=2.0)]
+    assert busy_seconds_of_steps(priced_steps(step, step[:2])) == pytest.approx([5.0, 3.0])
 
 
 def test_a_step_that_the_host_cannot_issue_faster() -> None:
@@ -206,7 +211,7 @@ def test_a_step_is_no_shorter_than_its_busiest_resource_and_no_longer_than_all_t
     busy += [sum(row.seconds for row in issued if row.stream == stream) for stream in range(3)]
     busy += [sum(row.seconds for row in issued if isinstance(row, Copy) and row.direction == d) for d in CopyDirection]
     assert step.seconds >= max(busy) - 1e-9
-    assert sum(part.seconds for part in step.critical_path) <= step.seconds + 1e-9
+    assert sum(part.seconds for part in step.critical_path) == pytest.approx(step.seconds, rel=1e-6, abs=1e-9)
 
 
 @given(steps, waits.filter(lambda row: row.kind != WaitKind.RECORD), st.integers(0, 14))

@@ -90,7 +90,7 @@ def verdict_of(peak: Peak, limit_bytes: int, margin: str, *, is_whole: bool = Tr
 class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
     `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
-    `pinned_tensor_bytes`.
+    `pinned_tensor_bytes`. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
     """
 
     target: str
@@ -110,6 +110,7 @@ class Estimate:
     margin: str = "likely"
     pinned_peak_bytes: int = 0
     pinned_tensor_bytes: int = 0
+    idle_seconds_per_step: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -144,6 +145,7 @@ class Estimate:
                 "pinned_tensor_bytes": self.pinned_tensor_bytes,
             },
             "seconds_per_step": self.seconds_per_step,
+            "idle_seconds_per_step": self.idle_seconds_per_step,
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "coverage": self.coverage.to_json(),

@@ -15,7 +15,7 @@ from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
-from tightfit.tape import Column, Tape, WaitKind
+from tightfit.tape import Column, SpanKind, Tape, WaitKind
 
 
 class WorkKind(enum.IntEnum):
@@ -122,10 +122,10 @@ def _own(tape: Tape, begin: int, end: int) -> slice:
     """The waits of operators `[begin, end)`.
 
     One after the last operator of a step counts for the step after it: both have as many operators before them, and a trace of a script ends where its
-    last step ends.
+    last step ends. Where there is one step alone, it has them all.
     """
-    is_all = begin == 0 and end == len(tape.operators)
-    return slice(*np.searchsorted(tape.waits.operator, (begin, end + 1 if is_all else end)))
+    is_alone = end == len(tape.operators) and int((tape.spans.kind == SpanKind.STEP).sum()) == 1
+    return slice(*np.searchsorted(tape.waits.operator, (begin, end + 1 if is_alone else end)))
 
 
 def _runs(kernels: Column, streams: Column, copies: Column, waits: Column) -> Column:

@@ -85,6 +85,14 @@ def seconds_of_steps(prices: PricedTape) -> list[float]:
     return [_seconds(prices, *of_step) for of_step in _steps(prices.tape)]
 
 
+def busy_seconds_of_steps(prices: PricedTape) -> list[float]:
+    """Of each step, how long the stream with the most work runs kernels: in the rest of the step the GPU is idle."""
+    is_copy = np.zeros(len(prices.seconds), dtype=np.bool_)
+    is_copy[prices.tape.copies.operator] = True
+    kernels = np.where(is_copy, 0.0, prices.seconds)
+    return [_busiest(prices, kernels, begin, end) for begin, end, _ in _steps(prices.tape)]
+
+
 def step_timeline(prices: PricedTape, step: int = -1) -> StepTimeline:
     """The timeline of one span of kind `STEP`, by default the last.
 
@@ -117,11 +125,14 @@ def _seconds(prices: PricedTape, begin: int, end: int, before: tuple[int, int] |
     tape = prices.tape
     if not has_waits(tape, begin, end):
         # The same to rounding as the settled timeline, without it: the busiest stream, or the host.
-        stream = tape.operators.stream[begin:end]
-        busy = [float(prices.seconds[begin:end][stream == number].sum()) for number in np.unique(stream)]
-        return max([*busy, float(prices.issue_seconds[begin:end].sum())])
+        return max(_busiest(prices, prices.seconds, begin, end), float(prices.issue_seconds[begin:end].sum()))
     work = work_of(prices, begin, end, before)
     return settled(work.items, len(work.streams))[1]
+
+
+def _busiest(prices: PricedTape, seconds: Column, begin: int, end: int) -> float:
+    stream = prices.tape.operators.stream[begin:end]
+    return max((float(seconds[begin:end][stream == number].sum()) for number in np.unique(stream)), default=0.0)
 
 
 def _idle(prices: PricedTape, work: StepWork, seconds: float) -> dict[str, float]:
@@ -144,6 +155,8 @@ def _path(prices: PricedTape, followed: Followed, seconds: float) -> list[Critic
     since = until - seconds
     found = []
     for node in followed.path(since):
+        if node.begin >= until:
+            continue
         end = node.end
         for operator, resource, taken in reversed(list(_of_node(prices, followed.work, node))):
             within = min(end, until) - max(end - taken, since)
@@ -161,6 +174,13 @@ def _of_node(prices: PricedTape, work: StepWork, node: Node) -> Iterator[tuple[i
         yield work.operators[node.item], node.resource, node.end - node.begin
         return
     kernels = _run(work, node.item)
+    if len(kernels) == 1:
+        operator = int(kernels[0])
+        if node.resource == HOST or node.is_late:
+            yield operator, HOST, float(prices.issue_seconds[operator])
+        if node.resource != HOST:
+            yield operator, node.resource, float(prices.seconds[operator])
+        return
     issue, seconds = prices.issue_seconds[kernels], prices.seconds[kernels]
     if node.resource == HOST:
         last_issued, first = len(kernels), len(kernels)
@@ -207,11 +227,14 @@ def _busy_before(prices: PricedTape, followed: Followed, period: float) -> Calla
         return lambda _: 0.0
     clocks = [began for item, began in zip(work.items, followed.began, strict=True) if item[0] == WorkKind.KERNELS]
     seconds, issue = prices.seconds[work.kernels], prices.issue_seconds[work.kernels]
-    ends = [
-        ends_in_run(seconds[first:last], issue[first:last], host, stream)
-        for first, last, (host, stream) in zip(work.runs[:-1], work.runs[1:], clocks, strict=True)
-    ]
-    end = np.concatenate(ends)
+    host, stream = np.array(clocks).T
+    first = work.runs[:-1]
+    # All runs at once as if each were its first kernel, and then those that are longer: in a step of many waits most are not.
+    end = np.empty(len(seconds))
+    end[first] = np.maximum(host + issue[first], stream) + seconds[first]
+    for run in np.flatnonzero(np.diff(work.runs) > 1).tolist():
+        of_run = slice(work.runs[run], work.runs[run + 1])
+        end[of_run] = ends_in_run(seconds[of_run], issue[of_run], host[run], stream[run])
     begin = end - seconds
     # Each interval within the first period, in two pieces where it goes over its end.
     begin, end = begin % period, begin % period + (end - begin)

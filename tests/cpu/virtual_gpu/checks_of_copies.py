@@ -180,3 +180,35 @@ def reads_of_the_host_wait_for_the_stream():
         torch.repeat_interleave(values, torch.ones(8, dtype=torch.int64, device="cuda"), output_size=8)
     assert seen.waits == [(WaitKind.HOST_READS, 0, -1)] * 4 + [(WaitKind.HOST_READS, side.stream_id, -1)]
     assert seen.copies == []
+
+
+def a_list_of_values_is_one_read():
+    values = torch.zeros(100, device="cuda") * 1
+    with _Seen() as seen:
+        assert values.tolist() == [0.0] * 100
+    assert len(seen.waits) == 1, seen.waits
+    with _Seen() as seen:
+        assert torch.zeros(2, 3).tolist() == [[0.0] * 3] * 2
+    assert seen.waits == []
+
+
+def lists_of_tensors_are_copied_one_by_one():
+    on_card = [torch.zeros(64, device="cuda") for _ in range(3)]
+    pinned = [torch.zeros(64).pin_memory() for _ in range(3)]
+    with _Seen() as seen:
+        torch._foreach_copy_(pinned, on_card, non_blocking=True)
+        torch._foreach_copy_(on_card, [torch.ones(64) for _ in range(3)])
+        torch._foreach_copy_(on_card, on_card)
+    assert seen.copies == [
+        *[(CopyDirection.TO_HOST, True, False, 256)] * 3,
+        *[(CopyDirection.TO_CARD, False, True, 256)] * 3,
+    ]
+    assert on_card[0].tolist() == [1.0] * 64
+
+
+def indices_on_the_host_are_copied():
+    values = torch.zeros(100, device="cuda") * 1
+    with _Seen() as seen:
+        assert values[torch.tensor([1, 2, 3])].shape == (3,)
+        assert values[torch.arange(100) < 5].shape == (5,)
+    assert [(is_blocking, num_bytes) for _, _, is_blocking, num_bytes in seen.copies] == [(True, 24), (True, 40)]

@@ -102,6 +102,15 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     return target
 
 
+def _foreach_copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lists that lie on both sides are copied one tensor after another (`foreach_tensor_copy_list_kernel_slow_`)."""
+    if all(isinstance(tensor, FakeTensor) for side in args[:2] for tensor in side):
+        return gpu.run(func, args, kwargs)
+    for target, source in zip(*args[:2], strict=True):
+        _copy_(gpu, aten.copy_.default, (target, source, *args[2:]), kwargs)
+    return None
+
+
 def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _read(gpu)
     try:
@@ -189,13 +198,18 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
 
 
+def _moved(gpu: VirtualGpu, index: torch.Tensor) -> torch.Tensor:
+    """An index on the host, on the card."""
+    return _to_copy(gpu, aten._to_copy.default, (index,), {"device": torch.device("cuda", 0)})
+
+
 def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Masks among the indices become positions first, as the CUDA kernels do it."""
     indices = args[1]
     if isinstance(args[0], FakeTensor):
         # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
         indices = [
-            _to_card(gpu, i, i.dtype, None)
+            _moved(gpu, i)
             if i is not None and not isinstance(i, FakeTensor) and i.dtype not in (torch.bool, torch.uint8)
             else i
             for i in indices
@@ -211,7 +225,7 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
             positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
         else:
             found = index.nonzero().unbind(1)
-            positions.extend(_to_card(gpu, p, p.dtype, None) if isinstance(args[0], FakeTensor) else p for p in found)
+            positions.extend(_moved(gpu, p) if isinstance(args[0], FakeTensor) else p for p in found)
     return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
 
 
@@ -277,6 +291,7 @@ _CTC_LIBRARIES = [
 HANDLERS: dict[OpOverload, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
+    aten._foreach_copy_.default: _foreach_copy_,
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,

@@ -137,6 +137,16 @@ class Recorder:
         for column, value in zip(self.waits.values(), row, strict=True):
             column.append(value)
 
+    @property
+    def num_waits(self) -> int:
+        """How many waits were recorded so far."""
+        return len(self.waits["kind"])
+
+    def forget_waits(self, since: int) -> None:
+        """Drops the waits from number `since` on."""
+        for column in self.waits.values():
+            del column[since:]
+
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`."""
         self._event(EventKind.EMPTY_CACHE, -1)
