@@ -46,6 +46,7 @@ def test_a_list_that_grows() -> None:
     assert re.search(r"more allocated after each step \(a tensor of Linear\)", leak.what)
     assert line_of("hidden = model[0]") in leak.what
     assert leak.saves_bytes >= 4096 * 512 * 4
+    assert f"{line_of('seen.append(')} `seen.append(hidden.square().mean())` keeps a tensor of every step" in leak.what
 
 
 @pytest.mark.parametrize(("function", "num_steps"), [("clean", 3), ("lingering", 2)])
