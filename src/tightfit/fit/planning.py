@@ -11,13 +11,13 @@ from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, P
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
+from tightfit.diagnosis.suggestions.from_profile import PlannedWorkload, suggestions_for
 from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import allocator_settings, cost, margin_named
 from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.extent import Steps, extent_of
-from tightfit.fit.plan_advice import advice
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
@@ -199,7 +199,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         # Whoever interrupts does not wait for a curve.
         frontier=tuple(_frontier(found.variant)) if found.variant is not None and not found.is_interrupted else (),
-        advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
+        advice=suggestions_for(_planned(found), card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
         disk_bytes=sum(option.disk_bytes for option in taken),
@@ -210,6 +210,19 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         predicted_seconds=_predicted_seconds(found),
         margin=best.margin,
         uncertainty=tuple(band.cause for band in best.estimate.band if band.more_bytes),
+    )
+
+
+def _planned(found: Found) -> PlannedWorkload:
+    return PlannedWorkload(
+        profile=found.base.profile,
+        estimate=found.base.estimate,
+        roots=found.base.roots,
+        needed_bytes=found.base.needed_bytes,
+        planned_bytes=found.best.needed_bytes,
+        fits=found.fits,
+        has_techniques=bool(found.best.options),
+        forbidden=found.forbidden,
     )
 
 

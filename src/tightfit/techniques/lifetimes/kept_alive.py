@@ -14,7 +14,8 @@ from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accu
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Option
+from tightfit.planner.option import Option
+from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
@@ -45,7 +46,7 @@ class KeptAlive(AbstractTechnique):
         """No options: the loop is the user's."""
         return ()
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice for each line, the largest first."""
         run = profile.optimizer
         steps = profile.tape.spans.kind == SpanKind.STEP
@@ -60,11 +61,11 @@ class KeptAlive(AbstractTechnique):
         rows = [(line, True) for line in leaks]
         rows += [(line, False) for line in _by_line(run, lingering) if line.num_bytes >= smallest]
         return [
-            Advice(
-                technique=self.name,
+            Suggestion(
                 what=_of_growth(line, held) if grows else _of_lingering(line),
                 saves_bytes=line.num_bytes,
-                is_exact=True,
+                adds_seconds=0.0,
+                is_one_line=True,
             )
             for line, grows in rows[:NUM_LINES]
         ]
