@@ -20,13 +20,10 @@ from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target, words_of
+from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
 from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
-
-DEFAULT_NUM_STEPS = 3
-DEFAULT_TIMEOUT_SECONDS = 120.0
-"""How long a program may take to its first step, and from each step to the next."""
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 

@@ -3,12 +3,10 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Literal
 
 from tightfit.capture.targets import Script, Target
+from tightfit.capture.trace_settings import Steps
 from tightfit.errors import UsageError
-
-Steps = int | Literal["all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
