@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Literal
 
-from tightfit.capture.processes.containment.policy import Policy
-
 Steps = int | Literal["all"]
 DEFAULT_NUM_STEPS = 3
 DEFAULT_TIMEOUT_SECONDS = 120.0
@@ -37,11 +35,6 @@ class TraceSettings:
     show_output: bool = False
     allow_writes: bool = False
     allow_network: bool = False
-
-    @property
-    def policy(self) -> Policy:
-        """What the program may do to this machine."""
-        return Policy(allow_writes=self.allow_writes, allow_network=self.allow_network)
 
 
 AS_USUAL = TraceSettings()

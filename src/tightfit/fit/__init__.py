@@ -18,7 +18,7 @@ from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.card_settings import allocator_settings as allocator_settings
 from tightfit.fit.card_settings import margin_named as margin_named
-from tightfit.fit.extent import extent_of
+from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
@@ -54,7 +54,7 @@ def capture(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
-    extent = extent_of(parsed, tracing.steps, tracing.until)
+    extent = extent_of(parsed, tracing)
     log = ProgressLog(on_progress=on_progress and theirs(on_progress))
     log.begin("tracing", num_steps=extent.num_steps)
     return trace(
@@ -65,7 +65,7 @@ def capture(
         until=extent.until,
         timeout_seconds=tracing.timeout,
         show_output=tracing.show_output,
-        policy=tracing.policy,
+        policy=policy_of(tracing),
         meanwhile=meanwhile and theirs(meanwhile),
         used_bytes=used_bytes,
         on_progress=log.on_trace,

@@ -118,7 +118,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
             device=runs.on.name,
             seconds=DEFAULT_SECONDS,
             log=runs.log,
-            policy=runs.tracing.policy,
+            policy=runs.policy,
         )
         try:
             proof = prover.prove(plan.choices)

@@ -17,7 +17,7 @@ from tightfit.capture.trace import Preparation, trace
 from tightfit.capture.trace_settings import TraceSettings
 from tightfit.errors import CaptureError
 from tightfit.fit.card_settings import CardSettings
-from tightfit.fit.extent import extent_of
+from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
@@ -92,7 +92,8 @@ class TracedRuns:
         self.subject = subject
         self.target = target
         self.tracing = tracing
-        self._extent = extent_of(target, tracing.steps, tracing.until)
+        self.policy = policy_of(tracing)
+        self._extent = extent_of(target, tracing)
         self.num_examples: Mapping[int, int] = {}
         """How many examples the loaders of the plain run read, by the size of their batches."""
         self._made: dict[frozenset[str], TracedRun] = {}
@@ -124,7 +125,7 @@ class TracedRuns:
                 with_effects=not options,
                 used_bytes=self.on.used_bytes,
                 follows=self._followed(options),
-                policy=self.tracing.policy,
+                policy=self.policy,
                 on_progress=self.log.on_trace,
             )
             self.log.traced()

@@ -6,18 +6,17 @@ much lower the peak of the whole run becomes. It is therefore 0 where another ti
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
-from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
-from tightfit.diagnosis.growth import growing_sites
+from tightfit.diagnosis.suggestions.from_growth import suggestions_on_growth
 from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
 from tightfit.planner.suggestion import Suggestion
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category, Column, Phase
-from tightfit.units import MIB, format_bytes
+from tightfit.units import MIB
 
 MIN_SHARE = 0.005
 """Suggestions that save less than this share of the peak are left out."""
@@ -63,7 +62,7 @@ def suggestions_of(
     ]
     min_bytes = max(MIB, int(MIN_SHARE * int(history.allocated.max())))
     # What grows is said however little it is in a recording of a few steps.
-    return [*seen.grown(), *(one for one in found if one.saves_bytes >= min_bytes)]
+    return [*suggestions_on_growth(history, places, phases), *(one for one in found if one.saves_bytes >= min_bytes)]
 
 
 class _Seen:
@@ -109,30 +108,6 @@ class _Seen:
                 note="what this line allocates stays allocated until the next step replaces it",
                 is_one_line=True,
             )
-
-    def grown(self) -> Iterable[Suggestion]:
-        """What forward passes leave allocated after every step, more with each: a sum or a list that retains graphs or tensors."""
-        sites = [
-            site
-            for site in growing_sites(self.history, self.places, self.steps)
-            if (self.phases[site.blocks] == Phase.FORWARD).all()
-        ]
-        if not sites:
-            return
-        chosen = np.zeros(len(self.blocks), dtype=bool)
-        chosen[np.concatenate([site.blocks for site in sites])] = True
-        ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
-        lines = [(site.place.line, site.place.function) for site in sites]
-        lines += [(caller, "") for site in sites for caller in site.place.callers]
-        held = accumulations_from(lines, [place.line for place in self.places if place.line])
-        yield Suggestion(
-            what=advice_on_accumulation(held[0]) if held else ADVICE_ON_GROWTH,
-            where=held[0].line if held else sites[0].place.name,
-            saves_bytes=self.saved(chosen, ends),
-            adds_seconds=0.0,
-            note=_note_on_growth(sum(site.bytes_per_step for site in sites), held),
-            is_one_line=True,
-        )
 
     def gradients(self) -> Iterable[Suggestion]:
         """Gradients that stay allocated through the next forward pass."""
@@ -272,17 +247,6 @@ class _Seen:
             outputs[visit[-1]] = True
             largest_bytes = max(largest_bytes, int(self.blocks.block_bytes[visit[:-1]].sum()))
         return outputs, largest_bytes
-
-
-def _note_on_growth(bytes_per_step: int, held: Sequence[Accumulation]) -> str:
-    others = ", ".join(f"{one.line.rpartition('/')[2]} `{one.text}`" for one in held[1:])
-    return "; ".join(
-        (
-            f"each step leaves {format_bytes(bytes_per_step)} more allocated than the one before",
-            *(["found by names in the source"] if held else []),
-            *([f"the same of {others}"] if others else []),
-        )
-    )
 
 
 def _repeated(module: str) -> tuple[str, int] | None:
