@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tightfit.allocator.pools import MIN_BLOCK_BYTES
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.fit import capture
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice
@@ -191,7 +192,7 @@ def workload(
 def traced(**parameters: Any) -> Tape:
     """The tape of `workload` with these parameters."""
     given = [f"{name}={value}" for name, value in parameters.items()]
-    return capture(f"{__file__}:workload", device=DEVICE, parameters=given, steps=2)
+    return capture(f"{__file__}:workload", device=DEVICE, parameters=given, tracing=TraceSettings(steps=2))
 
 
 def peak_bytes(tape: Tape, changed: Sequence[Option] = ()) -> int:

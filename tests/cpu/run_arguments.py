@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
-from tightfit.devices.catalogue import find
-from tightfit.fit.extent import Extent
+from tightfit.capture.trace_settings import TraceSettings
+from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import ProgressLog
 
 CARD = "RTX 4090"
@@ -16,11 +15,7 @@ def run_arguments(target: Target, label: str) -> dict[str, Any]:
     return {
         "target": target,
         "label": label,
-        "device": CARD,
-        "card": find(CARD),
-        "settings": AllocatorSettings(),
-        "calibration": None,
-        "extent": Extent(num_steps=2),
-        "show_output": False,
+        "on": CardSettings.of(CARD, alloc_conf=""),
+        "tracing": TraceSettings(steps=2),
         "log": ProgressLog(),
     }

@@ -7,7 +7,8 @@ import pytest
 from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
-from tightfit.fit import plan_advice as advice
+from tightfit.devices.catalogue import find
+from tightfit.diagnosis.suggestions import from_profile as advice
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.units import parse
 
@@ -56,6 +57,19 @@ def trial(file: Path, **parameters: int) -> TracedRun:
     return TracedRuns(**run_arguments(target, "decoder")).run_with(())
 
 
+def planned(run: TracedRun) -> advice.PlannedWorkload:
+    return advice.PlannedWorkload(
+        profile=run.profile,
+        estimate=run.estimate,
+        roots=run.roots,
+        needed_bytes=run.needed_bytes,
+        planned_bytes=run.needed_bytes,
+        fits=False,
+        has_techniques=False,
+        forbidden=(),
+    )
+
+
 def size_in(text: str) -> int:
     found = re.search(r"about ([\d.]+ [KMG]iB)", text)
     assert found, text
@@ -63,17 +77,33 @@ def size_in(text: str) -> int:
 
 
 def test_a_lighter_model_holds_about_what_is_said_of_it(file: Path) -> None:
-    (said,) = advice._blocks(trial(file))
+    (said,) = [one.sentence for one in advice._blocks(planned(trial(file)))]
     assert said.startswith("a smaller model, with 6 instead of 8 blocks in Decoder.blocks, ")
     assert size_in(said) == pytest.approx(trial(file, num_blocks=6).estimate.peak.allocated_bytes, rel=0.03)
 
 
 def test_a_shorter_sequence_holds_no_more_than_is_said_of_it(file: Path) -> None:
-    (said,) = advice._sequence(trial(file))
+    (said,) = [one.sentence for one in advice._sequence(planned(trial(file)))]
     assert said.startswith("half the sequence length (128 of 256 tokens) ")
     found = trial(file, num_tokens=128).estimate.peak.device_bytes
     assert found <= size_in(said) * 1.01
     assert size_in(said) < 1.5 * found
+
+
+def test_what_saves_for_nothing_comes_first_and_another_gpu_last(file: Path) -> None:
+    said = advice.suggestions_for(planned(trial(file)), find("A100 40GB"), is_whole_card=True)
+    starts = ["half the batch size", "a smaller model", "without any technique it fits"]
+    at = [next(i for i, one in enumerate(said) if one.startswith(start)) for start in starts]
+    assert at == sorted(at) and said[-1].startswith("on two of these GPUs")
+
+
+def test_suggestions_of_unknown_cost_are_ordered_by_what_they_change() -> None:
+    prices = ["GPU", "model", "results", "batch", "nothing"]
+    rows = [advice.Suggestion(what=price, changes=price, saves_bytes=n) for n, price in enumerate(prices)]
+    rows.append(advice.Suggestion(what="costs time", saves_bytes=1, adds_seconds=0.5))
+    rows.append(advice.Suggestion(what="free", saves_bytes=1, adds_seconds=0.0))
+    rows.append(advice.Suggestion(what="one line", saves_bytes=1, adds_seconds=0.0, is_one_line=True))
+    assert [one.what for one in advice.in_order(rows)] == ["one line", "free", "costs time", *prices[::-1]]
 
 
 def test_a_model_without_tokens_or_blocks_is_told_nothing_of_either(tmp_path: Path) -> None:
@@ -82,5 +112,5 @@ def test_a_model_without_tokens_or_blocks_is_told_nothing_of_either(tmp_path: Pa
         WORKLOAD.replace("self.table(tokens)", "tokens.unsqueeze(-1) * torch.ones(1, 1, 512, device='cuda')")
     )
     plain = trial(path, num_blocks=1)
-    assert list(advice._sequence(plain)) == []
-    assert list(advice._blocks(plain)) == []
+    assert list(advice._sequence(planned(plain))) == []
+    assert list(advice._blocks(planned(plain))) == []

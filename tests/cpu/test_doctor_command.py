@@ -82,6 +82,13 @@ def test_a_leak_is_named_with_its_line(tapes: Path, capsys: pytest.CaptureFixtur
     assert answer(capsys, "doctor", str(tapes / "plain.npz"))["growth"] == []
 
 
+def test_the_statement_that_keeps_what_grows_is_quoted(tapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *_ = answer(capsys, "doctor", str(tapes / "leaks.npz"))["remedies"]
+    assert Path(first["where"]).name == f"work.py:{LEAKING_LINE}"
+    assert first["what"].startswith("`losses.append(output.detach() + 1)` keeps a tensor of every step: `.cpu()`")
+    assert first["saves_bytes"] == 3 * 512 * 256 * 4  # of four steps, one is the last, whose peak comes before its own
+
+
 def test_an_output_that_is_held_into_the_next_step_is_free_to_let_go(
     tapes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -229,7 +229,7 @@ def test_a_trial_that_meets_one_ends_the_search(plain: Traced, monkeypatch: pyte
         (candidates, "solve"),
         (variants, "replay_timeline"),
         (fit_plan, "_alternatives"),
-        (fit_plan, "advice"),
+        (fit_plan, "suggestions_for"),
         (traced_runs, "estimate_peak"),
         (plans, "write_plan"),
     ],

@@ -83,6 +83,38 @@ def test_an_operator_without_a_known_shape_says_what_it_needs() -> None:
     assert 'torch.library.register_fake("launch_programs::native")' in said
 
 
+RUNS_ON_ZEROS = """\
+import resource
+
+import torch
+
+torch.library.define("mine::first_row", "(Tensor x) -> Tensor")
+torch.library.impl("mine::first_row", "cpu", lambda x: x[:1].clone())
+
+
+def workload():
+    weight = torch.ones(1, 1 << 20, device="cuda", requires_grad=True)
+    while True:
+        table = torch.empty(1 << 10, 1 << 20, device="cuda", dtype=torch.bfloat16)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        row = torch.ops.mine.first_row(table)
+        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert taken < 300 << 10, f"{taken} KiB"
+        (weight * row).sum().backward()
+        yield
+"""
+
+
+def test_an_operator_that_is_run_on_zeros_takes_no_memory_of_the_host_for_them(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(RUNS_ON_ZEROS)
+    target = GeneratorFunction(location=str(tmp_path / "work.py"), function="workload", parameters={})
+    tape = trace(target, label="work.py", device="A100 80GB", num_steps=1).tape
+    assert tape.storages.num_bytes.max() == 2 << 30
+    assert "mine.first_row: torch has no shape rule for it; its sizes are those of a run on host zeros" in assumptions(
+        tape
+    )
+
+
 def test_an_extension_in_cuda_is_not_built_and_its_functions_say_what_they_need() -> None:
     with pytest.raises(CaptureError) as raised:
         traced("extension", is_wrapped=False)

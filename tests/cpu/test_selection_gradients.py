@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tightfit import fit
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.tape import Tape
 
 WORKLOAD = """
@@ -62,13 +63,17 @@ def operators(tape: Tape) -> list[str]:
 def test_zeros_that_the_engine_made_are_overwritten(kind: str, in_place: str, tmp_path: Path) -> None:
     path = tmp_path / "selections.py"
     path.write_text(WORKLOAD)
-    tape = fit.capture(f"{path}:selections", device="RTX 3060", parameters=[f"kind={kind}"], steps=1)
+    tape = fit.capture(
+        f"{path}:selections", device="RTX 3060", parameters=[f"kind={kind}"], tracing=TraceSettings(steps=1)
+    )
     assert in_place in operators(tape)
 
 
 def test_what_a_program_writes_out_of_place_stays_so(tmp_path: Path) -> None:
     path = tmp_path / "selections.py"
     path.write_text(WORKLOAD)
-    tape = fit.capture(f"{path}:selections", device="RTX 3060", parameters=["kind=user"], steps=1)
+    tape = fit.capture(
+        f"{path}:selections", device="RTX 3060", parameters=["kind=user"], tracing=TraceSettings(steps=1)
+    )
     assert "aten.scatter_add" in operators(tape)
     assert "aten.scatter_add_" not in operators(tape)

@@ -69,11 +69,11 @@ def test_freezing_is_refused_where_it_is_too_late_or_all() -> None:
 
 def test_the_rows_name_what_each_would_hold(plain: Tape) -> None:
     (frozen,) = Freezing().advice(Profile(plain, find(DEVICE)))
-    assert re.search(r"with 2 of 8 .* with 4 of 8 .* with 6 of 8 .*--allow freezing", frozen.what)
+    assert re.search(r"with 2 of 8 .* with 4 of 8 .* with 6 of 8 .*--allow freezing", frozen.sentence)
     (adapters,) = Adapters().advice(Profile(plain, find(DEVICE)))
     assert "LoRA on 56 linear layers" in adapters.what
     numbers = 8 * 8 * (4 * (256 + 256) + 3 * (256 + 768))
-    assert f"({numbers:,} trainable parameters)" in adapters.what
+    assert f"({numbers:,} trainable parameters)" in adapters.sentence
 
 
 def test_adapters_hold_what_was_promised(plain: Tape) -> None:

@@ -13,14 +13,14 @@ from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import trace
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice
+from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.lifetimes.kept_alive import KeptAlive
 from tightfit.techniques.session import Session
 
 MIB = 1 << 20
 
 
-def advice(function: str, num_steps: int = 3) -> list[Advice]:
+def advice(function: str, num_steps: int = 3) -> list[Suggestion]:
     target = GeneratorFunction(location=models.__file__, function=function, parameters={})
     tape = trace(target, label=function, device=DEVICE, num_steps=num_steps).tape
     assert list(KeptAlive().options(Profile(tape, find(DEVICE)))) == []
@@ -46,6 +46,7 @@ def test_a_list_that_grows() -> None:
     assert re.search(r"more allocated after each step \(a tensor of Linear\)", leak.what)
     assert line_of("hidden = model[0]") in leak.what
     assert leak.saves_bytes >= 4096 * 512 * 4
+    assert f"{line_of('seen.append(')} `seen.append(hidden.square().mean())` keeps a tensor of every step" in leak.what
 
 
 @pytest.mark.parametrize(("function", "num_steps"), [("clean", 3), ("lingering", 2)])

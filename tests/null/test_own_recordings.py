@@ -73,6 +73,23 @@ def test_the_doctor_names_the_line_and_what_it_keeps_of_each_step(
 
 
 @by_name
+def test_the_doctor_says_which_statement_keeps_the_graphs_and_what_to_write(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(FOLDER)
+    first, *_ = answer(capsys, "doctor", str(path), "--json", "--seconds", "0.1")["remedies"]
+    assert first["where"] == "leaking.py:21" and SCRIPT[20].strip() == "total = total + loss"
+    assert first["what"].startswith("`total = total + loss` retains the graph of every step: ")
+    assert ".detach()" in first["what"] and ".item()" in first["what"]
+    assert first["saves_bytes"] == pytest.approx(5 * KEPT_PER_STEP, rel=0.05)
+    # Where the source is not there, the line that allocates is all that is known.
+    monkeypatch.chdir(tmp_path)
+    first, *_ = answer(capsys, "doctor", str(path), "--json", "--seconds", "0.1")["remedies"]
+    assert first["where"] == "leaking.py:17"
+    assert first["what"].startswith("if a sum or a list holds a loss or an output of every step, store `.item()`")
+
+
+@by_name
 def test_a_report_agrees_with_the_replay(path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = answer(capsys, "report", str(path), "--format", "json")
     assert (found["peak_allocated_bytes"], found["peak_reserved_bytes"]) == PEAKS[path.stem]

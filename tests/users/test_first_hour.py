@@ -12,6 +12,8 @@ import pytest
 from tests.browser.driver import browser
 from tests.users.terminal import Shown, typed
 
+from tightfit.units import MIB, parse
+
 PROGRAMS = Path(__file__).parent / "programs"
 SIZE = r"[\d.]+ [GM]iB"
 # What only the program itself, or Python, calls so.
@@ -78,6 +80,29 @@ class TestTrainsAUNet:
             assert "after the steps: without gradients at unet.py:46" in text
             assert not PRIVATE.search(text), PRIVATE.search(text)
             assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+class TestHasTooSmallABudget:
+    def test_and_gets_a_plan_with_techniques(self, folder: Path) -> None:
+        words = ["plan", "unet.py", "--device", "RTX 3060", "--budget", "800MiB", "--no-prove"]
+        shown = typed(folder, *words, "--", "--size", "256", "--batch-size", "8")
+        _shows(shown, 0, rf"fits with \d+ techniques: {SIZE} of 800\.0 MiB on NVIDIA GeForce RTX 3060")
+        # What is done, for how long, and how many runs were traced; each line in place of the last, and gone before the answer.
+        told = re.findall(r"\r\x1b\[K(\d+:\d\d plan unet\.py: [^\r\n]+)", shown.raw)
+        assert not any(line in shown.lines for line in told)
+        doing = list(dict.fromkeys(line.partition("unet.py: ")[2] for line in told))
+        assert doing[0] == "tracing the plain run"
+        assert any(re.match(r"tracing with \d+ techniques?(, .*)?; 1 run traced", line) for line in doing)
+        # The plain run and the planned one, then what is applied where, with signs and no cut settings.
+        plain, planned = (next(line for line in shown.lines if line.startswith(name)) for name in ("plain", "planned"))
+        rows = [[parse(size) for size in re.findall(SIZE, line)] for line in (plain, planned)]
+        assert rows[0][1] > 800 * MIB >= rows[1][1] >= rows[1][0]
+        table = shown.lines[shown.lines.index("techniques applied") + 1 : shown.lines.index("alternatives")]
+        assert table[0].split() == ["technique", "where", "memory", "time", "exact", "settings"]
+        assert "…" not in "".join(table)
+        assert any(
+            re.search(r"optimizer_kernel +optimizer .*−[\d.]+ [µm]s +yes +fused=True", line) for line in table[1:]
+        )
 
 
 class TestReadsARecording:

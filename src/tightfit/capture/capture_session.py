@@ -19,7 +19,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, loaders, native, torch_api
+from tightfit.capture.patches import eager, loaders, native, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.devices.catalogue import find
@@ -92,6 +92,16 @@ class CaptureSession:
         names = {self._tape.strings[name] for name in self._tape.operators.name.tolist()}
         drawing = tuple(sorted(name for name in names if draws(name)))
         return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
+
+    def follow_threads(self) -> None:
+        """Has the virtual GPU answer in the program's threads too, which take turns."""
+
+        after = self.watch.after
+        if after is None:
+            followed = threads.ThreadsFollowed(self.gpu, lambda: False, lambda why: None)
+        else:
+            followed = threads.ThreadsFollowed(self.gpu, lambda: after.is_on, after.stop)
+        followed.install()
 
     def run(self, target: targets.Target) -> None:
         """Runs the target until its steps are over.

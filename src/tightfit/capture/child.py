@@ -59,6 +59,7 @@ class Request:
     used_bytes: int = 0
     follows: dict[str, Any] | None = None
     until: list[Any] | None = None
+    follows_threads: bool = False
 
 
 def main(path: str, parent: str) -> None:
@@ -149,6 +150,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         until=None if request.until is None else (request.until[0], request.until[1]),
     )
     session.gpu.progress = status = StatusFile(path)
+    if request.follows_threads:
+        session.follow_threads()
     report = prepare(request.preparation)
     closed_in.begin()
     with _steps_in_time(session.watch, request.timeout_seconds, f"{path}.stack", status):

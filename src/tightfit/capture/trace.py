@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ from tightfit.capture.processes.containment.written import dropped_notes
 from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, forked_child
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target, words_of
+from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
 from tightfit.errors.faults import answering, kept_file
+from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Assumption, Coverage, Tape
 from tightfit.tape.verify import verify_tape
 
-DEFAULT_NUM_STEPS = 3
-DEFAULT_TIMEOUT_SECONDS = 120.0
-"""How long a program may take to its first step, and from each step to the next."""
-
 _SECONDS_BETWEEN_LOOKS = 0.25
+_programs_with_threads: set[str] = set()
+"""Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
 
 # What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
 _PRELOADED = (
@@ -91,30 +91,50 @@ def trace(
     """
     if not timeout_seconds > 0:
         raise errors.UsageError(f"timeout is {timeout_seconds:g}: give the seconds to wait for a step, such as 120")
+    fields = {
+        "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
+        "label": label,
+        "device": device,
+        "num_steps": num_steps,
+        "timeout_seconds": timeout_seconds,
+        "show_output": show_output,
+        "preparation": None if preparation is None else dataclasses.asdict(preparation),
+        "with_effects": with_effects,
+        "used_bytes": used_bytes,
+        "follows": None if follows is None else follows.to_json(),
+        "until": until,
+    }
+    program = repr(target)
+    if program not in _programs_with_threads:
+        try:
+            return _attempt(fields, words_of(target), policy, on_progress, meanwhile)
+        except errors.ProgramError as error:
+            if IN_A_THREAD not in str(error):
+                raise
+        # Threads that take turns are not quite what the program has, so only one that needs it is traced so.
+        _programs_with_threads.add(program)
+    return _attempt({**fields, "follows_threads": True}, words_of(target), policy, on_progress)
+
+
+def _attempt(
+    fields: dict[str, Any],
+    words: Sequence[str],
+    policy: Policy,
+    on_progress: Callable[[TraceProgress], None] | None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Traced:
+    """One trace, by a child that is given `fields`; `words` are those of the target."""
+    label = fields["label"]
     with shared_folder() as folder:
         request, tape = folder / "request.json", folder / "tape.npz"
-        containment = contained(policy, folder, words_of(target))
-        fields = {
-            "target": {"kind": type(target).__name__, **dataclasses.asdict(target)},
-            "label": label,
-            "device": device,
-            "num_steps": num_steps,
-            "timeout_seconds": timeout_seconds,
-            "tape": str(tape),
-            "show_output": show_output,
-            "preparation": None if preparation is None else dataclasses.asdict(preparation),
-            "containment": None if containment is None else dataclasses.asdict(containment),
-            "with_effects": with_effects,
-            "used_bytes": used_bytes,
-            "follows": None if follows is None else follows.to_json(),
-            "until": until,
-        }
-        request.write_text(json.dumps(fields))
+        containment = contained(policy, folder, words)
+        closed_in = None if containment is None else dataclasses.asdict(containment)
+        request.write_text(json.dumps({**fields, "tape": str(tape), "containment": closed_in}))
         with forked_child(
             "tightfit.capture.child",
             request,
             environment=_environment(policy),
-            reads_errors=not show_output,
+            reads_errors=not fields["show_output"],
             preloaded=_PRELOADED,
             containment=containment,
         ) as process:
@@ -125,7 +145,7 @@ def trace(
             stack = Path(f"{request}.stack")
             where = stack.read_text(errors="replace") if stack.exists() else ""
             if where:
-                raise errors.CaptureError(no_step(label, where, timeout_seconds))
+                raise errors.CaptureError(no_step(label, where, fields["timeout_seconds"]))
             raise errors.CaptureError(_death(label, process.wait(), said))
         result = _answer(request)
         # Keys of JSON are strings.

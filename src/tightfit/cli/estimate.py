@@ -3,7 +3,6 @@
 Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
 
-import dataclasses
 import json as jsonlib
 import sys
 import time
@@ -84,7 +83,7 @@ def estimate(
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
-    how = dataclasses.asdict(tracing) | {"used": used}
+    how = {"tracing": tracing, "used": used}
     if sweep:
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
             raise UsageError(
@@ -130,8 +129,9 @@ def _tape(target: str, device: str, asked: dict[str, Any], how: dict[str, Any]) 
         if any(asked.values()):
             raise UsageError(f"{target} is a finished run: it takes no arguments, -p or model options")
         return _saved_tape(target)
-    is_rewritten = not how["show_output"]
-    with ProgressLine(f"estimate {target}", timeout_seconds=how["timeout"], is_rewritten=is_rewritten) as line:
+    tracing = how["tracing"]
+    is_rewritten = not tracing.show_output
+    with ProgressLine(f"estimate {target}", timeout_seconds=tracing.timeout, is_rewritten=is_rewritten) as line:
         return fit.capture(target, device=device, **asked, **how, on_progress=line.report)
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cyclopts import Group, Parameter
 
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.cli.sizes import Size
 
 SEVERAL = Parameter(consume_multiple=False)
@@ -59,32 +60,10 @@ class ModelOptions:
 
 
 @Parameter(name="*", group=Group("How the program is traced", sort_key=2))
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions:
-    """How far a program is traced, and what it may do meanwhile.
+class TraceOptions(TraceSettings):
+    """The settings of a trace as options, whose help is that of their fields."""
 
-    Parameters
-    ----------
-    steps
-        How many steps to trace, 3 if not given, before loops are left and what comes later (evaluation ...) is traced; all: no loop is left.
-    until
-        A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
-    timeout
-        Seconds to wait for the first step, and for each next one, 120 if not given.
-    show_output
-        Show the output of the workload, on stderr.
-    allow_writes
-        Let the program write files for real. Without this it sees what it writes, and that is dropped after the trace.
-    allow_network
-        Let the program reach other machines: for downloads that are not in a cache yet.
-    """
-
-    steps: int | Literal["all"] = 3
-    until: str | None = None
-    timeout: float = 120.0
-    show_output: bool = False
-    allow_writes: bool = False
-    allow_network: bool = False
+    __doc__ = TraceSettings.__doc__
 
 
 @Parameter(name="*", group=Group("How the program is traced", sort_key=2))

@@ -116,12 +116,12 @@ def plan(
         "options": model.given(),
         "alloc_conf": gpu.alloc_conf,
         "calibration": gpu.calibration,
-        **dataclasses.asdict(tracing),
     }
     line = ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output)
     if search is not None:
+        settings |= {"tracing": tracing}
         return _search(search, target, card, line, bounds, output=output, json=json, redact=redact, **settings)
-    settings |= {"host": bounds.host, "disk": bounds.disk, "prove": not no_prove}
+    settings |= {"host": bounds.host, "disk": bounds.disk, "prove": not no_prove, **dataclasses.asdict(tracing)}
     with line:
         found = find_plan(target, card, on_progress=line.report, **settings)
     found = redacted(found) if redact else found

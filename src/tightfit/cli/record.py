@@ -124,6 +124,7 @@ def _record_virtually(
 ) -> int:
     """Traces the first steps on a virtual GPU and writes them in the form of a recording."""
     from tightfit import fit
+    from tightfit.capture.trace_settings import TraceSettings
     from tightfit.devices.catalogue import find
     from tightfit.recordings.write import write_tape
     from tightfit.tape import SpanKind
@@ -134,9 +135,7 @@ def _record_virtually(
         device=device or card.name,
         arguments=arguments,
         parameters=parameters,
-        steps=steps,
-        timeout=timeout,
-        **dataclasses.asdict(permissions),
+        tracing=TraceSettings(steps=steps, timeout=timeout, **dataclasses.asdict(permissions)),
     )
     num_bytes = write_tape(path, tape, card, fit.allocator_settings())
     num_steps = int((tape.spans.kind == SpanKind.STEP).sum())

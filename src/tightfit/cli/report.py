@@ -1,7 +1,6 @@
 """`tightfit report`: a recording, a saved run or a workload as an HTML page, as tracks for Perfetto, as JSON or as text; a plan as a page."""
 
 import contextlib
-import dataclasses
 import io
 import json as jsonlib
 import re
@@ -168,7 +167,7 @@ def _tape(
             device=cards[0],
             arguments=arguments,
             parameters=parameter,
-            **dataclasses.asdict(tracing),
+            tracing=tracing,
             on_progress=line.report,
         )
 

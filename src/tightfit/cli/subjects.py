@@ -1,6 +1,5 @@
 """The inputs of `tightfit doctor` and `tightfit diff`: a recording, a saved run, or a workload, which is traced first."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +94,7 @@ def _traced(
             device=card,
             arguments=arguments,
             parameters=parameters,
-            **dataclasses.asdict(tracing),
+            tracing=tracing,
             on_progress=line.report,
         )
     return subject_of_tape(tape, find(card), settings)

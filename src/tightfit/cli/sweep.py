@@ -9,6 +9,7 @@ from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
@@ -30,7 +31,7 @@ def write_rows(
     known_options: Mapping[str, str],
     json: bool,
     used: Used,
-    **how: Any,
+    tracing: TraceSettings,
 ) -> int:
     """Traces every combination of the axes, prints the rows, and returns the worst exit code. `known_options` are those of a Hugging Face config.
 
@@ -46,7 +47,7 @@ def write_rows(
         raise UsageError(f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code")
     each, rows = combinations(axes), list[SweepRow]()
     try:
-        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, **how):
+        for row in sweep(target, parsed, cards, each, settings, calibration, used=used, tracing=tracing):
             rows.append(row)
             if json:
                 elapsed = {"elapsed_seconds": round(time.monotonic() - started, 2)}

@@ -15,8 +15,9 @@ from tightfit.diagnosis.allocation_sites import SiteUsage, bytes_by_category, ho
 from tightfit.diagnosis.diagnosed_run import DiagnosedRun, SettingTried
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
 from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
-from tightfit.diagnosis.suggestions import Remedy, remedies_of
+from tightfit.diagnosis.suggestions.from_history import suggestions_of
 from tightfit.diagnosis.timeline import StepSpan, steps_of
+from tightfit.planner.suggestion import Suggestion, in_order
 from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
@@ -92,7 +93,7 @@ class Diagnosis:
     pinned_by: tuple[PinnedBy, ...]
     oom: RecordedOutOfMemory | None
     settings_tried: tuple[SettingTried, ...]
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[Suggestion, ...]
     assumptions: tuple[Assumption, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class Diagnosis:
         # Single addresses mean nothing to a reader of the JSON; `pinned_by` has them grouped by allocation site.
         plain["fragmentation"].pop("pins")
         plain["fragmentation"]["free_bytes"] = self.fragmentation.free_bytes
+        plain["remedies"] = [one.to_json() for one in self.remedies]
         return {"schema": SCHEMA} | plain
 
 
@@ -142,7 +144,7 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         pinned_by=_pinned_by(history, places, fragmented_at, found),
         oom=_out_of_memory(subject, found),
         settings_tried=settings,
-        remedies=_ranked(remedies_of(history, places, subject.phases, subject.costs), settings),
+        remedies=in_order([*suggestions_of(history, places, subject.phases, subject.costs), *_of_settings(settings)]),
         assumptions=history.assumptions,
     )
 
@@ -231,20 +233,16 @@ def _out_of_memory(subject: DiagnosedRun, found: Fragmentation) -> RecordedOutOf
     )
 
 
-def _ranked(remedies: list[Remedy], settings: tuple[SettingTried, ...]) -> tuple[Remedy, ...]:
-    """The suggestions together with the advised allocator setting, best first."""
-    found = [
-        Remedy(
+def _of_settings(settings: tuple[SettingTried, ...]) -> list[Suggestion]:
+    return [
+        Suggestion(
             what=f"PYTORCH_CUDA_ALLOC_CONF={one.settings}",
-            where="",
             saves="reserved",
             saves_bytes=one.saves_bytes,
             # A setting of the allocator changes no operator.
             adds_seconds=0.0,
-            is_exact=True,
             note="an allocator setting, set before the first CUDA allocation",
         )
         for one in settings
         if one.is_advised
     ]
-    return tuple(sorted((*remedies, *found), key=lambda remedy: remedy.rank))

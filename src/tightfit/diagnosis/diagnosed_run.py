@@ -12,7 +12,7 @@ from tightfit.cost.steps import step_operators
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.diagnosis.histories import device_of, history_of_recording, history_of_tape
-from tightfit.diagnosis.suggestions import Costs
+from tightfit.diagnosis.suggestions.from_history import Costs
 from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.categories import Lives, phases_of
 from tightfit.recordings.frames import AllocationSite, place_of

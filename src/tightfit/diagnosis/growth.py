@@ -10,7 +10,7 @@ import numpy as np
 from tightfit.diagnosis.timeline import StepSpan
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
-from tightfit.tape import Category
+from tightfit.tape import Category, Column
 
 # The first step is left out, and two ends are needed to see a difference.
 MIN_STEPS = 3
@@ -32,7 +32,24 @@ class Growth:
     num_bytes: int
 
 
-def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]) -> tuple[Growth, ...]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GrowingSite:
+    """An allocation site and a category, with their blocks that outlive the second step, and the bytes of them at the end of each later step."""
+
+    place: AllocationSite
+    category: int
+    blocks: Column
+    bytes_at_ends: tuple[int, ...]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """How much the site grows."""
+        return (self.bytes_at_ends[-1] - self.bytes_at_ends[0]) // (len(self.bytes_at_ends) - 1)
+
+
+def growing_sites(
+    history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]
+) -> tuple[GrowingSite, ...]:
     """The sites that grow, fastest first; empty with fewer than `MIN_STEPS` steps."""
     if len(steps) < MIN_STEPS:
         return ()
@@ -45,25 +62,33 @@ def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple
         held.setdefault((places[int(blocks.stack[block])], int(blocks.category[block])), []).append(block)
     found = []
     for (place, category), members in held.items():
-        allocated_at, freed_at, num_bytes = (
-            blocks.allocated_at[members],
-            blocks.freed_at[members],
-            blocks.num_bytes[members],
-        )
-        bytes_at_ends = [int(num_bytes[(allocated_at <= end) & (freed_at > end)].sum()) for end in ends]
-        growth = (bytes_at_ends[-1] - bytes_at_ends[0]) // (len(bytes_at_ends) - 1)
+        allocated_at, freed_at = blocks.allocated_at[members], blocks.freed_at[members]
+        num_bytes = blocks.num_bytes[members]
+        bytes_at_ends = tuple(int(num_bytes[(allocated_at <= end) & (freed_at > end)].sum()) for end in ends)
+        site = GrowingSite(place=place, category=category, blocks=np.array(members), bytes_at_ends=bytes_at_ends)
         # Monotonic in every step: a cache that is filled and dropped in turn is no leak.
-        if growth >= MIN_BYTES and bytes_at_ends == sorted(bytes_at_ends):
-            found.append(
-                Growth(
-                    where=place.name,
-                    function=place.function,
-                    callers=place.callers,
-                    operator=place.operator,
-                    category=CATEGORIES[category],
-                    bytes_per_step=growth,
-                    num_blocks=int(((allocated_at <= ends[-1]) & (freed_at > ends[-1])).sum()),
-                    num_bytes=bytes_at_ends[-1],
-                )
-            )
-    return tuple(sorted(found, key=lambda one: -one.bytes_per_step)[:NUM_GROWING])
+        if site.bytes_per_step >= MIN_BYTES and list(bytes_at_ends) == sorted(bytes_at_ends):
+            found.append(site)
+    return tuple(sorted(found, key=lambda site: -site.bytes_per_step))
+
+
+def growth_of(history: History, places: tuple[AllocationSite, ...], steps: tuple[StepSpan, ...]) -> tuple[Growth, ...]:
+    """The sites that grow, fastest first and `NUM_GROWING` at most; empty with fewer than `MIN_STEPS` steps."""
+    blocks = history.blocks
+    return tuple(
+        Growth(
+            where=site.place.name,
+            function=site.place.function,
+            callers=site.place.callers,
+            operator=site.place.operator,
+            category=CATEGORIES[site.category],
+            bytes_per_step=site.bytes_per_step,
+            num_blocks=int(
+                (
+                    (blocks.allocated_at[site.blocks] < steps[-1].end) & (blocks.freed_at[site.blocks] >= steps[-1].end)
+                ).sum()
+            ),
+            num_bytes=site.bytes_at_ends[-1],
+        )
+        for site in growing_sites(history, places, steps)[:NUM_GROWING]
+    )

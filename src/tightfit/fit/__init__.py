@@ -6,22 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import HuggingFaceConfig, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, trace
+from tightfit.capture.trace import trace
+from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import UnknownDevice, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
-from tightfit.fit.extent import Steps, extent_of
+from tightfit.fit.card_settings import CardSettings
+from tightfit.fit.card_settings import allocator_settings as allocator_settings
+from tightfit.fit.card_settings import margin_named as margin_named
+from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
-from tightfit.simulate.estimate import MARGINS
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
 
@@ -34,18 +36,12 @@ def capture(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: Steps = DEFAULT_NUM_STEPS,
-    until: str | int | None = None,
-    timeout: float = DEFAULT_TIMEOUT_SECONDS,
-    show_output: bool = False,
-    allow_writes: bool = False,
-    allow_network: bool = False,
+    tracing: TraceSettings = AS_USUAL,
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
 ) -> Tape:
-    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is, and `tightfit.fit.extent` for `steps`
-    and `until`.
+    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
 
     Raises:
         UsageError: no such target or device, or other processes use all of it.
@@ -58,7 +54,7 @@ def capture(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
-    extent = extent_of(parsed, steps, until)
+    extent = extent_of(parsed, tracing)
     log = ProgressLog(on_progress=on_progress and theirs(on_progress))
     log.begin("tracing", num_steps=extent.num_steps)
     return trace(
@@ -67,9 +63,9 @@ def capture(
         device=device,
         num_steps=extent.num_steps,
         until=extent.until,
-        timeout_seconds=timeout,
-        show_output=show_output,
-        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
+        timeout_seconds=tracing.timeout,
+        show_output=tracing.show_output,
+        policy=policy_of(tracing),
         meanwhile=meanwhile and theirs(meanwhile),
         used_bytes=used_bytes,
         on_progress=log.on_trace,
@@ -112,28 +108,31 @@ def estimate(
         UsageError: no such target, device or setting, or a calibration that cannot be read or was made on another card.
         CaptureError: the workload could not be traced.
     """
-    settings, card, end = allocator_settings(alloc_conf), find(device), margin_named(margin)
-    measured = None if calibration is None else Calibration.load(calibration)
-    card = card if measured is None else measured.applied_to(card)
-    if isinstance(target, Tape):
-        return cost(target, card, settings, measured, used=used, margin=end)
-    tape = capture(
-        target,
-        device=device,
-        arguments=arguments,
-        parameters=parameters,
-        options=options,
+    on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
+    tracing = TraceSettings(
         steps=steps,
-        until=until,
+        until=None if until is None else str(until),
         timeout=timeout,
         show_output=show_output,
         allow_writes=allow_writes,
         allow_network=allow_network,
-        meanwhile=meanwhile,
-        used=used,
-        on_progress=on_progress,
     )
-    return cost(tape, card, settings, measured, used=used, margin=end)
+    tape = (
+        target
+        if isinstance(target, Tape)
+        else capture(
+            target,
+            device=device,
+            arguments=arguments,
+            parameters=parameters,
+            options=options,
+            tracing=tracing,
+            meanwhile=meanwhile,
+            used=used,
+            on_progress=on_progress,
+        )
+    )
+    return cost(tape, on.empty, on.settings, on.calibration, used=used, margin=on.margin)
 
 
 @answering("the estimate")
@@ -153,30 +152,6 @@ def cost(
     found = estimate_peak(tape, without_used(card, used_bytes), settings, calibration)
     assumptions = (*found.assumptions, *_other_kernels(tape, card))
     return with_note(Estimate.of(dataclasses.replace(found, assumptions=assumptions, margin=margin)), card, used_bytes)
-
-
-def margin_named(text: str | int) -> str:
-    """The margin by that name, one of `tightfit.simulate.estimate.MARGINS`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if str(text) not in MARGINS:
-        raise UsageError(
-            f"--margin {text}: give 0 (the lower end of the peak's range has to fit), likely (the likely peak) or safe (the upper end)"
-        )
-    return str(text)
-
-
-def allocator_settings(alloc_conf: str | None = None) -> AllocatorSettings:
-    """The settings that `alloc_conf` writes, or else those of the environment, as torch would read them.
-
-    Raises:
-        UsageError: torch would not take them.
-    """
-    if alloc_conf is None:
-        alloc_conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    return AllocatorSettings.parse(alloc_conf)
 
 
 @answering("the replay")

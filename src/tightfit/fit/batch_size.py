@@ -11,23 +11,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target, parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
-from tightfit.devices.calibration import Calibration
-from tightfit.devices.catalogue import find
+from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.errors import CaptureError, UsageError
 from tightfit.errors.faults import answering, theirs
-from tightfit.fit import allocator_settings, margin_named
-from tightfit.fit.available import Used, used_bytes_of, without_used
-from tightfit.fit.extent import Steps, extent_of
+from tightfit.fit.available import Used
+from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning import allowed
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option
-from tightfit.units import to_bytes
 
 FIRST_SIZE = 8
 """Where nothing says what the batch is now."""
@@ -54,15 +49,10 @@ def batch_sizes(
     arguments: Sequence[str] = (),
     parameters: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
-    steps: Steps = DEFAULT_NUM_STEPS,
-    until: str | int | None = None,
-    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    tracing: TraceSettings = AS_USUAL,
     alloc_conf: str | None = None,
     margin: str | int = "safe",
     calibration: str | os.PathLike[str] | None = None,
-    show_output: bool = False,
-    allow_writes: bool = False,
-    allow_network: bool = False,
     say: Callable[[str], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
@@ -76,13 +66,7 @@ def batch_sizes(
         UsageError: no such target, device, technique or setting, or the batch of this target is not set that way.
         CaptureError: the workload could not be traced with any size that was tried.
     """
-    card, settings, end = find(device), allocator_settings(alloc_conf), margin_named(margin)
-    measured = None if calibration is None else Calibration.load(calibration)
-    card = card if measured is None else measured.applied_to(card)
-    whole_bytes = card.capacity_bytes
-    budget_bytes = whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
-    used_bytes = used_bytes_of(card, used)
-    card = without_used(card, used_bytes)
+    on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     first = size_now(parsed, parameter)
     log = ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress))
@@ -91,24 +75,16 @@ def batch_sizes(
         return TracedRuns(
             target=with_size(parsed, parameter, size),
             label=target,
-            device=device,
-            card=card,
-            settings=settings,
-            calibration=measured,
-            extent=extent_of(parsed, steps, until),
-            used_bytes=used_bytes,
-            timeout_seconds=min(timeout, plain.patience(size)),
-            show_output=show_output,
-            margin=end,
+            on=on,
+            tracing=dataclasses.replace(tracing, timeout=min(tracing.timeout, plain.patience(size))),
             log=log,
             subject=f"{parameter} {size}: ",
-            policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
         )
 
-    plain = _Plain(bench, min(budget_bytes, card.capacity_bytes))
+    plain = _Plain(bench, min(on.budget_bytes(budget), on.card.capacity_bytes))
     planned = _Planned(plain, allowed(allow, without))
     ends, is_interrupted = _closed_in(first, plain, planned)
-    answer = {"target": target, "device": card.name, "parameter": parameter, "is_interrupted": is_interrupted}
+    answer = {"target": target, "device": on.card.name, "parameter": parameter, "is_interrupted": is_interrupted}
     return _answer(plain, planned, ends, answer)
 
 

@@ -1,14 +1,13 @@
-"""How much of a program is traced: the steps asked for, and the line at which the trace ends."""
+"""How much of a program is traced (the steps asked for, and the line at which the trace ends), and what it may do, from the settings of a trace."""
 
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Literal
 
+from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import Script, Target
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.errors import UsageError
-
-Steps = int | Literal["all"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +18,18 @@ class Extent:
     until: tuple[str, int] | None = None
 
 
-def extent_of(target: Target, steps: Steps, until: str | int | None) -> Extent:
-    """The extent that `steps` and `until` ask for; `until` is a line of the script, or `FILE.py:LINE` of a module that it imports.
+def policy_of(tracing: TraceSettings) -> Policy:
+    """What the program may do to this machine."""
+    return Policy(allow_writes=tracing.allow_writes, allow_network=tracing.allow_network)
+
+
+def extent_of(target: Target, tracing: TraceSettings) -> Extent:
+    """The extent that the settings ask for; `until` is a line of the script, or `FILE.py:LINE` of a module that it imports.
 
     Raises:
         UsageError: there is no such line, or the target does not end by itself.
     """
+    steps, until = tracing.steps, tracing.until
     if steps != "all" and steps < 1:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
     if steps == "all" and not isinstance(target, Script):

@@ -7,17 +7,17 @@ from typing import Any
 
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import parse_target
-from tightfit.capture.trace import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Preparation, trace
-from tightfit.devices.calibration import Calibration
+from tightfit.capture.trace import Preparation, trace
+from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
+from tightfit.diagnosis.suggestions.from_profile import PlannedWorkload, suggestions_for
 from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
-from tightfit.fit import allocator_settings, cost, margin_named
+from tightfit.fit import cost
 from tightfit.fit.allowed import Allowed, Without
-from tightfit.fit.available import Used, used_bytes_of, with_note, without_used
-from tightfit.fit.extent import Steps, extent_of
-from tightfit.fit.plan_advice import advice
+from tightfit.fit.available import Used, with_note
+from tightfit.fit.card_settings import CardSettings, allocator_settings
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.search import Found, Search
@@ -84,32 +84,24 @@ def plan(
             f"--disk {disk}: no technique moves anything to the disk yet, so this budget would change nothing; leave it out"
         )
     host_bytes = 0 if host is None else to_bytes(host, "host")
-    card, settings, end = find(device), allocator_settings(alloc_conf), margin_named(margin)
-    measured = None if calibration is None else Calibration.load(calibration)
-    card = card if measured is None else measured.applied_to(card)
-    budget_bytes, used_bytes, empty_card = _budget_bytes(budget, card), used_bytes_of(card, used), card
-    card = without_used(card, used_bytes)
-    if not budget_bytes > 0:
-        raise UsageError("the budget is 0; give the GPU memory that the process may use, such as 22GiB")
-    parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
+    on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
+    budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
     runs = TracedRuns(
-        target=parsed,
+        target=parse_target(target, arguments=arguments, parameters=parameters, options=options),
         label=target,
-        device=device,
-        card=card,
-        settings=settings,
-        calibration=measured,
-        extent=extent_of(parsed, steps, until),
-        timeout_seconds=timeout,
-        show_output=show_output,
-        used_bytes=used_bytes,
-        policy=Policy(allow_writes=allow_writes, allow_network=allow_network),
-        margin=end,
+        on=on,
+        tracing=TraceSettings(
+            steps=steps,
+            until=None if until is None else str(until),
+            timeout=timeout,
+            show_output=show_output,
+            allow_writes=allow_writes,
+            allow_network=allow_network,
+        ),
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
-    budget_bytes = min(budget_bytes, card.capacity_bytes)
     search = Search(runs, budget_bytes, allowed(allow, without), host_bytes=host_bytes)
-    return with_note(_proven(search, runs, card, prove=prove), empty_card, used_bytes)
+    return with_note(_proven(search, runs, runs.card, prove=prove), on.empty, on.used_bytes)
 
 
 def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> Plan:
@@ -123,7 +115,7 @@ def _proven(search: Search, runs: TracedRuns, card: Device, *, prove: bool) -> P
         prover = prover or Prover(
             runs.target,
             found.base.tape,
-            device=runs.device,
+            device=runs.on.name,
             seconds=DEFAULT_SECONDS,
             log=runs.log,
             policy=runs.policy,
@@ -176,11 +168,6 @@ def _without(text: str) -> Without:
     return Without(technique=name, places=found)
 
 
-def _budget_bytes(budget: str | int | None, card: Device) -> int:
-    whole_bytes = card.capacity_bytes
-    return whole_bytes if budget is None else to_bytes(budget, "budget", whole_bytes=whole_bytes)
-
-
 def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Plan:
     best, base = found.best, found.base
     taken = best.all_options()
@@ -199,7 +186,7 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         alternatives=tuple(_alternatives(found, runs, budget_bytes)),
         # Whoever interrupts does not wait for a curve.
         frontier=tuple(_frontier(found.variant)) if found.variant is not None and not found.is_interrupted else (),
-        advice=advice(found, card, is_whole_card=budget_bytes == card.capacity_bytes),
+        advice=suggestions_for(_planned(found), card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
         disk_bytes=sum(option.disk_bytes for option in taken),
@@ -210,6 +197,19 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         predicted_seconds=_predicted_seconds(found),
         margin=best.margin,
         uncertainty=tuple(band.cause for band in best.estimate.band if band.more_bytes),
+    )
+
+
+def _planned(found: Found) -> PlannedWorkload:
+    return PlannedWorkload(
+        profile=found.base.profile,
+        estimate=found.base.estimate,
+        roots=found.base.roots,
+        needed_bytes=found.base.needed_bytes,
+        planned_bytes=found.best.needed_bytes,
+        fits=found.fits,
+        has_techniques=bool(found.best.options),
+        forbidden=found.forbidden,
     )
 
 

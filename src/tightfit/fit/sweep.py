@@ -13,6 +13,7 @@ from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script, Target
+from tightfit.capture.trace_settings import AS_USUAL, TraceSettings
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import TightfitError, UsageError
@@ -103,15 +104,12 @@ def sweep(
     calibration: Calibration | None,
     *,
     used: Used = None,
-    **how: Any,
+    tracing: TraceSettings = AS_USUAL,
 ) -> Iterator[SweepRow]:
-    """The rows of `target`, which `label` names, for each combination and, inside of it, each card (with the name that it was given).
-
-    `how` are further arguments of `tightfit.fit.capture`.
-    """
+    """The rows of `target`, which `label` names, for each combination and, inside of it, each card (with the name that it was given)."""
     for values in each:
         try:
-            tape = capture(label, device=cards[0][0], used=used, **with_values(target, values), **how)
+            tape = capture(label, device=cards[0][0], used=used, **with_values(target, values), tracing=tracing)
             estimates = [cost(tape, card, settings, calibration, used=used) for _, card in cards]
         except TightfitError as error:
             for _, card in cards:

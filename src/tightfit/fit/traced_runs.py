@@ -12,13 +12,12 @@ import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.analysis.profile import Profile
-from tightfit.capture.processes.containment.policy import CLOSED, Policy
 from tightfit.capture.targets import Target
-from tightfit.capture.trace import DEFAULT_TIMEOUT_SECONDS, Preparation, trace
-from tightfit.devices.calibration import Calibration
-from tightfit.devices.device import Device
+from tightfit.capture.trace import Preparation, trace
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.errors import CaptureError
-from tightfit.fit.extent import Extent
+from tightfit.fit.card_settings import CardSettings
+from tightfit.fit.extent import extent_of, policy_of
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Choice, Run
@@ -81,35 +80,22 @@ class TracedRuns:
         *,
         target: Target,
         label: str,
-        device: str,
-        card: Device,
-        settings: AllocatorSettings,
-        calibration: Calibration | None,
-        extent: Extent,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        show_output: bool,
-        used_bytes: int = 0,
-        margin: str = "safe",
+        on: CardSettings,
+        tracing: TraceSettings,
         log: ProgressLog,
         subject: str = "",
-        policy: Policy = CLOSED,
     ) -> None:
-        self._used_bytes = used_bytes
-        self.card = card
+        self.on = on
+        self.card = on.card
         self.label = label
-        self.calibration = calibration
-        self.margin = margin
         self.log = log
         self.subject = subject
         self.target = target
-        self.device = device
-        self._settings = settings
-        self._extent = extent
-        self._timeout_seconds = timeout_seconds
-        self._show_output = show_output
+        self.tracing = tracing
+        self.policy = policy_of(tracing)
+        self._extent = extent_of(target, tracing)
         self.num_examples: Mapping[int, int] = {}
         """How many examples the loaders of the plain run read, by the size of their batches."""
-        self.policy = policy
         self._made: dict[frozenset[str], TracedRun] = {}
         self._effects: tuple[Effect, ...] = ()
         self._replayed: dict[tuple[frozenset[str], str], TracedRun] = {}
@@ -128,16 +114,16 @@ class TracedRuns:
             traced = trace(
                 self.target,
                 label=self.label,
-                device=self.device,
+                device=self.on.name,
                 num_steps=self._extent.num_steps,
                 until=self._extent.until,
-                timeout_seconds=self._timeout_seconds,
-                show_output=self._show_output,
+                timeout_seconds=self.tracing.timeout,
+                show_output=self.tracing.show_output,
                 preparation=Preparation(
                     function="tightfit.runtime.run_script:prepare", argument={"choices": [_plain(o) for o in options]}
                 ),
                 with_effects=not options,
-                used_bytes=self._used_bytes,
+                used_bytes=self.on.used_bytes,
                 follows=self._followed(options),
                 policy=self.policy,
                 on_progress=self.log.on_trace,
@@ -171,10 +157,10 @@ class TracedRuns:
             tape=tape,
             profile=Profile(tape.of_steps(), self.card),
             later=Profile(tape, self.card) if _allocates_later(tape) else None,
-            estimate=self._estimate(tape, self._settings),
+            estimate=self._estimate(tape, self.on.settings),
             roots=tuple(roots),
             notes=tuple(notes),
-            margin=self.margin,
+            margin=self.on.margin,
         )
 
     def all(self) -> list[TracedRun]:
@@ -185,7 +171,7 @@ class TracedRuns:
         """The same run, replayed with what `option` does to the allocator, and as much slower as the option says."""
         key = frozenset(o.key for o in run.options), option.key
         if key not in self._replayed:
-            settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self._settings
+            settings = AllocatorSettings.parse(option.alloc_conf) if option.alloc_conf else self.on.settings
             found = self._estimate(with_emptied_cache(run.tape, option.empties_at), settings)
             found = dataclasses.replace(found, seconds_per_step=found.seconds_per_step + option.seconds)
             self._replayed[key] = dataclasses.replace(run, settings_option=option, estimate=found)
@@ -193,7 +179,7 @@ class TracedRuns:
 
     def _estimate(self, tape: Tape, settings: AllocatorSettings) -> Estimate:
         roomy = dataclasses.replace(self.card, capacity_bytes=_ROOMY * self.card.capacity_bytes)
-        return estimate_peak(tape, roomy, settings, self.calibration)
+        return estimate_peak(tape, roomy, settings, self.on.calibration)
 
 
 def _allocates_later(tape: Tape) -> bool:

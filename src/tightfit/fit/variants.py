@@ -62,7 +62,7 @@ class Variants:
         fine = [o for o in fine if o.host_bytes <= self._host_bytes and o.disk_bytes <= self._disk_bytes]
         if run.later is not None:
             fine = self._with_later_changes(fine, run)
-        tape = with_workspaces_of(self._runs.card, run.tape, self._runs.calibration)
+        tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)
         timeline = replay_timeline(tape, AllocatorSettings()).allocated
         # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
         gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run, options)]

@@ -90,13 +90,3 @@ class Option:
         """The unique name of this option: the technique, the place and the settings."""
         settings = ",".join(f"{name}={value}" for name, value in sorted(self.settings.items()))
         return f"{self.technique}@{self.where}" + (f"({settings})" if settings else "")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """A suggestion that tightfit cannot apply itself: another batch size, another GPU. Never part of a plan."""
-
-    technique: str
-    what: str
-    saves_bytes: int
-    is_exact: bool

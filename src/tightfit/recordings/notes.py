@@ -14,6 +14,7 @@ import numpy as np
 from tightfit.runtime.recorded import BACKWARD, BY_OPTIMIZER, BY_USER, OPTIMIZER, OTHER, Held, Note
 from tightfit.simulate.history import HistorySpan
 from tightfit.tape import Column
+from tightfit.tape.step_ends import ends_of_run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +52,8 @@ def _ends_by_user(notes: Sequence[PlacedNote]) -> list[int]:
 
 
 def _ends_by_optimizers(notes: Sequence[PlacedNote]) -> list[int]:
-    """The steps of the optimizer that steps least often. Optimizers that run one after the other are stages, each with its own slowest."""
-    steps_of_each: dict[str, list[int]] = {}  # the positions of the notes
-    for position, placed in enumerate(notes):
-        if placed.note.kind == "step" and placed.note.text.startswith(BY_OPTIMIZER):
-            steps_of_each.setdefault(placed.note.text, []).append(position)
-    # An optimizer that stepped once may be slow rather than late: its begin is unknown.
-    begins = {who: steps[0] if len(steps) > 1 else 0 for who, steps in steps_of_each.items()}
-    stages: list[list[list[int]]] = []
-    reach = -1
-    for who in sorted(steps_of_each, key=begins.__getitem__):
-        if begins[who] > reach:
-            stages.append([])
-        stages[-1].append(steps_of_each[who])
-        reach = max(reach, steps_of_each[who][-1])
-    # Of two that step equally often, the later one ends the step.
-    slowest = [min(stage, key=lambda steps: (len(steps), -steps[-1])) for stage in stages]
-    return [notes[position].event for steps in slowest for position in steps]
+    steps = [n for n in notes if n.note.kind == "step" and n.note.text.startswith(BY_OPTIMIZER)]
+    return [steps[position].event for position in ends_of_run([n.note.text for n in steps])]
 
 
 def _backward_ends(notes: Sequence[PlacedNote]) -> list[int]:

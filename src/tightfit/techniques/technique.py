@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Option
+from tightfit.planner.option import Option
+from tightfit.planner.suggestion import Suggestion
 
 if TYPE_CHECKING:
     from tightfit.techniques.session import Session
@@ -74,7 +75,7 @@ class AbstractTechnique(abc.ABC):
             ApplyError: it cannot be applied to this model; nothing has been changed then.
         """
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Related changes that a user could make and a plan does not; none by default."""
         return ()
 

@@ -95,7 +95,8 @@ class Rewriter:
             following = body[at + 1 :]
             # `if (step + 1) % 500: continue` is a branch of what follows it.
             if following and isinstance(statement, ast.If) and not statement.orelse and _goes_elsewhere(statement.body):
-                out.append(self._mark("branch", following, f"unless {_text(statement.test)}", statement.test, around))
+                condition = f"unless {_text(statement.test)}"
+                out.append(_mark(self._branch("branch", following, condition, statement.test, around), following))
         return out
 
     def _statement(self, statement: ast.stmt, around: _Around) -> list[ast.stmt]:
@@ -138,7 +139,7 @@ class Rewriter:
         inside = _Around((first, function.name), function.name)
         has_docstring = ast.get_docstring(function, clean=False) is not None
         head, rest = (function.body[:1], function.body[1:]) if has_docstring else ([], function.body)
-        mark = [self._mark("function", rest, "", None, inside)] if rest else []
+        mark = [_mark(self._branch("function", rest, "", None, inside), rest)] if rest else []
         function.body = [*head, *mark, *self._block(rest, inside)]
 
     def _loop(self, loop: ast.For | ast.While, around: _Around) -> list[ast.stmt]:
@@ -175,14 +176,14 @@ class Rewriter:
 
     def _if(self, statement: ast.If, around: _Around) -> None:
         test = statement.test
-        mark = self._mark("branch", statement.body, f"if {_text(test)}", test, around)
-        statement.body = [mark, *self._block(statement.body, around)]
+        number = self._branch("branch", statement.body, f"if {_text(test)}", test, around)
+        statement.body = [_mark(number, statement.body), *self._block(statement.body, around)]
         is_elif = len(statement.orelse) == 1 and isinstance(statement.orelse[0], ast.If)
         if is_elif or not statement.orelse:
             statement.orelse = self._block(statement.orelse, around)
         else:
-            mark = self._mark("branch", statement.orelse, f"unless {_text(test)}", test, around)
-            statement.orelse = [mark, *self._block(statement.orelse, around)]
+            number = self._branch("branch", statement.orelse, f"unless {_text(test)}", test, around)
+            statement.orelse = [_mark(number, statement.orelse), *self._block(statement.orelse, around)]
 
     def _try(self, statement: "ast.Try | ast.TryStar", around: _Around) -> None:
         statement.body = self._block(statement.body, around)
@@ -190,23 +191,11 @@ class Rewriter:
             caught = {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type else set()
             marks = []
             if caught & _ENDINGS:
-                marks = [
-                    self._mark("handler", handler.body, f"on {', '.join(sorted(caught & _ENDINGS))}", None, around)
-                ]
+                condition = f"on {', '.join(sorted(caught & _ENDINGS))}"
+                marks = [_mark(self._branch("handler", handler.body, condition, None, around), handler.body)]
             handler.body = [*marks, *self._block(handler.body, around)]
         statement.orelse = self._block(statement.orelse, around)
         statement.finalbody = self._block(statement.finalbody, around)
-
-    def _mark(
-        self,
-        kind: Literal["branch", "handler", "function"],
-        body: Sequence[ast.stmt],
-        condition: str,
-        test: ast.expr | None,
-        around: _Around,
-    ) -> ast.stmt:
-        number = self._branch(kind, body, condition, test, around)
-        return _parsed(f"{SEEN}[{number}] = 1", body[0])
 
     def _branch(
         self,
@@ -228,6 +217,11 @@ class Rewriter:
             )
         )
         return len(self._branches) - 1
+
+
+def _mark(number: int, body: Sequence[ast.stmt]) -> ast.stmt:
+    """The statement before `body` that notes that the branch with that number is run."""
+    return _parsed(f"{SEEN}[{number}] = 1", body[0])
 
 
 def _parsed(text: str, place: ast.stmt) -> ast.stmt:

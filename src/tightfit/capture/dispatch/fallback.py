@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch.hosts import MIN_MAPPED_BYTES, mapped_zeros
 from tightfit.capture.dispatch.known_values import Unknown
 from tightfit.capture.dispatch.operators import facts
 from tightfit.errors import CaptureError
@@ -37,7 +38,8 @@ UNSUPPORTED = (
 
 aten = torch.ops.aten
 
-# Zeros are written on the host, so this is memory that the tracing process really takes.
+# The arguments are pages that are never written, unless the operator writes to them. What it returns, and computes on the way, takes memory of the host,
+# and time: an operator that reads this much takes seconds.
 MAX_HOST_BYTES = 4 << 30
 _MAX_SAID = 160
 
@@ -92,10 +94,10 @@ class _HostCall:
             return _WIDER.get(value, value) if self._is_wide else value
         if not isinstance(value, FakeTensor):
             return value
-        host = _host_of(self._gpu, value)
-        if self._is_wide and host.dtype in _WIDER:
-            self._narrow = host.dtype
-            host = host.to(_WIDER[host.dtype])
+        dtype = _WIDER.get(value.dtype, value.dtype) if self._is_wide else value.dtype
+        if dtype != value.dtype:
+            self._narrow = value.dtype
+        host = _host_of(self._gpu, value, dtype)
         self._arguments[id(host)] = (host, value)
         return host
 
@@ -139,10 +141,14 @@ def _needs(func: OpOverload) -> str:
     return f'give its output shapes: torch.library.register_fake("{func.name()}") (docs/guide/targets.md, "Kernels of your own")'
 
 
-def _host_of(gpu: VirtualGpu, virtual: FakeTensor) -> torch.Tensor:
+def _host_of(gpu: VirtualGpu, virtual: FakeTensor, dtype: torch.dtype) -> torch.Tensor:
     if virtual.layout != torch.strided:
-        return sparse.host_of(virtual)
+        return sparse.host_of(virtual).to(dtype)
     try:
-        return gpu.shadows.values(virtual).clone()
+        return gpu.shadows.values(virtual).clone().to(dtype)
     except Unknown:
-        return torch.empty_strided(virtual.size(), virtual.stride(), dtype=virtual.dtype).zero_()
+        shape = torch.empty_strided(virtual.size(), virtual.stride(), dtype=dtype, device="meta")
+        num_bytes = shape.untyped_storage().nbytes()
+        if num_bytes >= MIN_MAPPED_BYTES:
+            return mapped_zeros(num_bytes, shape)
+        return torch.empty_strided(virtual.size(), virtual.stride(), dtype=dtype).zero_()

@@ -226,6 +226,11 @@ def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     num_bytes = shape.untyped_storage().nbytes()
     if num_bytes < MIN_MAPPED_BYTES or shape.layout != torch.strided:
         return None
+    return mapped_zeros(num_bytes, shape)
+
+
+def mapped_zeros(num_bytes: int, shape: torch.Tensor) -> torch.Tensor:
+    """Zeros of the shape, strides and dtype of `shape`, whose storage has `num_bytes`: memory is taken for the pages that are written, and for no other."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     whole = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=torch.uint8)
     return whole.view(shape.dtype).as_strided(shape.size(), shape.stride())

@@ -32,6 +32,9 @@ _PRODUCTS = frozenset(
         aten.addmm_,
         aten.baddbmm,
         aten.baddbmm_,
+        # One product of all, through `addmm_` (LinearAlgebra.cpp, `addbmm_impl_`).
+        aten.addbmm,
+        aten.addbmm_,
         aten.addmv,
         aten.addmv_,
         aten.mv,

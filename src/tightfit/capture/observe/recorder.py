@@ -73,6 +73,7 @@ class Recorder:
         self.num_operators = 0
         self.phase = Phase.OTHER
         self.stream = 0
+        self.is_in_thread = False  # of the program's own, beside the main one
         self.host = HostBytes()
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         # Bound once: dict lookups by name would be a good part of what a row costs.

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
+from tightfit.capture.steps.graph_nodes import nodes_behind
 from tightfit.capture.steps.weak_sequence import WeakSequence
 from tightfit.tape import Category
 
@@ -35,17 +36,10 @@ class CategoryMarks:
         """A script without optimizers and modules has parameters too: the leaves that its gradients are accumulated in."""
         if self.optimizers or self.roots:
             return
-        waiting = [loss.grad_fn for loss in losses]
-        seen = set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(loss.grad_fn for loss in losses):
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 self._leaves.setdefault(id(leaf), weakref.ref(leaf))
-            waiting.extend(next_node for next_node, _ in node.next_functions)
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """The parameters of the optimizers, of the modules that the program has called itself, and leaves without either."""

@@ -14,6 +14,7 @@ from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.loops import loop_around
 from tightfit.capture.steps.repetition import Repetition
+from tightfit.errors import CaptureError
 from tightfit.tape import Phase, SpanKind
 
 
@@ -59,6 +60,7 @@ class StepHooks:
         def watched(*args: Any, **kwargs: Any) -> Any:
             recorder = self._gpu.recorder
             outer = recorder.phase
+            self._refuse_in_a_thread("runs a backward pass")
             # A reentrant checkpoint runs a pass inside of a pass: it is part of the outer one.
             if outer == Phase.BACKWARD:
                 return run_backward(*args, **kwargs)
@@ -97,6 +99,7 @@ class StepHooks:
                 self._marks.optimizers.append(optimizer)
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            self._refuse_in_a_thread("steps an optimizer")
             self._watch.begin_step()
             self._marks.mark_gradients()
             if self._effects is not None:
@@ -137,6 +140,13 @@ class StepHooks:
 
         return followed
 
+    def _refuse_in_a_thread(self, does: str) -> None:
+        if self._gpu.recorder.is_in_thread:
+            raise CaptureError(
+                f"{self._gpu.attribution.where()} {does} in a thread of the program's own; a trace follows threads that move and transform batches: "
+                "train, and run models, in the main thread, at least while it is traced"
+            )
+
     def _watch_modules(self) -> None:
         call = torch.nn.Module.__call__
         recorder, modules = self._gpu.recorder, self._gpu.attribution.modules
@@ -154,6 +164,11 @@ class StepHooks:
                 modules.pop()
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if recorder.is_in_thread:
+                if any(parameter.is_cuda for parameter in module.parameters()):
+                    self._refuse_in_a_thread("runs a model")
+                # A transform, often: no step begins with it.
+                return call(module, *args, **kwargs)
             if not modules and recorder.phase in (Phase.OTHER, Phase.FORWARD):
                 self._enter_root(module)
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator

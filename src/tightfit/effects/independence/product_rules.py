@@ -59,13 +59,11 @@ def mv(flow: Flow, call: OperatorCall) -> Result:
     return layout
 
 
-@rule("addmm baddbmm addbmm_ _addmm_activation addmv")
+@rule("addmm baddbmm _addmm_activation")
 def addmm(flow: Flow, call: OperatorCall) -> Result:
     """A matrix product with an added tensor."""
     tensors = call.tensors
     added, left, right = tensors[:3]
-    if call.name == "addmv":
-        raise Mixes("has no rule that says what it does to rows")
     found = _product(flow, left, right, left.dim() - 2)
     if call.get("beta", 1) == 0:
         # With beta=0 the added tensor is not read; it is often uninitialised memory.

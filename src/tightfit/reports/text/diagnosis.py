@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tightfit.diagnosis.diagnose import Diagnosis, Moment
 from tightfit.reports.advice import LABELS
-from tightfit.reports.text.estimates import MAX_BAR_CELLS, MAX_WIDTH, STYLES, bar, console, fitted, share_words
+from tightfit.reports.text.estimates import MAX_WIDTH, category_table, console, fitted
 from tightfit.reports.text.folders import without_common_folder
 from tightfit.reports.text.table_columns import GAP, Column, shorten_middle, shorten_module, shorten_place
 from tightfit.units import format_bytes, format_bytes_change, format_seconds, format_seconds_change
@@ -17,7 +17,6 @@ NUM_CALLERS = 2
 NUM_SETTINGS = 4
 NUM_STEPS = 8
 _LABEL_CELLS = 16
-_MIN_BAR_CELLS = 10
 _FREE = (
     ("whole_segments_bytes", "entirely free segments"),
     ("whole_pages_bytes", "entirely free pages"),
@@ -39,7 +38,7 @@ class DiagnosisText:
         # From the facts to the advice: what is at the peak, what is wrong with it, what to do.
         sections = (
             Group(_subject(diagnosis), _figures(diagnosis)),
-            _categories(diagnosis, width, is_ascii=options.ascii_only),
+            category_table(diagnosis.at_peak, diagnosis.peak_allocated_bytes, width, is_ascii=options.ascii_only),
             *_holders(diagnosis, width),
             *_steps(diagnosis, width),
             *_growth(diagnosis, width),
@@ -109,26 +108,6 @@ def _when(moment: Moment) -> str:
         f"when {where} allocates {format_bytes(moment.asked_bytes)}" if where else "",
     ]
     return ", ".join(part for part in parts if part) or "at the start"
-
-
-def _categories(diagnosis: Diagnosis, width: int, *, is_ascii: bool) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
-    table.title, table.title_justify, table.title_style = "memory at the peak, by category", "left", "bold"
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    total, most = max(1, diagnosis.peak_allocated_bytes), max(diagnosis.at_peak.values(), default=1)
-    # 42 cells are about what the other three columns take.
-    cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
-    for name, num_bytes in diagnosis.at_peak.items():
-        if not num_bytes:
-            continue
-        drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
-        table.add_row(
-            LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes), share_words(num_bytes, total), drawn
-        )
-    return table
 
 
 def _label(category: str) -> str:

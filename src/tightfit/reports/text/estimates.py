@@ -7,7 +7,7 @@ command line, `rich` in a library user's own program, and notebooks.
 import dataclasses
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -78,7 +78,7 @@ class EstimateText:
             yield ""
             yield Text(f"largest: {largest_holders(estimate)}\nto try:  {to_try(estimate)}")
         yield ""
-        yield _categories(estimate, width, is_ascii=options.ascii_only)
+        yield category_table(estimate.at_peak, estimate.peak.device_bytes, width, is_ascii=options.ascii_only)
         if estimate.holders:
             yield ""
             yield _holders(estimate, width)
@@ -198,21 +198,24 @@ def bar(share: float, cells: int, *, is_ascii: bool = False) -> str:
     return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
 
 
-def _categories(estimate: Estimate, width: int, *, is_ascii: bool) -> Table:
-    """Memory at the peak by category, with a bar each, scaled to the largest."""
+def category_table(at_peak: Mapping[str, int], total_bytes: int, width: int, *, is_ascii: bool) -> Table:
+    """Memory at the peak by category, each with its share of `total_bytes` and a bar, scaled to the largest."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, GAP, 0, 0))
     table.title, table.title_justify, table.title_style = "memory at the peak, by category", "left", "bold"
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    shown = {name: num_bytes for name, num_bytes in estimate.at_peak.items() if num_bytes}
+    shown = {name: num_bytes for name, num_bytes in at_peak.items() if num_bytes}
     # Bars are scaled to the largest category: scaled to the whole, most would be a cell wide.
-    total, most = max(1, estimate.peak.device_bytes), max(shown.values(), default=1)
+    total, most = max(1, total_bytes), max(shown.values(), default=1)
+    # 42 cells are about what the other three columns take.
     cells = min(MAX_BAR_CELLS, max(_MIN_BAR_CELLS, width - 42))
     for name, num_bytes in shown.items():
         drawn = Text(bar(num_bytes / most, cells, is_ascii=is_ascii), style=STYLES.get(name, "bright_black"))
-        table.add_row(LABELS.get(name, name), format_bytes(num_bytes), share_words(num_bytes, total), drawn)
+        table.add_row(
+            LABELS.get(name, name.replace("_", " ")), format_bytes(num_bytes), share_words(num_bytes, total), drawn
+        )
     return table
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from tightfit.analysis.profile import Profile
-from tightfit.planner.option import Advice, Option
+from tightfit.planner.option import Option
+from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.attention.score_options import attention_options, math_attention_bytes
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
@@ -35,14 +36,12 @@ class Attention(AbstractTechnique):
 
         apply_attention_kernels(session, chosen)
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice on calls of `scaled_dot_product_attention` that only the plain kernel can run."""
         num_bytes = math_attention_bytes(profile)
         if num_bytes:
-            yield Advice(
-                technique=self.name,
+            yield Suggestion(
                 what="scaled_dot_product_attention runs its plain kernel here, which holds all scores: half precision, heads that are "
                 "not grouped (repeat keys and values), and no torch.nn.attention.sdpa_kernel that rules others out let it do without",
                 saves_bytes=num_bytes,
-                is_exact=True,
             )

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Never, final
 
 import numpy as np
 
+from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
 from tightfit.analysis.optimizer import OptimizerProfile, events_of, passes_of
 from tightfit.analysis.profile import Profile
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Option
-from tightfit.tape import Category, Column, Phase, Source, SpanKind
+from tightfit.planner.option import Option
+from tightfit.planner.suggestion import Suggestion
+from tightfit.tape import Category, Column, Phase, Source, SpanKind, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
 
@@ -44,7 +46,7 @@ class KeptAlive(AbstractTechnique):
         """No options: the loop is the user's."""
         return ()
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice for each line, the largest first."""
         run = profile.optimizer
         steps = profile.tape.spans.kind == SpanKind.STEP
@@ -54,14 +56,16 @@ class KeptAlive(AbstractTechnique):
         smallest = SMALLEST_SHARE * _peak_bytes(run)
         growing = _growing(run, ends)
         lingering = np.setdiff1d(_lingering(run, begins, ends), growing)
-        rows = [(line, True) for line in _by_line(run, growing) if line.num_bytes >= smallest / 100]
+        leaks = [line for line in _by_line(run, growing) if line.num_bytes >= smallest / 100]
+        held = accumulations_from([(line.line, "") for line in leaks], _lines_of(profile.tape)) if leaks else ()
+        rows = [(line, True) for line in leaks]
         rows += [(line, False) for line in _by_line(run, lingering) if line.num_bytes >= smallest]
         return [
-            Advice(
-                technique=self.name,
-                what=_of_growth(line) if grows else _of_lingering(line),
+            Suggestion(
+                what=_of_growth(line, held) if grows else _of_lingering(line),
                 saves_bytes=line.num_bytes,
-                is_exact=True,
+                adds_seconds=0.0,
+                is_one_line=True,
             )
             for line, grows in rows[:NUM_LINES]
         ]
@@ -87,11 +91,9 @@ class _Line:
         return f"{self.num_storages} tensors{by}" if self.num_storages > 1 else f"a tensor{by}"
 
 
-def _of_growth(line: _Line) -> str:
-    return (
-        f"{line.line} leaves {format_bytes(line.num_bytes)} more allocated after each step ({line.made}), a leak: if a list or a sum holds it, "
-        "store loss.item() or .detach().cpu() instead"
-    )
+def _of_growth(line: _Line, held: Sequence[Accumulation]) -> str:
+    what = f"{held[0].line} {advice_on_accumulation(held[0])}" if held else ADVICE_ON_GROWTH
+    return f"{line.line} leaves {format_bytes(line.num_bytes)} more allocated after each step ({line.made}), a leak: {what}"
 
 
 def _of_lingering(line: _Line) -> str:
@@ -99,6 +101,11 @@ def _of_lingering(line: _Line) -> str:
         f"what {line.line} allocated in one step ({line.made}, {format_bytes(line.num_bytes)}) stays allocated through the next forward pass: "
         "if unintended, `del` the variable at the end of the step"
     )
+
+
+def _lines_of(tape: Tape) -> list[str]:
+    """The lines of the program that called an operator."""
+    return [tape.strings[at] for at in np.unique(tape.operators.line).tolist()]
 
 
 def _own(run: OptimizerProfile) -> Column:

@@ -17,7 +17,8 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.updates import BACKWARD_SLOT
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import is_kernel, operator_seconds
-from tightfit.planner.option import Advice, Change, Option, merged
+from tightfit.planner.option import Change, Option, merged
+from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Phase, Tape
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
@@ -67,7 +68,7 @@ class MicroBatches(AbstractTechnique):
                 leaves_share=1 / num_parts,
             )
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice for the user's own loop if this technique cannot be applied."""
         run = profile.optimizer
         reason = _obstacle(run)
@@ -76,13 +77,13 @@ class MicroBatches(AbstractTechnique):
         saved = max((-c.num_bytes for c in _changes(run, 2)), default=0)
         if len(_operators(profile.tape, _BATCH_NORMS)):
             what = f"half the batch, accumulated over two backward passes, would hold about half the activations, but is not the same training: {reason}"
-            return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
+            return [Suggestion(what=what, saves_bytes=saved, changes="batch")]
         what = (
             f"the batch cannot be split from outside, because {reason}; in the loop: half the batch, two backward passes per optimizer step, each "
             "loss divided by two (Trainer and Accelerate: gradient_accumulation_steps=2, Lightning: accumulate_grad_batches=2, each with half "
             "the batch size)"
         )
-        return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=True)]
+        return [Suggestion(what=what, saves_bytes=saved)]
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the model's forward, or the loop's step."""

@@ -22,7 +22,8 @@ from tightfit.analysis.updates import (
     states_come_early,
     waiting_for_second_pass,
 )
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.suggestion import Suggestion
 from tightfit.techniques.optimizer.optimizer_kernel import seconds_of_fused
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
@@ -65,7 +66,7 @@ class UpdateInBackward(AbstractTechnique):
             for kernel in kernels
         ]
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice on what keeps gradients from being freed early."""
         run = profile.optimizer
         reason = obstacle(run)
@@ -73,7 +74,7 @@ class UpdateInBackward(AbstractTechnique):
             return []
         held = int(run.block_bytes[run.gradients(run.step_ranges[-1])].sum())
         what = f"gradients cannot be used up within the backward pass, because {reason}"
-        return [Advice(technique=self.name, what=what, saves_bytes=held, is_exact=True)]
+        return [Suggestion(what=what, saves_bytes=held)]
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Takes over the gradients of every parameter of the session's optimizers."""

@@ -14,7 +14,8 @@ from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.optimizer import OptimizerProfile, passes_of, seconds_of_update
 from tightfit.analysis.profile import Profile
 from tightfit.cost.classes import operator_class
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Column, Tape
 from tightfit.techniques.precision.lower_precision import born_in_float32, can_be_lowered, seconds_saved_in_bfloat16
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -61,7 +62,7 @@ class Autocast(AbstractTechnique):
             )
         ]
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """Advice to use float16 if the card has no bfloat16."""
         run = profile.optimizer
         low = fraction_in_low_precision(run)
@@ -79,7 +80,7 @@ class Autocast(AbstractTechnique):
         what = (
             "this GPU has no bfloat16: torch.autocast in float16 with a torch.amp.GradScaler around backward and step"
         )
-        return [Advice(technique=self.name, what=what, saves_bytes=saved, is_exact=False)]
+        return [Suggestion(what=what, saves_bytes=saved, changes="results")]
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Runs the model's forward under autocast and returns its results in float32, as the loss outside expects them."""

@@ -13,7 +13,8 @@ import numpy as np
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.errors import ApplyError
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Phase
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes
@@ -41,22 +42,28 @@ class Adapters(AbstractTechnique):
         """No options: the adapters' parameters would be new to the program."""
         return ()
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak with adapters of each rank, and the code to write."""
         parts = profile.trained_parts
         linears = _linears(parts)
         if not parts.run.step_ranges or not linears:
             return []
+        peak_bytes = parts.peak_with(())
+        left_bytes = {rank: peak_with_adapters(profile, rank) for rank in RANKS}
         held = [
-            f"{format_bytes(peak_with_adapters(profile, rank))} at rank {rank} "
-            f"({sum(linear.numbers(rank) for linear in linears):,} trainable parameters)"
-            for rank in RANKS
+            f"{format_bytes(num_bytes)} at rank {rank} ({sum(linear.numbers(rank) for linear in linears):,} trainable parameters)"
+            for rank, num_bytes in left_bytes.items()
         ]
-        what = (
-            f"LoRA on {len(linears)} linear layers would reduce allocated memory from {format_bytes(parts.peak_with(()))} to {', '.join(held)}; "
-            'trains another model: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")) before the optimizer is created'
-        )
-        return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
+        return [
+            Suggestion(
+                what=f"LoRA on {len(linears)} linear layers",
+                changes="model",
+                saves_bytes=peak_bytes - min(left_bytes.values()),
+                effect=f"would reduce allocated memory from {format_bytes(peak_bytes)} to {', '.join(held)}",
+                note='trains another model: peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear")) before the optimizer is '
+                "created",
+            )
+        ]
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> Never:
         """Nothing can be applied to a model."""

@@ -14,7 +14,8 @@ from tightfit.analysis.intervals import changes, memory_timeline
 from tightfit.analysis.modules import ModuleCall
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import NumberedModules, TrainedParts
-from tightfit.planner.option import Advice, Change, Option, merged
+from tightfit.planner.option import Change, Option, merged
+from tightfit.planner.suggestion import Suggestion
 from tightfit.tape import Category, Phase
 from tightfit.techniques.technique import AbstractTechnique, Choice
 from tightfit.units import format_bytes, format_seconds_change
@@ -56,23 +57,29 @@ class Freezing(AbstractTechnique):
                 needs_new_trace=True,
             )
 
-    def advice(self, profile: Profile) -> Iterable[Advice]:
+    def advice(self, profile: Profile) -> Iterable[Suggestion]:
         """The peak and the time saved for each number of frozen blocks."""
         parts = profile.trained_parts
         blocks = parts.blocks
         if not parts.run.step_ranges or blocks is None or not len(parts.gradients):
             return []
         seconds = profile.seconds
+        peak_bytes = parts.peak_with(())
+        left_bytes = {number: parts.peak_with(_changes(parts, blocks, number)) for number in _numbers(blocks)}
         held = [
-            f"{format_bytes(parts.peak_with(_changes(parts, blocks, number)))} with {number} of {blocks.number} "
+            f"{format_bytes(num_bytes)} with {number} of {blocks.number} "
             f"({format_seconds_change(-_saved_seconds(parts, blocks, number, seconds))} per step)"
-            for number in _numbers(blocks)
+            for number, num_bytes in left_bytes.items()
         ]
-        what = (
-            f"freezing the first blocks of {blocks.path} (and the modules that run before them) would reduce allocated memory from "
-            f"{format_bytes(parts.peak_with(()))} to {', '.join(held)}; changes results: --allow freezing"
-        )
-        return [Advice(technique=self.name, what=what, saves_bytes=0, is_exact=False)]
+        return [
+            Suggestion(
+                what=f"freezing the first blocks of {blocks.path} (and the modules that run before them)",
+                changes="model",
+                saves_bytes=peak_bytes - min(left_bytes.values(), default=peak_bytes),
+                effect=f"would reduce allocated memory from {format_bytes(peak_bytes)} to {', '.join(held)}",
+                note="changes results: --allow freezing",
+            )
+        ]
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Takes the parameters out of the graph; an optimizer skips parameters without a gradient."""

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.effects.gradients import GradientWatch
 from tightfit.capture.steps.effects.regions import RegionWatch
+from tightfit.capture.steps.graph_nodes import nodes_behind
 from tightfit.tape import Effect
 
 
@@ -54,20 +55,13 @@ class EffectWatch:
 
 def _graph_of(roots: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
     """The leaves of a graph, and the sequence numbers of its other nodes in ascending order."""
-    waiting: list[Node | None] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    seen: set[Node] = set()
     leaves, numbers = [], []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots):
         # AccumulateGrad nodes all have the largest number there is, so that the engine runs them first
         # (torch/csrc/autograd/functions/accumulate_grad.cpp): it says nothing about a call.
         leaf = getattr(node, "variable", None)
         if leaf is None:
             numbers.append(node._sequence_nr())
-            waiting += [following for following, _ in node.next_functions]
         else:
             leaves.append(leaf)
     return leaves, sorted(numbers)

@@ -1,21 +1,21 @@
-"""Suggestions, ordered by bytes saved per second lost: memory that a history shows to be wasted or easy to save.
+"""Suggestions from the history of a run: memory that it shows to be wasted or easy to save.
 
 Every saving is computed on the memory timeline: the blocks in question are removed for as long as they need not be allocated, and the saving is how
 much lower the peak of the whole run becomes. It is therefore 0 where another time step is as high, and two savings do not add up.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable
-from typing import Literal
 
 import numpy as np
 
+from tightfit.diagnosis.suggestions.from_growth import suggestions_on_growth
 from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
+from tightfit.planner.suggestion import Suggestion
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
-from tightfit.tape import Category, Column
+from tightfit.tape import Category, Column, Phase
 from tightfit.units import MIB
 
 MIN_SHARE = 0.005
@@ -27,32 +27,6 @@ _NUMBERED = re.compile(r"^(.*?\.)(\d+)(?=\.|$)")
 _SMALL_STATE_BYTES = 4096 * 4
 """bitsandbytes keeps the state of tensors with fewer than 4096 elements (`min_8bit_size`) in float32."""
 _PASSING = (Category.ACTIVATIONS, Category.TEMPORARIES, Category.INPUTS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """One suggestion: how much the peak of `saves` falls, and the seconds that it adds to each step (None where not known).
-
-    `is_one_line`: one line in the user's loop, which costs neither time nor exactness.
-    """
-
-    what: str
-    where: str
-    saves: Literal["allocated", "reserved"]
-    saves_bytes: int
-    adds_seconds: float | None
-    is_exact: bool
-    note: str
-    is_one_line: bool = False
-
-    @property
-    def rank(self) -> tuple[bool, float, int]:
-        """The sort key, best first: one line for nothing, then bytes per second lost, then bytes; those of unknown cost last."""
-        if self.adds_seconds is None:
-            # Above every known rate, which is negative.
-            return (True, 1.0, -self.saves_bytes)
-        rate = -self.saves_bytes / self.adds_seconds if self.adds_seconds else -math.inf
-        return (not self.is_one_line, rate, -self.saves_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +44,10 @@ class Costs:
         return sum(seconds for module, seconds in self.forward_seconds.items() if _group_of(module) == group)
 
 
-def remedies_of(
+def suggestions_of(
     history: History, places: tuple[AllocationSite, ...], phases: Column, costs: Costs | None
-) -> list[Remedy]:
-    """Suggestions that lower the allocated peak, best first. `places` has an entry per stack, `phases` (`Phase`) one per block."""
+) -> list[Suggestion]:
+    """Suggestions that lower the allocated peak, in no order. `places` has an entry per stack, `phases` (`Phase`) one per block."""
     if not len(history.blocks) or not history.num_events:
         return []
     seen = _Seen(history, places, phases, costs)
@@ -87,7 +61,8 @@ def remedies_of(
         *seen.optimizer_state(),
     ]
     min_bytes = max(MIB, int(MIN_SHARE * int(history.allocated.max())))
-    return sorted((r for r in found if r.saves_bytes >= min_bytes), key=lambda remedy: remedy.rank)
+    # What grows is said however little it is in a recording of a few steps.
+    return [*suggestions_on_growth(history, places, phases), *(one for one in found if one.saves_bytes >= min_bytes)]
 
 
 class _Seen:
@@ -115,7 +90,7 @@ class _Seen:
         """The allocation site of a block."""
         return self.places[int(self.blocks.stack[block])]
 
-    def kept(self) -> Iterable[Remedy]:
+    def kept(self) -> Iterable[Suggestion]:
         """Blocks of one step that outlive it: outputs in a variable that the next step rebinds only after it has made new ones."""
         blocks = self.blocks
         ends = np.array([step.end for step in self.steps] + [self.history.num_events], dtype=np.int64)[self.step_of]
@@ -125,18 +100,16 @@ class _Seen:
         keys = np.array([place.name for place in self.places])[blocks.stack]
         sizes = {str(key): int(blocks.block_bytes[chosen & (keys == key)].sum()) for key in np.unique(keys[chosen])}
         for key in sorted(sizes, key=lambda key: -sizes[key])[:_NUM_KEPT]:
-            yield Remedy(
+            yield Suggestion(
                 what="`del` the variable at the end of the step, or detach what is stored",
                 where=key,
-                saves="allocated",
                 saves_bytes=self.saved(chosen & (keys == key), ends),
                 adds_seconds=0.0,
-                is_exact=True,
                 note="what this line allocates stays allocated until the next step replaces it",
                 is_one_line=True,
             )
 
-    def gradients(self) -> Iterable[Remedy]:
+    def gradients(self) -> Iterable[Suggestion]:
         """Gradients that stay allocated through the next forward pass."""
         blocks, steps = self.blocks, self.steps
         chosen = np.flatnonzero((blocks.category == Category.GRADIENTS) & (self.step_of != NO_STEP))
@@ -151,60 +124,51 @@ class _Seen:
         ]
         if rows:
             num_bytes, begin, end = np.asarray(rows, dtype=np.int64).T
-            yield Remedy(
+            yield Suggestion(
                 what="optimizer.zero_grad() right after optimizer.step(), with set_to_none=True (the default)",
-                where="",
-                saves="allocated",
                 saves_bytes=saved_bytes(self.history, num_bytes, begin, end),
                 adds_seconds=0.0,
-                is_exact=True,
                 note="gradients stay allocated through the next forward pass; not where they are accumulated over steps",
                 is_one_line=True,
             )
 
-    def optimizer_temporaries(self) -> Iterable[Remedy]:
+    def optimizer_temporaries(self) -> Iterable[Suggestion]:
         """Temporaries that foreach optimizers allocate for a whole list of tensors at once."""
         blocks = self.blocks
         chosen = (blocks.category == Category.TEMPORARIES) & np.char.startswith(self.operators, "aten._foreach")
         if chosen.any():
-            yield Remedy(
+            yield Suggestion(
                 what="fused=True in the optimizer (or foreach=False)",
                 where=self.place_of(int(np.flatnonzero(chosen)[0])).name,
-                saves="allocated",
                 # A for-loop optimizer still has the temporary of one parameter, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=0.0,
-                is_exact=False,
+                changes="results",
                 note="the foreach optimizer allocates temporaries for all parameters at once; the order of operations differs",
             )
 
-    def step_in_backward(self) -> Iterable[Remedy]:
+    def step_in_backward(self) -> Iterable[Suggestion]:
         """Gradients that could be freed one by one, as soon as the optimizer has used them."""
         blocks = self.blocks
         chosen = blocks.category == Category.GRADIENTS
         if chosen.any():
-            yield Remedy(
+            yield Suggestion(
                 what="step each parameter in the backward pass (register_post_accumulate_grad_hook)",
-                where="",
-                saves="allocated",
                 # The gradient that is being used is still there, at most the largest.
                 saves_bytes=self.saved(chosen, kept_bytes=int(blocks.block_bytes[chosen].max())),
                 adds_seconds=None if self.costs is None else 0.0,
-                is_exact=True,
                 note="not with gradient clipping, accumulation or a gradient scaler",
             )
 
-    def optimizer_state(self) -> Iterable[Remedy]:
+    def optimizer_state(self) -> Iterable[Suggestion]:
         """Optimizer states in 8 bits instead of 32."""
         blocks = self.blocks
         chosen = (blocks.category == Category.OPTIMIZER_STATE) & (blocks.num_bytes > _SMALL_STATE_BYTES)
         if chosen.any():
             # A quarter of the float32 states is left, 8 bits of 32; the scales of the blocks are neglected.
             spared = np.flatnonzero(chosen)
-            yield Remedy(
+            yield Suggestion(
                 what="an optimizer with 8-bit state",
-                where="",
-                saves="allocated",
                 saves_bytes=saved_bytes(
                     self.history,
                     blocks.block_bytes[spared] * 3 // 4,
@@ -212,11 +176,11 @@ class _Seen:
                     blocks.freed_at[spared],
                 ),
                 adds_seconds=None,
-                is_exact=False,
+                changes="results",
                 note="for float32 states; block-wise 8-bit, Dettmers et al. 2021, arXiv:2110.02861",
             )
 
-    def loss(self) -> Iterable[Remedy]:
+    def loss(self) -> Iterable[Suggestion]:
         """Logits and the tensors that the loss derives from them, which a chunked loss never allocates as a whole."""
         blocks = self.blocks
         # Above 1 MiB: the heads of small classifiers are not worth chunking.
@@ -228,7 +192,7 @@ class _Seen:
         same_size = np.isin(blocks.num_bytes, (whole_bytes, whole_bytes // 2)) & np.isin(blocks.category, _PASSING)
         makes = (
             same_size
-            & (self.phases == 0)
+            & (self.phases == Phase.FORWARD)
             & np.isin(self.operators, ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear"))
         )
         seconds = None
@@ -237,17 +201,15 @@ class _Seen:
             seconds = float(self.costs.block_seconds[makes].sum()) / steps
         # Logits, log-probabilities and the gradient of one chunk exist at once.
         kept_bytes = int(blocks.block_bytes[same_size].max()) * 3 // _NUM_CHUNKS
-        yield Remedy(
+        yield Suggestion(
             what=f"the loss in {_NUM_CHUNKS} chunks of tokens, with the logits recomputed in the backward pass",
             where=self.place_of(int(np.flatnonzero(softmax)[0])).name,
-            saves="allocated",
             saves_bytes=self.saved(same_size, kept_bytes=kept_bytes),
             adds_seconds=seconds,
-            is_exact=True,
             note="exact up to the order of sums",
         )
 
-    def checkpointing(self) -> Iterable[Remedy]:
+    def checkpointing(self) -> Iterable[Suggestion]:
         """Activations inside repeated modules, of which only the outputs would be saved; or all activations, where modules are not known."""
         blocks = self.blocks
         waits = blocks.category == Category.ACTIVATIONS
@@ -257,24 +219,19 @@ class _Seen:
             member = np.array([-1 if name is None or name[0] != group else name[1] for name in names])[blocks.module]
             inside = waits & (member >= 0)
             outputs, largest_bytes = self._outputs(inside, member)
-            yield Remedy(
+            yield Suggestion(
                 what="checkpoint each of these modules (torch.utils.checkpoint)",
                 where=f"{group}*",
-                saves="allocated",
                 saves_bytes=self.saved(inside & ~outputs, kept_bytes=largest_bytes),
                 adds_seconds=None if self.costs is None else self.costs.forward_seconds_of(group),
-                is_exact=True,
                 note="runs their forward pass twice",
             )
         # A recording without modules: the saving is an upper bound, and says so.
         if not groups and waits.any():
-            yield Remedy(
+            yield Suggestion(
                 what="checkpoint the layers (torch.utils.checkpoint)",
-                where="",
-                saves="allocated",
                 saves_bytes=self.saved(waits, kept_bytes=int(blocks.block_bytes[waits].max())),
                 adds_seconds=None,
-                is_exact=True,
                 note=f"an upper bound, all {CATEGORIES[Category.ACTIVATIONS]}: a recording does not name their layers",
             )
 

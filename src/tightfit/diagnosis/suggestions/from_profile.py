@@ -1,79 +1,89 @@
-"""What a person could do that a plan does not do for them: a larger card, a second one, a smaller batch, a shorter sequence, a lighter model, what
-lossy techniques would save."""
+"""Suggestions for a workload that is planned for, from its profile: what a person could do that a plan does not do for them. The techniques' own advice,
+a smaller batch, a shorter sequence, a lighter model, what lossy techniques would save, a larger GPU or a second one."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from tightfit.analysis.profile import Profile
 from tightfit.analysis.trained_parts import TrainedParts
 from tightfit.devices.catalogue import all_devices
 from tightfit.devices.device import Device
 from tightfit.errors.faults import answering
-from tightfit.fit.search import Found
-from tightfit.fit.traced_runs import TracedRun
-from tightfit.planner.option import Advice, Change, Option
+from tightfit.planner.option import Change, Option
+from tightfit.planner.suggestion import Suggestion, in_order
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Column
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes, format_bytes_change
+from tightfit.units import format_bytes
 
 _NUM_CARDS = 2
 _NUM_DIMENSIONS_OF_TOKENS = 2  # a batch of sequences
 _SHORTEST = 64  # tokens, below which a shorter sequence is no advice
 _PART_OF_BLOCKS = 4
+_PLAIN = "without any technique"
 
 
-def advice(found: Found, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
-    """Sentences: first what costs neither time nor exactness, those that save most before others; then what changes the training or the model.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWorkload:
+    """A workload and what was planned for it: the profile and the estimate of its plain run, the models that it calls (`roots`), the bytes that it needs
+    plain and planned, whether that fits and whether it is planned at all, and the lossy options that were not allowed.
+    """
+
+    profile: Profile
+    estimate: Estimate
+    roots: Sequence[Mapping[str, Any]]
+    needed_bytes: int
+    planned_bytes: int
+    fits: bool
+    has_techniques: bool
+    forbidden: Sequence[Option]
+
+
+def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bool) -> tuple[str, ...]:
+    """Sentences, what saves most for nothing first.
 
     `is_whole_card`: the budget is all that the card has.
     """
-    own = sorted(_from_techniques(found), key=lambda row: (not row.is_exact, -row.saves_bytes))
-    rows = [_sentence(row) for row in own if row.is_exact]
-    if not found.fits or found.best.options:
-        rows += _batch(found.base.estimate)
-        rows += _sequence(found.base)
-    rows += _lossy(found.forbidden)
-    rows += [_sentence(row) for row in own if not row.is_exact]
-    if not found.fits or found.best.options:
-        rows += _blocks(found.base)
-    if not found.fits and is_whole_card:
-        rows += _cards(found, card)
-    return tuple(rows)
+    rows = [*_from_techniques(planned.profile), *_lossy(planned.forbidden)]
+    if not planned.fits or planned.has_techniques:
+        rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]
+    if not planned.fits and is_whole_card:
+        rows += _cards(planned, card)
+    return tuple(row.sentence for row in in_order(rows))
 
 
-def _lossy(forbidden: Sequence[Option]) -> Iterable[str]:
-    """Each lossy technique that was not allowed, with its largest predicted saving, the largest first."""
+def _lossy(forbidden: Sequence[Option]) -> Iterable[Suggestion]:
+    """Each lossy technique that was not allowed, with its largest predicted saving."""
     saved: dict[str, int] = {}
     for option in forbidden:
         most = -min((c.num_bytes for c in option.changes), default=0)
         saved[option.technique] = max(most, saved.get(option.technique, 0))
-    for name, num_bytes in sorted(saved.items(), key=lambda item: -item[1]):
+    for name, num_bytes in saved.items():
         if num_bytes > 0:
-            yield f"{name} would save up to {format_bytes(num_bytes)}, but changes results: --allow {name}"
+            effect = f"would save up to {format_bytes(num_bytes)}, but changes results: --allow {name}"
+            yield Suggestion(what=name, changes="results", saves_bytes=num_bytes, effect=effect)
 
 
-def _from_techniques(found: Found) -> Iterable[Advice]:
+def _from_techniques(profile: Profile) -> Iterable[Suggestion]:
     for technique in techniques().values():
         with answering(f"technique {technique.name}", technique=technique.name):
-            rows = list(technique.advice(found.base.profile))
+            rows = list(technique.advice(profile))
         yield from rows
 
 
-def _sentence(row: Advice) -> str:
-    saved = f" (up to {format_bytes_change(-row.saves_bytes)})" if row.saves_bytes > 0 else ""
-    return f"{row.what}{saved}"
-
-
-def _batch(base: Estimate) -> Iterable[str]:
+def _batch(base: Estimate) -> Iterable[Suggestion]:
     """Half the batch halves what the forward pass leaves; weights, gradients and states stay."""
     held = base.at_peak
     grows = held["activations"] + held["temporaries"] + held["inputs"]
     if grows > base.peak.device_bytes // 20:
-        yield f"half the batch size would need about {format_bytes(base.peak.device_bytes - grows // 2)} without any technique"
+        effect = f"would need about {format_bytes(base.peak.device_bytes - grows // 2)} {_PLAIN}"
+        yield Suggestion(what="half the batch size", changes="batch", saves_bytes=grows // 2, effect=effect)
 
 
-def _sequence(base: TracedRun) -> Iterable[str]:
+def _sequence(base: PlannedWorkload) -> Iterable[Suggestion]:
     """Half the tokens leave at most half of what the forward pass leaves; scores of attention, if there are any, fall by more."""
     held = base.estimate.at_peak
     grows = held["activations"] + held["temporaries"] + held["inputs"]
@@ -81,13 +91,18 @@ def _sequence(base: TracedRun) -> Iterable[str]:
         shape for root in base.roots for shape in root["inputs"].values() if len(shape) == _NUM_DIMENSIONS_OF_TOKENS
     ]
     length = max((shape[1] for shape in sizes), default=0)
-    reads_tokens = "aten.embedding" in base.tape.strings
+    reads_tokens = "aten.embedding" in base.profile.tape.strings
     if reads_tokens and length >= _SHORTEST and grows > base.estimate.peak.device_bytes // 20:
         left = format_bytes(base.estimate.peak.device_bytes - grows // 2)
-        yield f"half the sequence length ({length // 2} of {length} tokens) would need about {left} or less without any technique"
+        yield Suggestion(
+            what=f"half the sequence length ({length // 2} of {length} tokens)",
+            changes="batch",
+            saves_bytes=grows // 2,
+            effect=f"would need about {left} or less {_PLAIN}",
+        )
 
 
-def _blocks(base: TracedRun) -> Iterable[str]:
+def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
     """A model with fewer of its repeated blocks: their parameters, gradients, states and activations are gone."""
     run, parts = base.profile.optimizer, base.profile.trained_parts
     blocks = parts.blocks
@@ -107,10 +122,12 @@ def _blocks(base: TracedRun) -> Iterable[str]:
     saved = [
         Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.bytes_of(v.saved)) for v in calls
     ]
-    left = parts.peak_with((weights, *parts.untrained(gone), *saved))
-    yield (
-        f"a smaller model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path}, would reduce allocated memory from "
-        f"{format_bytes(parts.peak_with(()))} to about {format_bytes(left)} without any technique"
+    now, left = parts.peak_with(()), parts.peak_with((weights, *parts.untrained(gone), *saved))
+    yield Suggestion(
+        what=f"a smaller model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path},",
+        changes="model",
+        saves_bytes=now - left,
+        effect=f"would reduce allocated memory from {format_bytes(now)} to about {format_bytes(left)} {_PLAIN}",
     )
 
 
@@ -119,19 +136,17 @@ def _one_for_each_weight(parts: TrainedParts, gone: Column) -> Column:
     return np.intersect1d(parts.gradients[gone], parts.run.gradients(parts.run.step_ranges[-1]))
 
 
-def _cards(found: Found, card: Device) -> Iterable[str]:
+def _cards(planned: PlannedWorkload, card: Device) -> Iterable[Suggestion]:
     others = [d for d in all_devices() if d.name != card.name]
-    plain = _smallest(found.base.needed_bytes, others)
-    planned = _smallest(found.best.needed_bytes, others)
-    if planned:
-        yield f"with this plan it fits {_names(planned)}"
-    if plain:
-        yield f"without any technique it fits {_names(plain)}"
-    held = found.base.estimate.at_peak
+    plan, plain = _smallest(planned.planned_bytes, others), _smallest(planned.needed_bytes, others)
+    sentences = [f"with this plan it fits {_names(plan)}"] if plan else []
+    sentences += [f"{_PLAIN} it fits {_names(plain)}"] if plain else []
+    held = planned.estimate.at_peak
     shared = held["parameters"] + held["gradients"] + held["optimizer_state"]
-    left = found.best.needed_bytes - shared // 2
+    left = planned.planned_bytes - shared // 2
     if left <= card.capacity_bytes:
-        yield f"on two of these GPUs, sharded as by FSDP, each would need about {format_bytes(left)}"
+        sentences.append(f"on two of these GPUs, sharded as by FSDP, each would need about {format_bytes(left)}")
+    return [Suggestion(what=sentence, changes="GPU", saves_bytes=0) for sentence in sentences]
 
 
 def _smallest(needed_bytes: int, cards: Iterable[Device]) -> list[Device]:

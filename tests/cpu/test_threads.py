@@ -1,0 +1,175 @@
+"""Threads of the program that move batches to the GPU are followed, in turns: what is ahead counts, and the tape is the same each time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tightfit.capture.trace_settings import TraceSettings
+from tightfit.errors import CaptureError, ProgramError
+from tightfit.fit import capture
+from tightfit.tape import EventKind, Tape
+from tightfit.units import MIB
+
+BATCH_BYTES = 16 * MIB
+HEAD = """\
+import queue
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+model = torch.nn.Linear(1024, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(batch):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def data():
+    for _ in range(12):
+        yield torch.zeros(4096, 1024)
+"""
+PREFETCHES = """
+class Prefetcher:
+    def __init__(self, depth):
+        self.queue, self.stream = queue.Queue(maxsize=depth), torch.cuda.Stream()
+        threading.Thread(target=self.load, daemon=True).start()
+
+    def load(self):
+        for batch in data():
+            with torch.cuda.stream(self.stream):
+                self.queue.put(batch.pin_memory().cuda(non_blocking=True))
+        self.queue.put(None)
+
+    def __iter__(self):
+        while (batch := self.queue.get()) is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            yield batch
+
+
+for batch in Prefetcher(int(sys.argv[1])):
+    step(batch)
+"""
+TWO_THREADS = """
+host, card = queue.Queue(2), queue.Queue(1)
+
+
+def read():
+    for batch in data():
+        host.put(batch)
+    host.put(None)
+
+
+def move():
+    while (batch := host.get()) is not None:
+        card.put(batch.cuda())
+    card.put(None)
+
+
+threads = [threading.Thread(target=run) for run in (read, move)]
+for thread in threads:
+    thread.start()
+while (batch := card.get()) is not None:
+    step(batch)
+for thread in threads:
+    thread.join()
+with torch.no_grad():
+    model(torch.zeros(1 << 16, 1024).cuda())
+"""
+POOL = """
+with ThreadPoolExecutor(4) as pool:
+    for batch in pool.map(lambda batch: batch.cuda(), list(data())[:5]):
+        step(batch)
+"""
+EVENT_LOOP = """
+import asyncio
+
+
+async def main():
+    for batch in data():
+        step(await asyncio.get_running_loop().run_in_executor(None, batch.cuda))
+
+
+asyncio.run(main())
+"""
+FAILS = """
+rows = queue.Queue(2)
+
+
+def load():
+    rows.put(torch.zeros(4, 1024).cuda())
+    raise ValueError("a broken file")
+
+
+threading.Thread(target=load, daemon=True).start()
+while True:
+    step(rows.get())
+"""
+TRAINS = """
+def train():
+    for batch in data():
+        step(batch.cuda())
+
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+
+def traced(tmp_path: Path, program: str, *arguments: str) -> Tape:
+    path = tmp_path / "threads.py"
+    path.write_text(HEAD + program)
+    return capture(str(path), device="RTX 4090", arguments=arguments, tracing=TraceSettings(timeout=60))
+
+
+def batches_at_the_peak(tape: Tape) -> int:
+    """The largest number of batches that are on the GPU at once."""
+    is_batch = tape.storages.num_bytes[tape.events.storage] == BATCH_BYTES
+    changes = np.where(tape.events.kind == EventKind.ALLOCATE, 1, np.where(tape.events.kind == EventKind.FREE, -1, 0))
+    return int(np.cumsum(np.where(is_batch & (tape.events.storage >= 0), changes, 0)).max())
+
+
+def columns(tape: Tape) -> list[list[int]]:
+    parts = (tape.operators, tape.storages, tape.events, tape.spans)
+    return [getattr(part, name).tolist() for part in parts for name in part.__slots__]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_prefetching_thread_holds_what_its_queue_takes_and_the_batch_in_its_hand(tmp_path: Path, depth: int) -> None:
+    tape = traced(tmp_path, PREFETCHES, str(depth))
+    # Beside these, the batch that the step is for; and the next one, which is taken before the name of that is bound again.
+    assert batches_at_the_peak(tape) == depth + 1 + 2
+    assert any("take turns while it is traced" in one.what for one in tape.assumptions)
+    # Their memory is of the stream that they were copied on, and all of it belongs to the steps of the main thread.
+    on = tape.storages.stream[tape.storages.num_bytes == BATCH_BYTES]
+    assert (on > 0).all() and [tape.strings[name] for name in tape.spans.name].count("step 2") == 1
+    if depth == 1:
+        assert columns(traced(tmp_path, PREFETCHES, str(depth))) == columns(tape)
+
+
+def test_two_threads_in_a_row_and_what_follows_them(tmp_path: Path) -> None:
+    tape = traced(tmp_path, TWO_THREADS)
+    assert batches_at_the_peak(tape) == 1 + 1 + 2
+    # The loop was left after its steps, and so were theirs: the program goes on to its end.
+    assert tape.coverage.stopped == "" and (tape.storages.num_bytes == (1 << 16) * 1024 * 4).any()
+
+
+@pytest.mark.parametrize(("program", "most"), [(POOL, 5), (EVENT_LOOP, 2)], ids=["map", "event loop"])
+def test_a_pool_moves_what_it_was_given(tmp_path: Path, program: str, most: int) -> None:
+    assert batches_at_the_peak(traced(tmp_path, program)) == most
+
+
+def test_an_exception_in_a_thread_that_is_waited_for_is_the_programs(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match=r"threads\.py raised ValueError at .*threads\.py:\d+: a broken file"):
+        traced(tmp_path, FAILS)
+
+
+def test_a_thread_that_trains_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"threads\.py:\d+ runs a model in a thread of the program's own"):
+        traced(tmp_path, TRAINS)
