@@ -30,12 +30,17 @@ DEFAULT_TIMEOUT_SECONDS = 120.0
 
 _SECONDS_BETWEEN_LOOKS = 0.25
 
-# What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
+# What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
+# the first backward pass; safetensors is patched where it is installed.
 _PRELOADED = (
     "tightfit.capture.child",
     "tightfit.capture.capture_session",
+    "tightfit.devices.catalogue:all_devices",
     "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.tensor",
+    "torch._functorch.config",
+    "torch.nn.attention.flex_attention",
+    "safetensors.torch",
 )
 
 
