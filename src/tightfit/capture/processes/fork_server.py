@@ -33,7 +33,8 @@ from tightfit.capture.processes.containment import namespaces
 from tightfit.capture.processes.containment.policy import Containment
 from tightfit.capture.processes.keeper import Kept, keep
 
-_IDLE_SECONDS = 60
+# In a notebook minutes pass between two estimates.
+_IDLE_SECONDS = 300
 _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
 # each child.
