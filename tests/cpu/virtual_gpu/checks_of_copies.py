@@ -102,6 +102,14 @@ def memory_that_the_program_registers_counts_as_pinned():
     assert seen.copies == [(CopyDirection.TO_CARD, True, False, 4096)]
     torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
     assert not part.is_pinned()
+    # Torch asks where a storage begins, and the driver where the bytes lie.
+    torch.cuda.cudart().cudaHostRegister(slab.data_ptr() + 4096, 8192, 1)
+    with _Seen() as seen:
+        part.to("cuda", non_blocking=True)
+        slab[8192:16384].to("cuda", non_blocking=True)
+    assert not part.is_pinned()
+    assert [is_pinned for _, is_pinned, _, _ in seen.copies] == [True, False]
+    torch.cuda.cudart().cudaHostUnregister(slab.data_ptr() + 4096)
 
 
 def pinned_memory_is_reserved_in_powers_of_two_and_kept():

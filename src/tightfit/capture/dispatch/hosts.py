@@ -122,16 +122,27 @@ class HostMemory:
         return tensor if self.is_pinned(tensor) else self.pinned(tensor.clone())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """`Tensor.is_pinned`: whether the tensor lies in memory that torch has pinned, or that the program has registered."""
+        """`Tensor.is_pinned`: whether torch has pinned the storage, or the program has registered the memory where it begins."""
         if tensor.layout != torch.strided:
             return False
         storage = tensor.untyped_storage()
-        if storage._cdata in self._pinned:
-            return True
+        return storage._cdata in self._pinned or self._is_registered(storage, 0, 1)
+
+    def is_page_locked(self, tensor: torch.Tensor) -> bool:
+        """Whether a card copies from or to `tensor`, which is dense, without the driver's own buffer."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        return storage._cdata in self._pinned or self._is_registered(storage, begin, tensor.nbytes)
+
+    def _is_registered(self, storage: torch.UntypedStorage, begin: int, num_bytes: int) -> bool:
         if not self._registered or storage.device.type != "cpu":
             return False
-        begin, end = _range(storage)
-        return any(address <= begin and end <= address + size for address, (size, _) in self._registered.items())
+        begin += storage.data_ptr()
+        return any(
+            address <= begin and begin + num_bytes <= address + size for address, (size, _) in self._registered.items()
+        )
 
     def register(self, address: int, num_bytes: int) -> None:
         """`cudaHostRegister`: page-locks memory of the program, which counts from now on if no tensor has been counted there."""
