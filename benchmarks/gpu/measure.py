@@ -129,8 +129,8 @@ def on_virtual_gpu(row: Row, *, device: str, limit_bytes: int | None, recording:
     """The same on the virtual GPU of a card, in a process that is used for nothing else."""
     from tightfit.allocator.settings import AllocatorSettings
     from tightfit.capture.capture_session import CaptureSession
-    from tightfit.cost.steps import step_seconds
     from tightfit.recordings.write import write_tape
+    from tightfit.simulate.timeline import step_seconds
 
     session = CaptureSession(device, NUM_STEPS, by_yield=True)
 

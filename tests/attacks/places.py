@@ -5,6 +5,7 @@ linear layer before a cross-entropy, a module with `is_attention` computes atten
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -64,6 +65,21 @@ def _range(name: str, holder: str, *, needs_sequential: bool, **settings: object
     return find
 
 
+def _offload(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+    # Each but the last, whose saved tensors no block would hide the way of; and every storage, however small.
+    return [
+        choice(
+            "activation_offload",
+            _path(model, f"{path}.{key}"),
+            following=_path(model, f"{path}.{following}"),
+            smallest_bytes=1,
+            host_bytes=1 << 14,
+        )
+        for path, blocks in _held(model, "blocks")
+        for key, following in itertools.pairwise(blocks._modules)
+    ]
+
+
 def _chunked_loss(gradients_in: str) -> Find:
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
@@ -102,6 +118,7 @@ def _variants() -> list[Variant]:
         ("selective checkpointing", "selective_checkpointing", _each_block("selective_checkpointing", keep=[0])),
         ("nested checkpointing", "nested_checkpointing", _range("nested_checkpointing", "blocks", needs_sequential=False)),
         ("sequential checkpointing", "sequential_checkpointing", _range("sequential_checkpointing", "blocks", needs_sequential=True)),
+        ("activation offload", "activation_offload", _offload),
         ("tiled tokens", "tiled_tokens", _each_block("tiled_tokens", num_tiles=2)),
         ("tiled convolutions", "tiled_convolutions", _range("tiled_convolutions", "chain", needs_sequential=True, num_tiles=2)),
         ("chunked loss, gradients in forward", "chunked_loss", _chunked_loss("forward")),
@@ -115,6 +132,7 @@ def _variants() -> list[Variant]:
         ("empty_cache", "empty_cache", _of_model("empty_cache", "allocator", border="before the forward")),
         ("8-bit states", "low_bit_states", _of_optimizer("low_bit_states", bits=8)),
         ("8-bit states in backward", "low_bit_states", _of_optimizer("low_bit_states", bits=8, in_backward=True, clips=False)),
+        ("optimizer offload", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, least_elements=1)),
         ("pure bf16", "pure_bf16", _of_optimizer("pure_bf16", "precision", rounding="compensated")),
     ]  # fmt: skip
     return [

@@ -36,7 +36,9 @@ def _plain(model: str, num_steps: int, habits: Habits) -> Outcome:
 
 
 def _same(plain: Outcome, other: Outcome, *, bitwise: bool) -> None:
-    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 2e-4, "atol": 2e-6}
+    # Over many steps Adam enlarges what another order of sums leaves in a gradient that is nearly nothing.
+    atol = 2e-6 if len(plain.losses) <= 2 * NUM_STEPS else 1e-5
+    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 2e-4, "atol": atol}
     torch.testing.assert_close(torch.tensor(other.losses), torch.tensor(plain.losses), **tolerance)
     for expected, found in zip(plain.gradients, other.gradients, strict=True):
         for name in found:

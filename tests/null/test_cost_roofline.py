@@ -12,10 +12,11 @@ from tightfit.cost.classes import operator_class
 from tightfit.cost.copies import copy_seconds, link_bytes_per_second
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import operator_seconds
-from tightfit.cost.steps import step_operators, step_seconds
+from tightfit.cost.steps import step_operators
 from tightfit.devices.calibration import OPERATOR_CLASSES, Calibration
 from tightfit.devices.catalogue import all_devices, find
 from tightfit.devices.device import DTYPES, Device
+from tightfit.simulate.timeline import step_seconds
 from tightfit.tape import EventKind, Events, Operators, SpanKind, Spans, Storages, Table, Tape
 
 Row = tuple[str, str, float, int, int, int]  # name, dtype, flops, bytes read, bytes written, stream

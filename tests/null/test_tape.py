@@ -1,6 +1,7 @@
 """A tape keeps what it is given, and its spec catches what must not be."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from tightfit.errors import RecordingError
 from tightfit.tape import (
     Assumption,
     Category,
+    Copies,
+    CopyDirection,
     EventKind,
     Events,
     Operators,
@@ -18,6 +21,8 @@ from tightfit.tape import (
     Spans,
     Storages,
     Tape,
+    WaitKind,
+    Waits,
 )
 from tightfit.tape.load import read_tape
 from tightfit.tape.verify import verify_tape
@@ -65,6 +70,24 @@ def small_tape() -> Tape:
         assumptions=(Assumption(where="toy.py:4", what="a read"),),
         host_peak_bytes=17,
         random_operators=("mylib.noise",),
+        operators_of_steps=((0, 1),),
+        copies=Copies.from_columns(
+            {
+                "operator": [0],
+                "direction": [CopyDirection.TO_HOST],
+                "is_pinned": [True],
+                "is_blocking": [False],
+                "num_bytes": [100],
+            }
+        ),
+        waits=Waits.from_columns(
+            {
+                "kind": [WaitKind.RECORD, WaitKind.HOST_FOR_EVENT, WaitKind.HOST_READS],
+                "operator": [0, 1, 1],
+                "stream": [1, -1, 0],
+                "event": [70_000, 70_000, -1],
+            }
+        ),
     )
 
 
@@ -72,11 +95,20 @@ def test_a_tape_survives_the_round_trip(tmp_path):
     tape = small_tape()
     tape.save(tmp_path / "toy.npz")
     loaded = Tape.load(tmp_path / "toy.npz")
-    for table in ("operators", "storages", "events", "spans"):
+    for table in ("operators", "storages", "events", "spans", "copies", "waits"):
         for name, column in getattr(tape, table).columns().items():
             np.testing.assert_array_equal(column, getattr(getattr(loaded, table), name))
             assert column.dtype == getattr(getattr(loaded, table), name).dtype
-    for name in ("target", "versions", "traced_for", "strings", "assumptions", "host_peak_bytes", "random_operators"):
+    for name in (
+        "target",
+        "versions",
+        "traced_for",
+        "strings",
+        "assumptions",
+        "host_peak_bytes",
+        "random_operators",
+        "operators_of_steps",
+    ):
         assert getattr(tape, name) == getattr(loaded, name)
     assert [p.name for p in tmp_path.iterdir()] == ["toy.npz"]
 
@@ -105,6 +137,57 @@ def test_broken_events_are_named(column, values, complaint):
     tape = small_tape()
     events = dataclasses.replace(tape.events, **{column: np.asarray(values, dtype=getattr(tape.events, column).dtype)})
     assert any(complaint in fault for fault in verify_tape(dataclasses.replace(tape, events=events)))
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "values", "complaint"),
+    [
+        ("copies", "operator", [1], "a copy of an operator that does not exist"),
+        ("copies", "direction", [2], "no CopyDirection"),
+        ("copies", "num_bytes", [-1], "negative number of bytes"),
+        ("waits", "operator", [1, 1, 0], "waits go back"),
+        ("waits", "operator", [0, 1, 2], "a wait among operators that do not exist"),
+        ("waits", "event", [-1, 70_000, -1], "without the event"),
+        ("waits", "event", [70_000, 70_000, 4], "another with one"),
+        ("waits", "stream", [-1, -1, 0], "without the stream"),
+        ("waits", "kind", [0, 2, 6], "no WaitKind"),
+    ],
+)
+def test_broken_copies_and_waits_are_named(table, column, values, complaint):
+    tape = small_tape()
+    rows = getattr(tape, table)
+    broken = dataclasses.replace(rows, **{column: np.asarray(values, dtype=getattr(rows, column).dtype)})
+    assert any(complaint in fault for fault in verify_tape(dataclasses.replace(tape, **{table: broken})))
+
+
+@pytest.mark.parametrize(
+    ("steps", "complaint"),
+    [(((0, 2),), "outside the operators"), (((1, 0),), "overlap"), (((0, 0), (0, 1)), "more or fewer steps")],
+)
+def test_broken_steps_are_named(steps, complaint):
+    faults = verify_tape(dataclasses.replace(small_tape(), operators_of_steps=steps))
+    assert any(complaint in fault for fault in faults)
+
+
+def test_a_tape_from_before_copies_and_waits_were_recorded_has_none(tmp_path):
+    small_tape().save(tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as arrays:
+        old = {name: arrays[name] for name in arrays.files if not name.startswith(("copies.", "waits."))}
+    head = json.loads(old["head"].tobytes())
+    del head["operators_of_steps"]
+    old["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    np.savez(tmp_path / "old.npz", **old)
+    tape = read_tape(tmp_path / "old.npz")
+    assert (len(tape.operators), len(tape.copies), len(tape.waits), tape.operators_of_steps) == (1, 0, 0, ())
+
+
+def test_the_tape_of_the_steps_ends_with_their_copies_and_waits():
+    tape = small_tape()
+    assert len(tape.of_steps().waits) == 3
+    spans = Spans.from_columns({"name": [5], "kind": [SpanKind.STEP], "begin": [0], "end": [1]})
+    events = dataclasses.replace(tape.events, operator=np.asarray([0, 0, 1], dtype=np.int32))
+    before = dataclasses.replace(tape, spans=spans, events=events).of_steps()
+    assert (len(before.operators), len(before.copies), before.waits.kind.tolist()) == (0, 0, [WaitKind.RECORD])
 
 
 def test_a_file_whose_tape_breaks_a_rule_is_not_read(tmp_path):

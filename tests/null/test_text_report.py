@@ -163,6 +163,28 @@ def test_a_column_that_nothing_is_known_for_is_left_out() -> None:
     assert heading.split() == ["bytes", "blocks", "what", "module", "operator"]
 
 
+def test_pinned_memory_is_said_beside_the_tensors_that_it_is_for() -> None:
+    pinned = dataclasses.replace(ESTIMATE, pinned_peak_bytes=256 * MIB, pinned_tensor_bytes=150 * MIB)
+    [line] = [line for line in text_of(pinned, width=160).splitlines() if line.startswith("host memory")]
+    assert line.endswith(
+        "300.0 MiB  in tensors; 256.0 MiB of it pinned, in blocks of powers of two for tensors of 150.0 MiB"
+    )
+
+
+def test_time_in_which_the_gpu_waits_is_said_where_it_counts() -> None:
+    long, short = [
+        next(line for line in text_of(estimate, width=160).splitlines() if line.startswith("time per step"))
+        for estimate in (
+            dataclasses.replace(ESTIMATE, idle_seconds_per_step=0.05),
+            dataclasses.replace(ESTIMATE, idle_seconds_per_step=0.004),
+        )
+    ]
+    assert long.endswith(
+        "250.0 ms  estimated time; the GPU is idle for 50.0 ms of it, waiting for the host or for copies"
+    )
+    assert short.endswith("estimated time")
+
+
 def test_a_wide_terminal_shortens_nothing() -> None:
     _, first, _ = section(text_of(ESTIMATE, width=240), "top allocation sites")
     assert "LanguageModel.transformer.layers.*.feed_forward.activation" in first

@@ -64,6 +64,9 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "assumptions",
         "coverage",
         "margin",
+        "pinned_peak_bytes",
+        "pinned_tensor_bytes",
+        "idle_seconds_per_step",
     ]
 
 

@@ -32,7 +32,7 @@ class Bounds:
     budget
         GPU memory that the process may use, such as 22GiB or 80%. Default: all of it.
     host
-        Host memory that techniques may use; refused, as none does yet.
+        Host memory that techniques may use, page-locked, such as 32GiB. If not given, nothing is moved to the host.
     disk
         Disk space that techniques may use; refused, as none does yet.
     allow
@@ -45,7 +45,7 @@ class Bounds:
     """
 
     budget: Size | None = None
-    host: str | None = None
+    host: Size | None = None
     disk: str | None = None
     allow: Annotated[tuple[str, ...], SEVERAL] = ()
     without: Annotated[tuple[str, ...], SEVERAL] = ()
@@ -176,7 +176,7 @@ def _search(
 
     started = time.monotonic()
     if bounds.host is not None or bounds.disk is not None:
-        raise UsageError("--host and --disk: no technique moves anything there yet; leave them out")
+        raise UsageError("--search finds batch sizes without --host and --disk: plan again with the one you choose")
     if output is not None:
         raise UsageError("--search finds batch sizes: plan again with the one you choose for --output")
     with line:

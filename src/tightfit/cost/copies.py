@@ -38,6 +38,14 @@ def copy_seconds(
     calibration: Calibration | None = None,
 ) -> float:
     """Seconds to copy `num_bytes` from the host (`to_card`) or to it, on a link that nothing else uses."""
+    latency, rate = copy_costs(device, is_pinned=is_pinned, to_card=to_card, calibration=calibration)
+    return latency + num_bytes / rate
+
+
+def copy_costs(
+    device: Device, *, is_pinned: bool = True, to_card: bool = True, calibration: Calibration | None = None
+) -> tuple[float, float]:
+    """The fixed seconds of a copy and its bytes per second."""
     latency = _LATENCY_SECONDS if calibration is None else calibration.link.get("latency_seconds", _LATENCY_SECONDS)
     rate = link_bytes_per_second(device.link, is_pinned=is_pinned, to_card=to_card, calibration=calibration)
-    return latency + num_bytes / rate
+    return latency, rate

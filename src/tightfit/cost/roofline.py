@@ -6,7 +6,8 @@ The roofline of Williams, Waterman and Patterson (2009) with a measured efficien
 convolutions and attention: filling and draining the multiprocessors costs them a fixed time, which is how the efficiency of small ones falls
 (half of it is lost where the product itself takes as long as the fixed costs). Waves that do not fill the card, and caches that hold what the
 previous kernel wrote, are not modelled. A lookup reads as many bytes as it writes, not the whole table. A row without FLOPs and bytes, or one that
-only allocates, is no kernel and costs nothing. Copies to and from the host cost as much as copies on the GPU, since a tape does not tell them apart.
+only allocates, is no kernel and costs nothing. Copies to and from the host take what the link takes (`tightfit.cost.copies`); tapes from before these
+were told apart have them as copies on the GPU.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.cost.classes import TENSOR_CORE_CLASSES, is_lookup, is_scatter, only_writes, operator_class, runs_kernel
+from tightfit.cost.copies import copy_costs
 from tightfit.cost.efficiency import Efficiency, efficiency_of
 from tightfit.devices.calibration import Calibration, OperatorClass
 from tightfit.devices.device import Device, DType
-from tightfit.tape import Tape
+from tightfit.tape import CopyDirection, Tape
 
 _ARITHMETIC: dict[str, DType] = {
     "float64": "float64",
@@ -73,11 +75,26 @@ def operator_seconds(
     num_scattered_bytes = 2 * np.maximum(0, operators.bytes_read - operators.bytes_written)
     num_bytes = np.where(_by_name(tape, is_scatter), num_scattered_bytes, num_bytes)
     seconds = np.maximum(operators.flops / flops_per_second, num_bytes / bytes_per_second) + fixed_seconds
-    return np.where(is_kernel(tape), seconds, 0.0)
+    seconds = np.where(is_kernel(tape), seconds, 0.0)
+    seconds[tape.copies.operator] = _copying(tape, device, calibration)
+    return seconds
+
+
+def _copying(tape: Tape, device: Device, calibration: Calibration | None) -> npt.NDArray[np.float64]:
+    """Seconds of each copy between host and card."""
+    copies = tape.copies
+    seconds = np.zeros(len(copies))
+    for direction in CopyDirection:
+        for is_pinned in (False, True):
+            chosen = (copies.direction == direction) & (copies.is_pinned == is_pinned)
+            to_card = direction == CopyDirection.TO_CARD
+            fixed, rate = copy_costs(device, is_pinned=is_pinned, to_card=to_card, calibration=calibration)
+            seconds[chosen] = fixed + copies.num_bytes[chosen] / rate
+    return seconds
 
 
 def is_kernel(tape: Tape) -> npt.NDArray[np.bool_]:
-    """Which operators of `tape` launch a kernel: those that compute, read or write, except those that only allocate."""
+    """Which operators of `tape` launch a kernel or a copy: those that compute, read or write, except those that only allocate."""
     operators = tape.operators
     works = (operators.flops > 0) | (operators.bytes_read > 0) | (operators.bytes_written > 0)
     return works & _by_name(tape, runs_kernel)

@@ -30,7 +30,7 @@ from tightfit.planner.solve import solve
 from tightfit.reports.plans import Plan
 from tightfit.reports.results import Estimate
 from tightfit.techniques.registry import techniques
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, to_bytes
 
 NUM_PARETO_POINTS = 8
 _PARETO_SECONDS = 1.0
@@ -66,8 +66,8 @@ def plan(
     """The fastest combination of techniques with which `target` fits `device`, or `budget` on it ("22GiB", "80%" of it, or bytes).
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
-    technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` and `disk` are budgets for what techniques move
-    there; no technique does yet, so they are refused. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
+    technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` is the memory of the host that techniques may use, as page-locked
+    memory beside what the program itself holds there; none if it is not given. `disk` is refused, as no technique uses it yet. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
     most. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
     (the likely peak) or 0 (the lower one), `used` what other processes hold on the card. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
     and `on_progress` has more of it (`tightfit.fit.planning_progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
@@ -79,11 +79,11 @@ def plan(
         InternalError: a fault of tightfit itself, on the way.
         KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
-    for name, size in (("host", host), ("disk", disk)):
-        if size is not None:
-            raise UsageError(
-                f"--{name} {size}: no technique moves anything to the {name} yet, so this budget would change nothing; leave it out"
-            )
+    if disk is not None:
+        raise UsageError(
+            f"--disk {disk}: no technique moves anything to the disk yet, so this budget would change nothing; leave it out"
+        )
+    host_bytes = 0 if host is None else to_bytes(host, "host")
     on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
     budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
     runs = TracedRuns(
@@ -100,7 +100,7 @@ def plan(
         ),
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
-    search = Search(runs, budget_bytes, allowed(allow, without))
+    search = Search(runs, budget_bytes, allowed(allow, without), host_bytes=host_bytes)
     return with_note(_proven(search, runs, runs.card, prove=prove), on.empty, on.used_bytes)
 
 

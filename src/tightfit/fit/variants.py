@@ -58,6 +58,8 @@ class Variants:
         names = {option.technique for option in run.options}
         options = self._offers.options(run.profile)
         fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
+        # Without a budget for the host these would only make the problem larger.
+        fine = [o for o in fine if o.host_bytes <= self._host_bytes and o.disk_bytes <= self._disk_bytes]
         if run.later is not None:
             fine = self._with_later_changes(fine, run)
         tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)

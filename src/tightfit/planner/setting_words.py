@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tightfit.units import format_bytes
+
 _Words = Callable[[Any], str]
 
 
@@ -55,6 +57,9 @@ _WORDS: dict[str, _Words] = {
     "in_backward": _if_true("updated in backward"),
     "bits": lambda bits: f"{bits} bits",
     "library": lambda name: f"with {name}",
+    "following": lambda _place: "",
+    "smallest_bytes": lambda count: f"storages of {format_bytes(int(count))} and more",
+    "host_bytes": lambda count: f"{format_bytes(int(count))} of host memory each",
     "border": lambda where: f"cache emptied {where}",
     "dtype": str,
     "rounding": lambda how: f"{how} rounding",

@@ -215,7 +215,8 @@ def all_tensors() -> Iterator[torch.Tensor]:
 
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:
     states = (state for state in optimizer.state.values() if isinstance(state, dict))
-    values = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    # Of the dict's own class, which changes no state that is kept in another form.
+    values = (value for state in states for value in dict.values(state) if isinstance(value, torch.Tensor))
     return list(itertools.chain.from_iterable(map(_with_inner, values)))
 
 

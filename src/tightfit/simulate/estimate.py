@@ -89,7 +89,8 @@ def verdict_of(peak: Peak, limit_bytes: int, margin: str, *, is_whole: bool = Tr
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
-    `coverage` says what of the program was seen.
+    `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
+    `pinned_tensor_bytes`. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
     """
 
     target: str
@@ -107,6 +108,9 @@ class Estimate:
     assumptions: tuple[Assumption, ...]
     coverage: Coverage = Coverage()
     margin: str = "likely"
+    pinned_peak_bytes: int = 0
+    pinned_tensor_bytes: int = 0
+    idle_seconds_per_step: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -135,8 +139,13 @@ class Estimate:
             "steps": [{k: v for k, v in dataclasses.asdict(s).items() if k.endswith("_bytes")} for s in steps],
             "spans": [dataclasses.asdict(s) for s in self.spans],
             "band": [dataclasses.asdict(b) for b in self.band],
-            "host": {"peak_bytes": self.host_peak_bytes},
+            "host": {
+                "peak_bytes": self.host_peak_bytes,
+                "pinned_bytes": self.pinned_peak_bytes,
+                "pinned_tensor_bytes": self.pinned_tensor_bytes,
+            },
             "seconds_per_step": self.seconds_per_step,
+            "idle_seconds_per_step": self.idle_seconds_per_step,
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "coverage": self.coverage.to_json(),

@@ -7,11 +7,12 @@ cuDNN does. The range comes from replays under other assumptions (`tightfit.simu
 import numpy as np
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.cost.steps import step_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.step_work import priced
+from tightfit.simulate.timeline import busy_seconds_of_steps, seconds_of_steps
 from tightfit.simulate.timeline_bytes import MemoryTimeline, timeline_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
 from tightfit.tape import Category, Column, EventKind, Phase, SpanKind, Tape
@@ -50,7 +51,8 @@ def estimate_peak(
     # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
     # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
-    seconds = step_seconds(tape, device, calibration)
+    prices = priced(tape, device, calibration)
+    seconds, busy = seconds_of_steps(prices), busy_seconds_of_steps(prices)
     return Estimate(
         target=tape.target,
         device=device.name,
@@ -69,8 +71,11 @@ def estimate_peak(
         spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
+        pinned_peak_bytes=tape.pinned_peak_bytes,
+        pinned_tensor_bytes=tape.pinned_tensor_bytes,
         # The last step stands for all: the first one also allocates the optimizer's states.
         seconds_per_step=seconds[-1] if seconds else 0.0,
+        idle_seconds_per_step=max(0.0, seconds[-1] - busy[-1]) if seconds else 0.0,
         versions=tape.versions,
         assumptions=tape.assumptions,
         coverage=tape.coverage,

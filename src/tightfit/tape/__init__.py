@@ -5,6 +5,8 @@ from tightfit.tape.columns import (
     Assumption,
     Category,
     Column,
+    Copies,
+    CopyDirection,
     Effect,
     EffectKind,
     EventKind,
@@ -17,6 +19,8 @@ from tightfit.tape.columns import (
     Storages,
     Table,
     Tape,
+    WaitKind,
+    Waits,
 )
 from tightfit.tape.coverage import Coverage, NotReached
 
@@ -25,6 +29,8 @@ __all__ = [
     "Assumption",
     "Category",
     "Column",
+    "Copies",
+    "CopyDirection",
     "Coverage",
     "Effect",
     "EffectKind",
@@ -39,4 +45,6 @@ __all__ = [
     "Storages",
     "Table",
     "Tape",
+    "WaitKind",
+    "Waits",
 ]

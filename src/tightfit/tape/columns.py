@@ -1,9 +1,10 @@
 """The columns of a tape: one traced run, the only thing that passes from tracing to simulation, planning and reports.
 
-Four tables. `operators` has a row per kernel call in the order of issue; `storages` a row per allocation of device memory; `events` is the order in
+`operators` has a row per kernel call in the order of issue; `storages` a row per allocation of device memory; `events` is the order in
 which storages are allocated and freed (and the few other calls of an allocator); `spans` names ranges of events: the steps, and what a script
-does outside of steps, such as an evaluation. Columns are numpy arrays, names are indices into `strings`. A tape does not depend on torch or on a
-GPU: sizes are those that were requested, before any allocator rounds them.
+does outside of steps, such as an evaluation. Two small tables are for the timeline alone: `copies` says which operators are copies between host and
+card, `waits` what streams record and wait for and where the host waits. Columns are numpy arrays, names are indices into `strings`. A tape does not
+depend on torch or on a GPU: sizes are those that were requested, before any allocator rounds them.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,9 @@ class Table:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
+_AnyTable = TypeVar("_AnyTable", bound=Table)
+
+
 def _column(dtype: str) -> Any:
     return dataclasses.field(metadata={"dtype": dtype})
 
@@ -153,6 +157,51 @@ class Spans(Table):
     end: Column = _column("int32")
 
 
+class CopyDirection(enum.IntEnum):
+    """The way of a copy between host and card."""
+
+    TO_CARD = 0
+    TO_HOST = 1
+
+
+class WaitKind(enum.IntEnum):
+    """What orders streams, and makes the host wait."""
+
+    RECORD = 0  # `stream` records `event`
+    STREAM_FOR_EVENT = 1  # `stream` waits for `event`
+    HOST_FOR_EVENT = 2
+    HOST_FOR_STREAM = 3
+    HOST_FOR_DEVICE = 4
+    HOST_READS = 5  # the host reads a value that `stream` has computed: `.item()`, the size that `nonzero` finds
+
+
+# Tables of their own and no rows of `operators` and `events`: both are few in nearly every program, and every reader of memory events goes on
+# without a word about them.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copies(Table):
+    """The copies between host and card among the operators, in order. `is_blocking`: the call returns when the copy is complete."""
+
+    operator: Column = _column("int32")
+    direction: Column = _column("int8")
+    is_pinned: Column = _column("bool")
+    is_blocking: Column = _column("bool")
+    num_bytes: Column = _column("int64")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Waits(Table):
+    """Records of events, and waits, in order. `operator` is the number of operators issued before; `stream` and `event` are -1 where none is concerned."""
+
+    kind: Column = _column("int8")
+    operator: Column = _column("int32")
+    stream: Column = _column("int16")
+    event: Column = _column("int32")
+
+
+def _empty(table: type[_AnyTable]) -> _AnyTable:
+    return table.from_columns({f.name: () for f in dataclasses.fields(table)})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
     """A value that a trace without data cannot know: where it came up and what was assumed."""
@@ -205,12 +254,14 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """One traced run. `host_peak_bytes` is the peak of host memory held by tensors on the host.
+    """One traced run. `host_peak_bytes` is the peak of host memory: tensors on the host, and what torch's allocator of pinned memory reserves, whose own peak
+    is `pinned_peak_bytes` for tensors of at most `pinned_tensor_bytes` at a time.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
     its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
+    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`. Tapes from before these, `copies` and `waits` were recorded have none.
     """
 
     target: str
@@ -228,6 +279,11 @@ class Tape:
     coverage: Coverage = Coverage()
     module_classes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     random_operators: tuple[str, ...] = ()
+    operators_of_steps: tuple[tuple[int, int], ...] = ()
+    pinned_peak_bytes: int = 0
+    pinned_tensor_bytes: int = 0
+    copies: Copies = dataclasses.field(default_factory=lambda: _empty(Copies))
+    waits: Waits = dataclasses.field(default_factory=lambda: _empty(Waits))
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -244,6 +300,8 @@ class Tape:
             storages=self.storages.rows(slice(num_storages)),
             events=self.events.rows(slice(end)),
             spans=self.spans.rows(kept),
+            copies=self.copies.rows(self.copies.operator < num_operators),
+            waits=self.waits.rows(self.waits.operator <= num_operators),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -256,11 +314,14 @@ class Tape:
             "strings": self.strings,
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "host_peak_bytes": self.host_peak_bytes,
+            "pinned_peak_bytes": self.pinned_peak_bytes,
+            "pinned_tensor_bytes": self.pinned_tensor_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),
             "module_classes": dict(self.module_classes),
             "random_operators": self.random_operators,
+            "operators_of_steps": self.operators_of_steps,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -283,6 +344,8 @@ class Tape:
                 tables: dict[str, Any] = {
                     name: table.from_columns({f.name: arrays[f"{name}.{f.name}"] for f in dataclasses.fields(table)})
                     for name, table in _TABLES.items()
+                    # Tapes from before these two were recorded lack them.
+                    if name not in ("copies", "waits") or f"{name}.operator" in arrays
                 }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise RecordingError(f"{os.fspath(path)} is not a tape that can be read: {error}") from error
@@ -294,7 +357,15 @@ class Tape:
         head["effects"] = tuple(Effect(**{**e, "kind": EffectKind(e["kind"])}) for e in head.get("effects", ()))
         head["coverage"] = Coverage.from_json(head.get("coverage", {}))
         head["random_operators"] = tuple(head.get("random_operators", ()))
+        head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
         return cls(**head, **tables)
 
 
-_TABLES: dict[str, type[Table]] = {"operators": Operators, "storages": Storages, "events": Events, "spans": Spans}
+_TABLES: dict[str, type[Table]] = {
+    "operators": Operators,
+    "storages": Storages,
+    "events": Events,
+    "spans": Spans,
+    "copies": Copies,
+    "waits": Waits,
+}

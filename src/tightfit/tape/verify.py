@@ -7,17 +7,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tightfit.tape.columns import Category, EffectKind, EventKind, Phase, Source, SpanKind, Tape
+from tightfit.tape.columns import (
+    Category,
+    CopyDirection,
+    EffectKind,
+    EventKind,
+    Phase,
+    Source,
+    SpanKind,
+    Tape,
+    WaitKind,
+)
 
 
 def verify_tape(tape: Tape) -> list[str]:
     """Every broken rule of `tape`, as a sentence each."""
     # The columns below are indexed by storage, which needs valid indices and one allocation for each.
-    return [fault for rule in (_shapes, _names, _values, _lives, _order, _spans, _effects) for fault in rule(tape)]
+    return [
+        fault
+        for rule in (_shapes, _names, _values, _lives, _order, _spans, _copies, _waits, _effects)
+        for fault in rule(tape)
+    ]
 
 
 def _shapes(tape: Tape) -> Iterator[str]:
-    for name in ("operators", "storages", "events", "spans"):
+    for name in ("operators", "storages", "events", "spans", "copies", "waits"):
         lengths = {column.shape for column in getattr(tape, name).columns().values()}
         if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
             yield f"the columns of {name} have different shapes: {sorted(lengths)}"
@@ -38,6 +52,8 @@ def _values(tape: Tape) -> Iterator[str]:
         (tape.storages.source, Source),
         (tape.events.kind, EventKind),
         (tape.spans.kind, SpanKind),
+        (tape.copies.direction, CopyDirection),
+        (tape.waits.kind, WaitKind),
     ):
         if not np.isin(column, list(allowed)).all():
             yield f"a value that is no {allowed.__name__}"
@@ -98,6 +114,37 @@ def _spans(tape: Tape) -> Iterator[str]:
         yield "spans that overlap or run backwards"
     if len(end) and (begin[0] < 0 or end[-1] > len(tape.events)):
         yield "a span outside the events"
+    borders = [border for step in tape.operators_of_steps for border in step]
+    if borders and (borders != sorted(borders) or borders[0] < 0 or borders[-1] > len(tape.operators)):
+        yield "steps that overlap, or outside the operators"
+    if borders and len(tape.operators_of_steps) != int((tape.spans.kind == SpanKind.STEP).sum()):
+        yield "more or fewer steps of operators than spans of steps"
+
+
+def _copies(tape: Tape) -> Iterator[str]:
+    operator = tape.copies.operator
+    if len(operator) and not (operator.min() >= 0 and operator.max() < len(tape.operators)):
+        yield "a copy of an operator that does not exist"
+    if (np.diff(operator) <= 0).any():
+        yield "copies that are out of order, or two of one operator"
+    if (tape.copies.num_bytes < 0).any():
+        yield "a copy of a negative number of bytes"
+
+
+def _waits(tape: Tape) -> Iterator[str]:
+    waits = tape.waits
+    if (np.diff(waits.operator) < 0).any():
+        yield "waits go back in the order of operators"
+    if len(waits) and not (waits.operator.min() >= 0 and waits.operator.max() <= len(tape.operators)):
+        yield "a wait among operators that do not exist"
+    if (np.isin(waits.kind, _OF_EVENTS) != (waits.event >= 0)).any():
+        yield "a wait for an event without the event, or another with one"
+    if (np.isin(waits.kind, _OF_STREAMS) != (waits.stream >= 0)).any():
+        yield "a wait of a stream without the stream, or another with one"
+
+
+_OF_EVENTS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_EVENT)
+_OF_STREAMS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_STREAM, WaitKind.HOST_READS)
 
 
 def _effects(tape: Tape) -> Iterator[str]:

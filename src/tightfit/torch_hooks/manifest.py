@@ -77,6 +77,11 @@ SAVED_DATA = known("torch._C._autograd:SavedTensor.data", _SAVED, "techniques")
 # What comes before the name of a derivative formula's input in a node's attribute (tools/autograd/gen_autograd_functions.py).
 SAVED_PREFIX = "_raw_saved_"
 SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
+TOP_SAVED_HOOKS = known(
+    "torch._C._autograd:_top_saved_tensors_default_hooks",
+    "to leave alone what is saved where the program has hooks of its own",
+    "techniques",
+)
 
 REPLACED = (
     RUN_BACKWARD,
@@ -90,7 +95,16 @@ REPLACED = (
     RETAIN_GRAD,
     NODE_HOOK,
 )
-READ = (ACCUMULATE_GRAD, GRAPH_TASK_ID, KEEPS_GRAPH, SAVED_DATA, SAVED_HOOK, SET_VERSIONS, STORAGE_USES)
+READ = (
+    ACCUMULATE_GRAD,
+    GRAPH_TASK_ID,
+    KEEPS_GRAPH,
+    SAVED_DATA,
+    SAVED_HOOK,
+    SET_VERSIONS,
+    STORAGE_USES,
+    TOP_SAVED_HOOKS,
+)
 
 IN_USERS_PROCESS: tuple[Name, ...] = (
     *(name for name in (*REPLACED, *READ) if name not in IN_BOTH),

@@ -7,12 +7,12 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.capture.dispatch import sparse
+from tightfit.capture.dispatch import host_copies, sparse
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts, is_dense
 from tightfit.capture.dispatch.virtual import Handler, VirtualGpu
 from tightfit.errors import CaptureError
-from tightfit.tape import Category
+from tightfit.tape import Category, WaitKind
 
 aten = torch.ops.aten
 
@@ -22,13 +22,21 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     device = kwargs.get("device")
     to_device = device is None or torch.device(device).type == "cuda"
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
-        return gpu.run(func, args, kwargs) if to_device else _to_host(gpu, source, kwargs.get("dtype") or source.dtype)
+        if to_device:
+            return gpu.run(func, args, kwargs)
+        return _to_host(
+            gpu, source, kwargs.get("dtype") or source.dtype, host_copies.is_non_blocking(func, args, kwargs)
+        )
     gpu.note_operator(func, facts(func), args, {}, (), None)
     if source.layout not in (torch.strided, torch.sparse_coo):
         return _refuse_compressed(gpu, func, args, kwargs)
     if source.layout != torch.strided:
         return sparse.virtual_of(gpu, source, lambda part: _to_card(gpu, part, part.dtype, None))
-    return _to_card(gpu, source, kwargs.get("dtype") or source.dtype, kwargs.get("memory_format"))
+    dtype = kwargs.get("dtype") or source.dtype
+    copy = _to_card(gpu, source, dtype, kwargs.get("memory_format"))
+    non_blocking = host_copies.is_non_blocking(func, args, kwargs)
+    host_copies.note_to_card(gpu, source, copy, dtype, non_blocking=non_blocking)
+    return copy
 
 
 def _to_card(
@@ -43,8 +51,17 @@ def _to_card(
     return out
 
 
-def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _to_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype, non_blocking: bool) -> torch.Tensor:
     _synchronize(gpu)
+    host = _values_on_host(gpu, source, dtype)
+    if non_blocking:
+        # torch makes what it copies to without waiting in pinned memory (`pin_out` in TensorConversions.cpp, `_to_copy`).
+        host = gpu.host.pinned(host)
+    host_copies.note_to_host(gpu, source, host, non_blocking=non_blocking)
+    return host
+
+
+def _values_on_host(gpu: VirtualGpu, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if source.layout != torch.strided:
         return sparse.host_of(source).to(dtype)
     try:
@@ -69,12 +86,15 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
         return gpu.run(func, args, kwargs)
     if isinstance(target, FakeTensor):
         gpu.note_operator(func, facts(func), args, {}, (target,), None)
+        non_blocking = host_copies.is_non_blocking(func, args, kwargs)
+        host_copies.note_to_card(gpu, source, target, target.dtype, non_blocking=non_blocking)
         if gpu.shadows.known(target) and not gpu.host.is_blank(source):
             gpu.shadows.values(target).copy_(source)
         else:
             gpu.shadows.forget(target.untyped_storage()._cdata)
         return target
     _synchronize(gpu)
+    host_copies.note_to_host(gpu, source, target, non_blocking=host_copies.is_non_blocking(func, args, kwargs))
     try:
         target.copy_(gpu.shadows.values(source))
     except Unknown:
@@ -82,8 +102,17 @@ def _copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
     return target
 
 
+def _foreach_copy_(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Lists that lie on both sides are copied one tensor after another (`foreach_tensor_copy_list_kernel_slow_`)."""
+    if all(isinstance(tensor, FakeTensor) for side in args[:2] for tensor in side):
+        return gpu.run(func, args, kwargs)
+    for target, source in zip(*args[:2], strict=True):
+        _copy_(gpu, aten.copy_.default, (target, source, *args[2:]), kwargs)
+    return None
+
+
 def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    _synchronize(gpu)
+    _read(gpu)
     try:
         return gpu.shadows.values(args[0]).item()
     except Unknown:
@@ -93,7 +122,7 @@ def _item(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def _equal(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    _synchronize(gpu)
+    _read(gpu)
     try:
         return bool(gpu.shadows.run(func, args, kwargs))
     except Unknown:
@@ -105,6 +134,12 @@ def _synchronize(gpu: VirtualGpu) -> None:
     # would only add an event to the tape.
     if gpu.has_side_streams:
         gpu.recorder.synchronize()
+
+
+def _read(gpu: VirtualGpu) -> None:
+    """The host reads a value that the current stream has computed."""
+    gpu.recorder.wait(WaitKind.HOST_READS, stream=gpu.recorder.stream)
+    _synchronize(gpu)
 
 
 def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -120,6 +155,8 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
         values = _all_places(args[0]) if func is aten.nonzero.default else _largest(func, args, kwargs)
     results = values if isinstance(values, tuple) else (values,)
     gpu.note_operator(func, facts(func), args, kwargs, (), None)
+    if not _knows_size(func, args, kwargs):
+        gpu.recorder.wait(WaitKind.HOST_READS, stream=gpu.recorder.stream)
     out = []
     for value in results:
         tensor = gpu.new(value.size(), value.stride(), value.dtype)
@@ -127,6 +164,11 @@ def _shaped_by_data(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwar
             gpu.shadows.adopt(tensor, value)
         out.append(tensor)
     return tuple(out) if isinstance(values, tuple) else out[0]
+
+
+def _knows_size(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host need not read how large the result is: `repeat_interleave` may be given it."""
+    return func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
 
 
 def _all_places(source: torch.Tensor) -> torch.Tensor:
@@ -156,13 +198,18 @@ def _largest(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return (meta(numel, dtype=source.dtype), meta(*source.shape), meta(numel))
 
 
+def _moved(gpu: VirtualGpu, index: torch.Tensor) -> torch.Tensor:
+    """An index on the host, on the card."""
+    return _to_copy(gpu, aten._to_copy.default, (index,), {"device": torch.device("cuda", 0)})
+
+
 def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Masks among the indices become positions first, as the CUDA kernels do it."""
     indices = args[1]
     if isinstance(args[0], FakeTensor):
         # The kernel takes indices on the host too, and moves them first (TensorAdvancedIndexingUtils.h, `make_info`).
         indices = [
-            _to_card(gpu, i, i.dtype, None)
+            _moved(gpu, i)
             if i is not None and not isinstance(i, FakeTensor) and i.dtype not in (torch.bool, torch.uint8)
             else i
             for i in indices
@@ -178,7 +225,7 @@ def _index(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mappi
             positions.extend(gpu.run(aten.select.int, (found, 1, column), {}) for column in range(index.dim()))
         else:
             found = index.nonzero().unbind(1)
-            positions.extend(_to_card(gpu, p, p.dtype, None) if isinstance(args[0], FakeTensor) else p for p in found)
+            positions.extend(_moved(gpu, p) if isinstance(args[0], FakeTensor) else p for p in found)
     return gpu.run(func, (args[0], positions, *args[2:]), kwargs)
 
 
@@ -244,6 +291,7 @@ _CTC_LIBRARIES = [
 HANDLERS: dict[OpOverload, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
+    aten._foreach_copy_.default: _foreach_copy_,
     aten._local_scalar_dense.default: _item,
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,

@@ -84,6 +84,7 @@ class HostMemory:
         self._blank: dict[int, _Reference] = {}
         self._held: dict[int, _Reference] = {}
         self._pinned: dict[int, _Reference] = {}
+        self._registered: dict[int, tuple[int, int]] = {}  # by address: the bytes, and how many of them count here
 
     def is_blank(self, tensor: torch.Tensor) -> bool:
         """Whether no real data has been written to the storage of `tensor`."""
@@ -93,7 +94,7 @@ class HostMemory:
     def run(self, operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of `operator` on host tensors."""
         if kwargs.get("pin_memory"):
-            return self._pin(self.run(operator, args, {**kwargs, "pin_memory": False}))
+            return self.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if first is not None and self._blank and self.is_blank(first):
             if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
@@ -118,17 +119,48 @@ class HostMemory:
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Tensor.pin_memory`."""
-        return tensor if self.is_pinned(tensor) else self._pin(tensor.clone())
+        return tensor if self.is_pinned(tensor) else self.pinned(tensor.clone())
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """`Tensor.is_pinned`."""
-        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._pinned
+        """`Tensor.is_pinned`: whether the tensor lies in memory that torch has pinned, or that the program has registered."""
+        if tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._pinned:
+            return True
+        if not self._registered or storage.device.type != "cpu":
+            return False
+        begin, end = _range(storage)
+        return any(address <= begin and end <= address + size for address, (size, _) in self._registered.items())
 
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-            self._pinned[address] = weakref.ref(storage, _taking(self._pinned, address))
+    def register(self, address: int, num_bytes: int) -> None:
+        """`cudaHostRegister`: page-locks memory of the program, which counts from now on if no tensor has been counted there."""
+        held = (reference() for reference in self._held.values())
+        ranges = (_range(storage) for storage in held if storage is not None)
+        is_counted = any(begin <= address < end for begin, end in ranges)
+        self.unregister(address)
+        self._registered[address] = (num_bytes, 0 if is_counted else num_bytes)
+        self._recorder.host.hold(self._registered[address][1])
+
+    def unregister(self, address: int) -> None:
+        """`cudaHostUnregister`."""
+        self._recorder.host.hold(-self._registered.pop(address, (0, 0))[1])
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, whose storage counts as one that torch has pinned from now on."""
+        if tensor.layout != torch.strided or self.is_pinned(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        address, num_bytes, host = storage._cdata, storage.nbytes(), self._recorder.host
+        if self._held.pop(address, None) is not None:
+            host.hold(-num_bytes)
+        host.pin(num_bytes)
+
+        def gone(_reference: object) -> None:
+            self._pinned.pop(address, None)
+            host.pinned.free(num_bytes)
+
+        self._pinned[address] = weakref.ref(storage, gone)
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -137,7 +169,7 @@ class HostMemory:
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._held or storage.device.type != "cpu":
+        if address in self._held or address in self._pinned or storage.device.type != "cpu":
             return
         num_bytes = storage.nbytes()
         self._recorder.host.hold(num_bytes)
@@ -170,6 +202,10 @@ class HostMemory:
         self.hold(copy)
         self._set_blank(copy)
         return copy
+
+
+def _range(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference], object]:

@@ -7,11 +7,14 @@ it is queried, and costs nothing otherwise.
 from collections.abc import Mapping
 
 from tightfit.allocator.caching import CachingAllocator
+from tightfit.allocator.pinned_host import PinnedHostAllocator
 from tightfit.allocator.replay_tape import TapeReplay
 from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import (
     Assumption,
     Category,
+    Copies,
+    CopyDirection,
     EventKind,
     Events,
     Operators,
@@ -21,20 +24,29 @@ from tightfit.tape import (
     Spans,
     Storages,
     Tape,
+    WaitKind,
+    Waits,
 )
 
 
 class HostBytes:
-    """The bytes of tensors on the host, and their peak."""
+    """The bytes of tensors on the host, and the peak of these and of what torch's allocator of pinned memory has reserved."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        """In pageable memory, or registered by the program."""
+        self.pinned = PinnedHostAllocator()
         self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
         """Tensors have grown, or shrunk, by `num_bytes`."""
         self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.pinned.reserved_bytes)
+
+    def pin(self, num_bytes: int) -> None:
+        """A tensor in memory that torch pins."""
+        self.pinned.malloc(num_bytes)
+        self.hold(0)
 
 
 class Recorder:
@@ -51,7 +63,11 @@ class Recorder:
             name: [] for name in ("num_bytes", "low_bytes", "high_bytes", "category", "source", "operator", "stream")
         }
         self.events: dict[str, list[int]] = {name: [] for name in ("kind", "storage", "operator", "value")}
-        self.spans: list[tuple[str, SpanKind, int]] = []  # name, kind, first event
+        self.copies: dict[str, list[int]] = {
+            name: [] for name in ("operator", "direction", "is_pinned", "is_blocking", "num_bytes")
+        }
+        self.waits: dict[str, list[int]] = {name: [] for name in ("kind", "operator", "stream", "event")}
+        self.spans: list[tuple[str, SpanKind, int, int]] = []  # name, kind, first event, first operator
         self.assumptions: dict[tuple[str, str], None] = {}
         self.module_classes: dict[str, str] = {}  # by path; empty of two models of one class with other parts there
         self.num_operators = 0
@@ -110,6 +126,31 @@ class Recorder:
         """The host waited for the device."""
         self._event(EventKind.SYNCHRONIZE, -1)
 
+    def copy(self, direction: CopyDirection, num_bytes: int, *, is_pinned: bool, is_blocking: bool) -> None:
+        """The last operator is a copy between host and card."""
+        # What waits in a thread of the program's own keeps the main one from nothing.
+        row = (self.num_operators - 1, direction, is_pinned, is_blocking and not self.is_in_thread, num_bytes)
+        for column, value in zip(self.copies.values(), row, strict=True):
+            column.append(value)
+
+    def wait(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
+        """A stream records or waits for an event, or the host waits."""
+        if self.is_in_thread and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
+            return
+        row = (kind, self.num_operators, stream, event)
+        for column, value in zip(self.waits.values(), row, strict=True):
+            column.append(value)
+
+    @property
+    def num_waits(self) -> int:
+        """How many waits were recorded so far."""
+        return len(self.waits["kind"])
+
+    def forget_waits(self, since: int) -> None:
+        """Drops the waits from number `since` on."""
+        for column in self.waits.values():
+            del column[since:]
+
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`."""
         self._event(EventKind.EMPTY_CACHE, -1)
@@ -123,7 +164,7 @@ class Recorder:
 
     def span(self, name: str, kind: SpanKind) -> None:
         """Starts the span `name`, which lasts until the next one starts."""
-        self.spans.append((name, kind, len(self._event_columns[0])))
+        self.spans.append((name, kind, len(self._event_columns[0]), self.num_operators))
 
     def assume(self, where: str, what: str) -> None:
         """Notes an assumption, once per place."""
@@ -132,14 +173,13 @@ class Recorder:
 
 def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], traced_for: str) -> Tape:
     """The trace so far as a tape."""
-    num_events = len(recorder.events["kind"])
-    ends = [*(begin for _, _, begin in recorder.spans[1:]), num_events]
-    spans = [
-        (recorder.intern(name), kind, begin, end)
-        for (name, kind, begin), end in zip(recorder.spans, ends, strict=True)
+    ends = [*(begins for _, _, *begins in recorder.spans[1:]), [len(recorder.events["kind"]), recorder.num_operators]]
+    kept = [
+        (recorder.intern(name), kind, begin, end, (first, last))
+        for (name, kind, begin, first), (end, last) in zip(recorder.spans, ends, strict=True)
         if end > begin
     ]
-    columns = zip(*spans, strict=True) if spans else ((), (), (), ())
+    columns = tuple(zip(*kept, strict=True))[:4] if kept else ((), (), (), ())
     return Tape(
         target=target,
         versions=versions,
@@ -149,8 +189,13 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         storages=Storages.from_columns(recorder.storages),
         events=Events.from_columns(recorder.events),
         spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
+        operators_of_steps=tuple(operators for _, kind, _, _, operators in kept if kind == SpanKind.STEP),
+        copies=Copies.from_columns(recorder.copies),
+        waits=Waits.from_columns(recorder.waits),
         assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
         host_peak_bytes=recorder.host.peak_bytes,
+        pinned_peak_bytes=recorder.host.pinned.peak_reserved_bytes,
+        pinned_tensor_bytes=recorder.host.pinned.peak_requested_bytes,
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.
         loop=next(iter(recorder.loops)) if len(recorder.loops) == 1 else "",
         module_classes={path: name for path, name in recorder.module_classes.items() if name},

@@ -1,6 +1,7 @@
-"""Streams and events of the virtual GPU. Streams matter to the allocator, because its pools are per stream.
+"""Streams and events of the virtual GPU. Streams matter to the allocator, because its pools are per stream; what they record and wait for goes to the
+tape, where it orders the timeline (`tightfit.simulate.timeline`).
 
-Time does not pass here: an event is complete as soon as it is queried, and waiting for one orders nothing that the tape needs.
+Time does not pass here: an event is complete as soon as it is queried.
 """
 
 import itertools
@@ -10,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from tightfit.capture.observe.recorder import Recorder
+from tightfit.tape import WaitKind
 
 DEFAULT_STREAM = 0
 
@@ -17,14 +19,25 @@ DEFAULT_STREAM = 0
 class VirtualEvent:
     """Answers to `torch.cuda.Event` and `torch.Event`."""
 
+    recorder: Recorder
+    _numbers = itertools.count()
+
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
+        # On the tape events have numbers; one that is never recorded needs none.
+        self._number: int | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Marks a place in `stream`, which is reached at once."""
+        """Marks a place in `stream`, by default the current one. A second call moves the mark."""
+        if self._number is None:
+            self._number = next(self._numbers)
+        self.recorder.wait(WaitKind.RECORD, stream=(stream or current_stream()).stream_id, event=self._number)
 
     def wait(self, stream: Any = None) -> None:
-        """Orders `stream` after this event."""
+        """Orders `stream`, by default the current one, after the mark. Without a mark there is nothing to wait for."""
+        if self._number is not None:
+            number = (stream or current_stream()).stream_id
+            self.recorder.wait(WaitKind.STREAM_FOR_EVENT, stream=number, event=self._number)
 
     def query(self) -> bool:
         """Whether the event is complete: always."""
@@ -36,7 +49,9 @@ class VirtualEvent:
         return 1.0
 
     def synchronize(self) -> None:
-        """Waits for the event, which is complete."""
+        """The host waits for the event."""
+        if self._number is not None:
+            self.recorder.wait(WaitKind.HOST_FOR_EVENT, event=self._number)
 
 
 class VirtualStream:
@@ -57,13 +72,17 @@ class VirtualStream:
 
     def wait_event(self, event: VirtualEvent) -> None:
         """Orders this stream after `event`."""
+        event.wait(self)
 
     def wait_stream(self, stream: Self) -> None:
-        """Orders this stream after all of `stream`."""
+        """Orders this stream after all that `stream` has been given so far."""
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
         """An event at this place of the stream."""
-        return event or VirtualEvent()
+        event = VirtualEvent() if event is None else event
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         """Whether all work is done: always."""
@@ -75,6 +94,7 @@ class VirtualStream:
 
     def synchronize(self) -> None:
         """Waits for the stream: what was freed while it was in use can be reused now."""
+        self.recorder.wait(WaitKind.HOST_FOR_STREAM, stream=self.stream_id)
         self.recorder.synchronize()
 
     def __enter__(self) -> Self:
@@ -95,6 +115,12 @@ class VirtualStream:
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device=cuda:0 cuda_stream={self.stream_id:#x}>"
+
+
+def synchronize(recorder: Recorder) -> None:
+    """`torch.cuda.synchronize`: the host waits for all streams."""
+    recorder.wait(WaitKind.HOST_FOR_DEVICE)
+    recorder.synchronize()
 
 
 class StreamScope:

@@ -109,6 +109,7 @@ class MemoryApi:
         """By the names of `torch.accelerator.memory`."""
         return {
             "empty_cache": self.recorder.empty_cache,
+            "empty_host_cache": self.recorder.host.pinned.empty_cache,
             "memory_stats": self.memory_stats,
             "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "reset_accumulated_memory_stats": lambda device=None: None,
@@ -179,7 +180,7 @@ class CudaApi:
             "can_device_access_peer": lambda device, peer: False,
             "is_bf16_supported": self.is_bf16_supported,
             "is_tf32_supported": lambda: self.device.compute_capability >= (8, 0),
-            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "synchronize": lambda device=None: streams.synchronize(self.recorder),
             "ipc_collect": lambda: None,
             "current_stream": streams.current_stream,
             "default_stream": streams.default_stream,
@@ -210,13 +211,13 @@ class CudaApi:
             "set_device_idx": lambda device: None,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
-            "synchronize": lambda device=None: self.recorder.synchronize(),
+            "synchronize": lambda device=None: streams.synchronize(self.recorder),
             "device_index": _NoScope,
         }
 
     def install(self) -> None:
         """Replaces torch's functions; a process that has done this is not used for anything else."""
-        streams.VirtualStream.recorder = self.recorder
+        streams.VirtualStream.recorder = streams.VirtualEvent.recorder = self.recorder
         memory, accelerator = self.memory, torch.accelerator
         nvtx = {
             "range_push": lambda message: 0,

@@ -21,7 +21,7 @@ from tightfit.capture.dispatch import one_card, program_operators, shapes
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
-from tightfit.capture.patches import graphs, legacy, libraries, saving
+from tightfit.capture.patches import graphs, legacy, libraries, registered_memory, saving
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch, hands_over
 
@@ -33,12 +33,13 @@ def install(gpu: VirtualGpu) -> None:
     _treat_as_plain_tensors()
     _install_tensor_methods(gpu)
     _install_compile(gpu)
-    _install_reading()
+    _install_reading(gpu)
     _install_construction()
     _install_ctc_loss(gpu)
     saving.install(gpu)
     legacy.install()
     graphs.install()
+    registered_memory.install(gpu.host)
     one_card.install()
     shapes.install()
     program_operators.install()
@@ -223,7 +224,7 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
     replace(torch, Generator=Generator)
 
 
-def _install_reading() -> None:
+def _install_reading(gpu: VirtualGpu) -> None:
     """Patches formatting and conversion to numpy, which check the type of the tensor first."""
     write, to_numpy = torch.Tensor.__format__, torch.Tensor.numpy
 
@@ -245,6 +246,16 @@ def _install_reading() -> None:
             )
         )
 
+    to_list = FakeTensor.tolist
+
+    @hands_over
+    def to_list_(self: FakeTensor) -> Any:
+        before = gpu.recorder.num_waits
+        values = to_list(self)
+        # Fake tensors read element by element, where a card makes one copy to the host.
+        gpu.recorder.forget_waits(before + 1)
+        return values
+
     as_array = torch.Tensor.__array__
 
     @hands_over
@@ -252,6 +263,7 @@ def _install_reading() -> None:
         return to_numpy_(self) if isinstance(self, FakeTensor) else as_array(self, *args, **kwargs)
 
     replace(torch.Tensor, __format__=write_, numpy=to_numpy_, __array__=as_array_)
+    replace(FakeTensor, tolist=to_list_)
     from torch.nn.attention import flex_attention as flexible
 
     replace(flexible, flex_attention=flex.flex_attention)

@@ -63,7 +63,8 @@ class CategoryMarks:
 
     def mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Marks the states of an optimizer."""
-        values = itertools.chain.from_iterable(s.values() for s in optimizer.state.values() if isinstance(s, dict))
+        # Of the dict's own class: states that are kept in another form would be made ordinary ones by who asks their own class.
+        values = itertools.chain.from_iterable(dict.values(s) for s in optimizer.state.values() if isinstance(s, dict))
         tensors = (v for v in values if isinstance(v, torch.Tensor))
         self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
 

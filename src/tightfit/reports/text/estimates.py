@@ -41,6 +41,7 @@ _WIDTH_FOR_RANGES = 100
 _MAX_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _MIN_BAR_CELLS = 10
+_VISIBLE_IDLE = 0.02
 MAX_BAR_CELLS = 48
 
 STYLES = {
@@ -138,6 +139,20 @@ def _subject(estimate: Estimate) -> Text:
     )
 
 
+def _time(estimate: Estimate) -> str:
+    idle = estimate.idle_seconds_per_step
+    if idle < _VISIBLE_IDLE * estimate.seconds_per_step:
+        return "estimated time"
+    return f"estimated time; the GPU is idle for {format_seconds(idle)} of it, waiting for the host or for copies"
+
+
+def _host_memory(estimate: Estimate) -> str:
+    if not estimate.pinned_peak_bytes:
+        return "in tensors"
+    pinned, tensors = format_bytes(estimate.pinned_peak_bytes), format_bytes(estimate.pinned_tensor_bytes)
+    return f"in tensors; {pinned} of it pinned, in blocks of powers of two for tensors of {tensors}"
+
+
 def _figures(estimate: Estimate) -> Group:
     """The three peaks, host memory, time per step and the time step of the peak, one per line."""
     peak, moment = estimate.peak, estimate.moment
@@ -149,9 +164,9 @@ def _figures(estimate: Estimate) -> Group:
     table.add_row("reserved", format_bytes(peak.reserved_bytes), "by torch's caching allocator")
     table.add_row("allocated", format_bytes(peak.allocated_bytes), "by live tensors")
     if estimate.host_peak_bytes:
-        table.add_row("host memory", format_bytes(estimate.host_peak_bytes), "in tensors")
+        table.add_row("host memory", format_bytes(estimate.host_peak_bytes), _host_memory(estimate))
     if estimate.seconds_per_step:
-        table.add_row("time per step", format_seconds(estimate.seconds_per_step), "estimated time")
+        table.add_row("time per step", format_seconds(estimate.seconds_per_step), _time(estimate))
     parts = [moment.span, named_phase(moment.phase), moment.operator.removeprefix("aten."), moment.module, moment.line]
     where = Table.grid(padding=(0, GAP, 0, 0))
     where.add_column(no_wrap=True, min_width=_LABEL_CELLS)

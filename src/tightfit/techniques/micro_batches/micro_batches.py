@@ -171,7 +171,9 @@ def _seconds(run: OptimizerProfile, num_parts: int) -> float:
     """
     working, phase = is_kernel(run.tape), run.tape.operators.phase
     in_passes = int((working & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD))).sum()) / run.num_steps
-    on_card = float(operator_seconds(run.tape, run.device).sum()) / run.num_steps
+    # Batches are copied once a step, however many parts they are run in.
+    kernels = np.delete(operator_seconds(run.tape, run.device), run.tape.copies.operator)
+    on_card = float(kernels.sum()) / run.num_steps
     issued = int(working.sum()) / run.num_steps
     gradients = run.gradients(run.step_ranges[-1])
     total = int(run.block_bytes[gradients].sum())

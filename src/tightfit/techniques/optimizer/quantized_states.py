@@ -12,6 +12,7 @@ import torch
 
 from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractSource, LazyTensor
 from tightfit.techniques.optimizer.backward_updates import Updates
+from tightfit.techniques.optimizer.decoding_states import DecodingStates, is_shared, num_holders
 from tightfit.techniques.optimizer.optimizer_kernels import check_kernel, set_kernel
 from tightfit.techniques.optimizer.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer.optimizer_steps import (
@@ -58,6 +59,7 @@ class EncodedStates:
         updated = [parameter for parameter in groups if parameter.grad is not None]
         for parameter in updated:
             self.update(parameter, groups[parameter])
+        self._codec.settle()
         return updated
 
     def update(self, parameter: torch.Tensor, group: int) -> None:
@@ -72,14 +74,29 @@ class EncodedStates:
 
     def encode(self, parameter: torch.Tensor) -> None:
         """Quantises the states of one parameter."""
-        state = self._optimizer.state.get(parameter, {})
-        for name in [name for name, value in state.items() if self._is_whole(name, value, parameter)]:
-            state[name] = LazyTensor(EncodedState(self._codec, name, state[name]), state[name])
+        if parameter not in self._optimizer.state:
+            return
+        # Before this function has a name for it too.
+        is_held = num_holders(self._optimizer.state, parameter) > 0
+        state = self._optimizer.state[parameter]
+        names = [name for name, value in dict.items(state) if self._is_whole(name, value, parameter)]
+        if self._codec.is_exact and names:
+            if not isinstance(state, DecodingStates):
+                if is_held:
+                    # Of a dict that the program has a name for there is no other.
+                    return
+                state = self._optimizer.state[parameter] = DecodingStates(state)
+            names = [name for name in names if not is_shared(state, name)]
+        if names:
+            self._codec.settle()
+        for name in names:
+            whole = dict.__getitem__(state, name)
+            dict.__setitem__(state, name, LazyTensor(EncodedState(self._codec, name, whole), whole))
 
     def decode(self, parameter: torch.Tensor) -> None:
         """Dequantises the states of one parameter."""
         state = self._optimizer.state.get(parameter, {})
-        for name, value in list(state.items()):
+        for name, value in list(dict.items(state)):
             if isinstance(value, LazyTensor):
                 state[name] = value.whole()
 
@@ -94,13 +111,14 @@ class EncodedStates:
 
     def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with dequantised states, on the host."""
-        states = {index: {n: _on_host(v) for n, v in state.items()} for index, state in state_dict["state"].items()}
+        states = {index: {n: _on_host(v) for n, v in dict.items(state)} for index, state in state_dict["state"].items()}
         return {**state_dict, "state": states}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Quantises loaded states."""
         for parameter in groups_by_parameter(optimizer):
             self.encode(parameter)
+        self._codec.settle()
 
 
 def _on_host(value: Any) -> Any:

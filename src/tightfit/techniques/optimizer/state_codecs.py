@@ -8,7 +8,7 @@ smaller blocks, and for squares a linear table without zero. Rows and columns: S
 import abc
 import dataclasses
 import functools
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -29,7 +29,9 @@ class Encoded:
 
 
 class AbstractCodec(abc.ABC):
-    """A format that keeps a tensor in fewer bytes."""
+    """A format that keeps a tensor in fewer bytes. With `is_exact` nothing of it may be seen by the program."""
+
+    is_exact: ClassVar[bool] = False
 
     @abc.abstractmethod
     def takes(self, name: str, shape: torch.Size) -> bool:
@@ -42,6 +44,9 @@ class AbstractCodec(abc.ABC):
     @abc.abstractmethod
     def decode(self, name: str, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Decodes to a tensor of shape `shape`, rounded to `dtype`."""
+
+    def settle(self) -> None:  # noqa: B027 - most have nothing under way
+        """Called before the states of the next parameter are encoded, and after those of the last: frees what encoding has kept on the card."""
 
 
 @final

@@ -1,0 +1,122 @@
+"""Traffic, host memory and hidden copies of activation offload, beside torch's `save_on_cpu`: layers of Llama-8B on the virtual GPU.
+
+    python -m benchmarks.engine [--layers 6] [--tokens 8192]
+
+All figures are read from tapes: bytes from their copies between card and host, seconds from the timeline of a step. Nothing is run on a card.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.analysis.profile import Profile
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.trace import Preparation, trace
+from tightfit.devices.catalogue import find
+from tightfit.planner.option import Option
+from tightfit.planner.plan import Choice
+from tightfit.simulate.step_work import priced
+from tightfit.simulate.timeline import step_timeline
+from tightfit.tape import CopyDirection, Tape
+from tightfit.techniques.registry import technique
+from tightfit.units import format_bytes, format_seconds
+
+CARDS = ("H200", "A100 80GB", "RTX 4090", "RTX 4060")
+NAME = "activation_offload"
+
+
+def layers(num_layers: int = 6, num_tokens: int = 8192, hooks: str = "") -> Iterator[Any]:
+    """Decoder layers of Llama-3-8B's widths in bfloat16, trained on one sequence without an optimizer; `hooks` may be "save_on_cpu"."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=1024,
+        max_position_embeddings=num_tokens,
+        attn_implementation="sdpa",
+    )
+    model = LlamaModel(config).to(torch.bfloat16).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    head = nn.Linear(4096, 1, bias=False).to(torch.bfloat16).cuda()
+    while True:
+        ids = torch.randint(0, 1024, (1, num_tokens), device="cuda")
+        way = torch.autograd.graph.save_on_cpu(pin_memory=True) if hooks else contextlib.nullcontext()
+        with way:
+            loss = head(model(input_ids=ids, use_cache=False).last_hidden_state).float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+def main() -> None:
+    """Prints a row for each way and card."""
+    parser = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=8192)
+    given = parser.parse_args()
+    plain = _traced(given, [])
+    offered = list(technique(NAME).options(Profile(plain, find(CARDS[0]))))
+    whole = [o for o in offered if o.where.rpartition(".")[2].isdigit()]
+    ways = {
+        "plain": plain,
+        "activation_offload": _traced(given, whole),
+        "save_on_cpu": _traced(given, [], hooks="save_on_cpu"),
+    }
+    print(f"{given.layers} layers of Llama-8B, {given.tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
+    print(f"the plan's host memory: {format_bytes(sum(option.host_bytes for option in whole))}")
+    for name, tape in ways.items():
+        moved = _bytes_to_host(tape)
+        layers_moved = len(whole) if name == "activation_offload" else given.layers
+        print(
+            f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / given.tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
+            f"host peak {format_bytes(tape.host_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"
+        )
+    for card in CARDS:
+        base = step_timeline(priced(plain, find(card), None)).seconds
+        for name, tape in ways.items():
+            step = step_timeline(priced(tape, find(card), None))
+            copied = sum(step.copy_seconds(way) for way in CopyDirection)
+            hidden = sum(step.hidden_seconds(way) for way in CopyDirection)
+            share = f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies hidden" if copied else ""
+            print(f"{card:12} {name:20} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  {share}")
+
+
+def _traced(given: argparse.Namespace, options: list[Option], hooks: str = "") -> Tape:
+    parameters = {"num_layers": given.layers, "num_tokens": given.tokens, "hooks": hooks}
+    choices = [
+        Choice(technique=NAME, where=o.where, settings=o.settings, saves_bytes=0, adds_seconds=0.0, exact=True)
+        for o in options
+    ]
+    preparation = Preparation(
+        function="tightfit.runtime.attach:prepare",
+        argument={"choices": [dataclasses.asdict(choice) for choice in choices]},
+    )
+    target = GeneratorFunction(location=__file__, function="layers", parameters=parameters)
+    return trace(target, label="layers", device=CARDS[0], num_steps=2, preparation=preparation).tape
+
+
+def _bytes_to_host(tape: Tape) -> int:
+    """The bytes that the copies of the last step take to the host."""
+    begin, end = tape.operators_of_steps[-1]
+    copies = tape.copies
+    inside = (copies.operator >= begin) & (copies.operator < end) & (copies.direction == CopyDirection.TO_HOST)
+    return int(copies.num_bytes[inside].sum())
+
+
+def _allocated(tape: Tape) -> int:
+    profile = Profile(tape, find(CARDS[0]))
+    return int(profile.trained_parts.memory_timeline.max(initial=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""One block of page-locked host memory, of exactly the size that is asked for, from which parts are handed out.
+
+torch's own pinned memory is rounded up to the next power of two and kept (`CachingHostAllocator`, aten/src/ATen/core/CachingHostAllocator.h), so a slab
+of 33 GiB would take 64: ordinary memory is allocated here and registered with the driver (`cudaHostRegister`). Where that fails, as in a container with a
+limit on locked memory, the memory is used as it is, and copies are slower.
+"""
+
+import bisect
+import dataclasses
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.units import format_bytes
+
+_ALIGNMENT = 512
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
+class Part:
+    """A part of a slab, or memory of its own where the slab is full: `bytes`, uint8, of shape (num_bytes,). It is given back when this object is gone."""
+
+    bytes: torch.Tensor
+    slab: "HostSlab"
+    """Kept, since its memory is registered as long as it lives."""
+
+
+class HostSlab:
+    """`num_bytes` of host memory for a card; nothing is registered for a `near` device that is the host itself."""
+
+    def __init__(self, num_bytes: int, near: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.is_registered = False
+        self.overflow_bytes = 0
+        """The most that was taken beside the slab, because it was full."""
+        self._overflow = 0
+        try:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise ApplyError(
+                f"the host has no {format_bytes(num_bytes)} of memory for what is moved there; plan with a smaller --host"
+            ) from error
+        # Free ranges (begin, end), in order and apart from each other.
+        self._free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
+        # Filled by finalisers, which may run at any time and in any thread.
+        self._returned: deque[tuple[int, int]] = deque()
+        if near.type == "cuda" and num_bytes:
+            self._register()
+
+    def take(self, num_bytes: int) -> Part:
+        """A part of `num_bytes`; memory of its own, which is not page-locked, if no free range is large enough."""
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        at = next((at for at, (begin, end) in enumerate(self._free) if end - begin >= size), None)
+        if at is None:
+            return self._beside(num_bytes)
+        begin, end = self._free[at]
+        if begin + size == end:
+            del self._free[at]
+        else:
+            self._free[at] = (begin + size, end)
+        part = Part(bytes=self._memory[begin : begin + num_bytes], slab=self)
+        return self._given_back(part, (begin, begin + size))
+
+    @property
+    def free_bytes(self) -> int:
+        """What is not handed out."""
+        while self._returned:
+            self._give_back(*self._returned.popleft())
+        return sum(end - begin for begin, end in self._free)
+
+    def _beside(self, num_bytes: int) -> Part:
+        part = Part(bytes=torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), slab=self)
+        self._overflow += num_bytes
+        self.overflow_bytes = max(self.overflow_bytes, self._overflow)
+        # A range of no length: nothing of the slab comes back.
+        return self._given_back(part, (-num_bytes, 0))
+
+    def _given_back(self, part: Part, place: tuple[int, int]) -> Part:
+        finalizer: Any = weakref.finalize(part, self._returned.append, place)
+        # At the end of the process nothing takes it any more.
+        finalizer.atexit = False
+        return part
+
+    def _give_back(self, begin: int, end: int) -> None:
+        if begin < 0:
+            self._overflow += begin
+            return
+        at = bisect.bisect(self._free, (begin, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == begin:
+            at -= 1
+            begin = self._free.pop(at)[0]
+        self._free.insert(at, (begin, end))
+
+    def _register(self) -> None:
+        runtime: Any = torch.cuda.cudart()
+        address = self._memory.data_ptr()
+        self.is_registered = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
+        if self.is_registered:
+            # The memory is kept by the finaliser until it is unregistered.
+            weakref.finalize(self, _unregister, runtime, address, self._memory)
+
+
+def _unregister(runtime: Any, address: int, memory: torch.Tensor) -> None:
+    runtime.cudaHostUnregister(address)
+    del memory
+
+
+def slab_bytes(storages: list[int]) -> int:
+    """The size of a slab that holds storages of these sizes at the same time, in bytes."""
+    return sum(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in storages)

@@ -1,0 +1,1 @@
+"""Offload: what the card does not need for a while waits in host memory."""

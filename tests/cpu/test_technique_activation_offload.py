@@ -1,0 +1,153 @@
+"""Activation offload: what it moves and when, on the virtual GPU and with real numbers, alone and in a plan with a budget of host memory."""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conformance import large_models
+from tests.conformance.large_models import Decoder
+from tests.conformance.savings import allocated
+from torch import nn
+
+import tightfit
+from tightfit.capture.targets import GeneratorFunction
+from tightfit.capture.trace import Preparation, trace
+from tightfit.cli.main import run
+from tightfit.engine import copies
+from tightfit.errors import ApplyError, UsageError
+from tightfit.planner.plan import Choice
+from tightfit.runtime.apply import apply_choices
+from tightfit.techniques.offload.relative_places import place_from, relative_place
+from tightfit.techniques.registry import techniques
+from tightfit.techniques.wrappers.forwards import WrappedForward
+
+DECODER = GeneratorFunction(location=large_models.__file__, function="decoder", parameters={})
+MIB = 1 << 20
+
+
+def offload(number: int, *, host_bytes: int = MIB, smallest_bytes: int = 1) -> Choice:
+    settings = {"following": "+1", "smallest_bytes": smallest_bytes, "host_bytes": host_bytes}
+    where = f"Decoder.blocks.{number}"
+    return Choice(
+        technique="activation_offload", where=where, settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True
+    )
+
+
+def small() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(50, 16, 4, 2)
+
+
+def step_of(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.arange(40).reshape(2, 20)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "relative"),
+    [
+        ("Net.h.3", "Net.h.4", "+1"),
+        ("Net.h.3.attn", "Net.h.3.mlp", "mlp"),
+        ("Net.h.3.mlp", "Net.h.4", "../+1"),
+        ("Net.h.3.mlp", "Net.h.4.attn", "../+1.attn"),
+        ("Net.layer1.2", "Net.layer2.0", "../layer2.0"),
+        ("Net.down", "Net.up", "up"),
+    ],
+)
+def test_the_place_of_what_follows_is_said_from_the_block(path: str, other: str, relative: str) -> None:
+    assert relative_place(path, other) == relative
+    assert place_from(path, relative) == other
+    assert place_from(path, other) == other
+
+
+def test_a_place_that_leads_nowhere_is_refused() -> None:
+    with pytest.raises(ApplyError, match=r"leads nowhere from Net\.mlp"):
+        place_from("Net.mlp", "+1")
+
+
+def test_the_memory_of_the_card_and_of_the_host_is_what_the_options_say() -> None:
+    def traced(choices: list[Choice]):
+        argument = {"choices": [dataclasses.asdict(choice) for choice in choices]}
+        preparation = Preparation(function="tightfit.runtime.attach:prepare", argument=argument)
+        return trace(DECODER, label="decoder", device="RTX 4090", num_steps=2, preparation=preparation).tape
+
+    plain = traced([])
+    planned = traced([offload(n, host_bytes=192_937_984, smallest_bytes=MIB) for n in (0, 1)])
+    # The slab is there from the time when the plan is put on; what the program itself has at the host then is little.
+    assert planned.host_peak_bytes == pytest.approx(2 * 192_937_984, rel=0.1)
+    assert planned.host_peak_bytes >= 2 * 192_937_984
+    assert plain.host_peak_bytes < 2 * 192_937_984
+    assert allocated(plain).max() - allocated(planned).max() == pytest.approx(2 * 192_937_984, rel=0.1)
+
+
+def test_undo_leaves_the_model_as_it_was_and_a_copy_is_plain() -> None:
+    model = small()
+    plain = step_of(model)
+    session = apply_choices([offload(0), offload(1)], model, [])
+    copied = copy.deepcopy(model)
+    assert all("forward" in vars(model.blocks[n]) for n in (0, 1, 2))
+    assert not any(isinstance(block.forward, WrappedForward) for block in copied.blocks)
+    for each in (step_of(model), step_of(copied)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, each, strict=True))
+    assert session.statistics["offloaded storages"] > 0
+    session.undo()
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_host_memory_that_changes_is_found_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(source: torch.Tensor, target: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+            target[len(target) // 2] += 1
+
+    model = small()
+    session = apply_choices([offload(0), offload(1)], model, [])
+    monkeypatch.setattr(copies, "_copy", broken)
+    with pytest.raises(ApplyError, match="came back from the host with other values"):
+        step_of(model)
+    session.undo()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda model: model.head.to("meta"), "the parameters of this model are on cpu, meta"),
+        (lambda model: model.blocks.__delitem__(3), "Decoder.blocks.3, which this Decoder does not have"),
+    ],
+)
+def test_a_model_that_it_cannot_be_right_on_is_refused(change: Callable[[nn.Module], object], why: str) -> None:
+    model = small()
+    change(model)
+    with pytest.raises(ApplyError, match=why):
+        apply_choices([offload(2)], model, [])
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def test_more_host_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ApplyError, match=r"the host has no .* plan with a smaller --host"):
+        apply_choices([offload(0, host_bytes=1 << 60)], small(), [])
+
+
+def test_a_plan_uses_the_host_only_as_far_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    place, budget = f"{large_models.__file__}:decoder", "1900MiB"
+    only = [name for name in techniques() if name not in ("activation_offload", "chunked_loss")]
+    without = tightfit.plan(place, "RTX 4090", budget=budget, without=only, prove=False)
+    with_it = tightfit.plan(place, "RTX 4090", budget=budget, without=only, host="700MiB", prove=False)
+    assert {c.technique for c in without.choices} <= {"chunked_loss"} and without.host_bytes == 0
+    moved = [c for c in with_it.choices if c.technique == "activation_offload"]
+    assert moved and 0 < with_it.host_bytes <= 700 * MIB
+    assert with_it.run.peak.device_bytes < without.run.peak.device_bytes
+    assert with_it.exact
+    assert json.loads(json.dumps(with_it.to_json()))["host_bytes"] == with_it.host_bytes
+
+
+def test_a_budget_for_the_host_is_a_size(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", f"{large_models.__file__}:decoder", "--device", "RTX 4090", "--host", "-3GiB"]) == 2
+    assert "host" in capfd.readouterr().err
+    with pytest.raises(UsageError, match="host"):
+        tightfit.plan(f"{large_models.__file__}:decoder", "RTX 4090", host="a lot")
