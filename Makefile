@@ -36,7 +36,9 @@ layers:
 sizes:
 	$(BIN)/python tools/check_sizes.py src tests benchmarks tools
 
+# Compiled first: the tests start a hundred processes, and where PYTHONDONTWRITEBYTECODE is set each of them would compile everything.
 units:
+	$(BIN)/python -m compileall -q src benchmarks
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-torch: .venv-torch-$(TORCH)/.test

@@ -1,5 +1,6 @@
 """A test that leaves torch, or a library around it, other than it found it has failed: nothing is repaired for the next one."""
 
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ ProgressLine.INTERVAL_IN_A_PIPE = math.inf
 # How long an example takes says more of what else the machine does than of the code.
 hypothesis.settings.register_profile("tightfit", deadline=None)
 hypothesis.settings.load_profile("tightfit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_was_imported_is_set_aside() -> None:
+    """It stays for all tests: those that look at every object there is, as a recording does when it begins, need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

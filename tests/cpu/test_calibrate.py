@@ -39,15 +39,17 @@ os._exit(0)  # torch is patched throughout, and is not torn down
 """
 
 MEASURE_WITH_THE_INSTRUMENTS_OF_A_CARD = """
-import json, sys
+import dataclasses, json, os, sys
 from pathlib import Path
 from tightfit.capture.capture_session import CaptureSession
 session = CaptureSession("H200", sys.maxsize, by_yield=True)
 with session.gpu:
     from tightfit.calibration import measured_card as card, card_process as child, simulated_instruments as simulated
-    card.sizes_of_this_machine = lambda: simulated.SIZES
+    # One thread: hundreds of copies, which run on the host here, outlast an update whose clock is real.
+    card.sizes_of_this_machine = lambda: dataclasses.replace(simulated.SIZES, num_threads=(1,))
     instruments = card.CardInstruments(child._card)
-    print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)))
+    print(json.dumps(child._measured(instruments, Path(sys.argv[1]), driver=instruments.driver)), flush=True)
+os._exit(0)  # torch is patched throughout, and is not torn down
 """
 
 

@@ -32,6 +32,14 @@ def small(tmp_path):
     return lambda name: str(breadth.write_config(CASES[name], "small", tmp_path))
 
 
+@pytest.fixture
+def narrow_gpt2(tmp_path):
+    """GPT-2 with all of its positions, and little else: a host fills the published one with random numbers for three seconds."""
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
 def run(target, steps=2):
     """The generator after `steps` steps, with the losses and the locals of its frame."""
     generator = workload(target, device="cpu")
@@ -162,16 +170,16 @@ def test_a_folder_is_a_source_only_with_a_config(tmp_path):
         ({"batch_size": 0}, "at least 1"),
     ],
 )
-def test_a_wrong_argument_is_one_line_with_the_choices(change, says):
+def test_a_wrong_argument_is_one_line_with_the_choices(narrow_gpt2, change, says):
     with pytest.raises(UsageError, match=says) as caught:
-        next(workload(HuggingFaceTarget(**{"source": "gpt2", **change}), device="cpu"))
+        next(workload(HuggingFaceTarget(**{"source": narrow_gpt2, **change}), device="cpu"))
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_package_is_named_with_its_installation(monkeypatch):
+def test_a_missing_package_is_named_with_its_installation(narrow_gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtra, match="pip install peft"):
-        next(workload(HuggingFaceTarget(source="gpt2", lora_rank=4), device="cpu"))
+        next(workload(HuggingFaceTarget(source=narrow_gpt2, lora_rank=4), device="cpu"))
 
 
 def test_positions_that_are_not_looked_up_do_not_bound_a_row(small):

@@ -27,14 +27,19 @@ from tightfit.errors import ApplyError
 from tightfit.runtime.apply import apply_to
 from tightfit.techniques.session import Session
 
-pytest.importorskip("lightning")
-pytest.importorskip("transformers")
 # Both warn of loaders without workers, and of much else.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LOG = logging.getLogger(__name__)
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frameworks() -> None:
+    """They take five seconds to import: not in each process that collects tests."""
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The training scripts that tightfit has to estimate unmodified are valid programs.
 
-Each one is run as a user would run it, in a process (forked with torch imported) and a directory of its own, on the CPU and with small arguments. It has to end by
-itself, to print at least one loss, and all the losses it prints have to be finite.
+Each one is run as a user would run it, in a process (forked with torch and transformers imported) and a directory of its own, on the CPU and with small
+arguments. It has to end by itself, to print at least one loss, and all the losses it prints have to be finite.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from tightfit.capture.processes.fork_server import forked_child
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 SECONDS_PER_SCRIPT = 120
+# The first optimizer imports the compiler. Together they take longer than a script runs.
+PRELOADED = ("torch", "torch._dynamo", "transformers.trainer")
 
 # The number after the word, however the script decorates it: "loss 1.2", "'eval_loss': '1.2'", "Loss_D: 1.2", "train_loss_step=1.2".
 LOSS = re.compile(r"loss\w*['\"]?\s*[:=]?\s*['\"]?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|-?inf)\b", re.IGNORECASE)
@@ -73,7 +75,7 @@ def run(command: list[str], directory: Path) -> Finished:
             request,
             environment=os.environ | quiet,
             reads_errors=True,
-            preloaded=("torch",),
+            preloaded=PRELOADED,
         ) as child,
     ):
         _, errors = child.communicate(timeout=SECONDS_PER_SCRIPT)

@@ -18,17 +18,23 @@ from tightfit.capture.processes.fork_server import ForkedChild, forked_child
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no server elsewhere")
 
 CHILD = """
-import json, os, signal, sys, tempfile, time
+import gc, json, os, signal, sys, tempfile, time
 from pathlib import Path
 from tightfit.capture.processes.children import die_with_parent
 
 def main(path, parent):
     die_with_parent(int(parent))
     asked = json.loads(Path(path).read_text())
+    objects = []
+    if asked == "objects":
+        for generation in (1, 2):
+            gc.collect(generation)
+            objects.append(any(each is sys.modules["wave"].Wave_read for each in gc.get_objects()))
     print("on stderr", file=sys.stderr, flush=True)
     Path(path + ".answer").write_text(json.dumps({
         "server": int(parent), "modules": [m for m in ("wave", "colorsys") if m in sys.modules], "folder": os.getcwd(),
         "first_path": sys.path[0], "mine": os.environ.get("MINE"), "temporary": tempfile.gettempdir(), "argv": sys.argv, "group": os.getpgid(0) == os.getpid(),
+        "objects": objects,
     }))
     if asked == "sleep":
         if os.fork() == 0:
@@ -53,12 +59,14 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     return {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-def asked(environment: dict[str, str], what: str = "", *, reads_errors: bool = True) -> tuple[Any, dict[str, Any], str]:
+def asked(
+    environment: dict[str, str], what: str = "", *, reads_errors: bool = True, preloaded: tuple[str, ...] = ("wave",)
+) -> tuple[Any, dict[str, Any], str]:
     """The process, its answer and what it wrote to stderr."""
     request = Path("request.json")
     request.write_text(json.dumps(what))
     with forked_child(
-        "a_child_of_the_test", request, environment=environment, reads_errors=reads_errors, preloaded=("wave",)
+        "a_child_of_the_test", request, environment=environment, reads_errors=reads_errors, preloaded=preloaded
     ) as process:
         said = (process.communicate()[1] or b"").decode()
     return process, json.loads(Path("request.json.answer").read_text()), said
@@ -95,6 +103,18 @@ def test_the_exit_code_is_the_childs(environment: dict[str, str], what: str, cod
 def test_what_python_or_torch_reads_at_its_start_needs_another_server(environment: dict[str, str]) -> None:
     servers = [asked({**environment, "OMP_NUM_THREADS": n})[1]["server"] for n in ("1", "1", "2")]
     assert servers[0] == servers[1] != servers[2]
+
+
+def test_the_server_that_was_used_before_is_kept_and_no_other(environment: dict[str, str]) -> None:
+    usual, once, *later = (asked({**environment, "OMP_NUM_THREADS": n})[1]["server"] for n in "12131")
+    _wait_until(lambda: _group_of(str(once)) is None)
+    assert later[0] == later[2] == usual
+
+
+def test_what_is_preloaded_is_no_object_of_the_child_until_python_collects_all(environment: dict[str, str]) -> None:
+    """The threshold for a full collection counts what was imported too: when tensors in cycles die must not depend on the server."""
+    _, answer, _ = asked(environment, "objects", preloaded=("wave", "gc:disable"))
+    assert answer["objects"] == [False, True]
 
 
 def _group_of(pid: str) -> int | None:

@@ -30,12 +30,17 @@ _SECONDS_BETWEEN_LOOKS = 0.25
 _programs_with_threads: set[str] = set()
 """Targets that were seen to use the GPU in threads of their own; a plan traces the same one several times."""
 
-# What every trace imports, the last two by torch itself when it makes the first tensor without data and runs the first backward pass.
+# What every trace imports, and the catalogue that it reads. Three are imported by torch itself, when it makes the first tensor without data and runs
+# the first backward pass; safetensors is patched where it is installed.
 _PRELOADED = (
     "tightfit.capture.child",
     "tightfit.capture.capture_session",
+    "tightfit.devices.catalogue:all_devices",
     "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.tensor",
+    "torch._functorch.config",
+    "torch.nn.attention.flex_attention",
+    "safetensors.torch",
 )
 
 

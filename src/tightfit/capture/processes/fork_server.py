@@ -4,12 +4,13 @@ Importing torch takes longer than tracing a small program, and a plan traces man
 the part of the environment that the interpreter and torch read is the same. It ends with that thread, and after a while without work. Without
 `fork`, or if the server fails, the child is an ordinary one (`tightfit.capture.processes.children`).
 
-    python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE,...
+    python -m tightfit.capture.processes.fork_server SOCKET PARENT MODULE,MODULE:FUNCTION,...
 """
 
 import atexit
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -32,7 +33,8 @@ from tightfit.capture.processes.containment import namespaces
 from tightfit.capture.processes.containment.policy import Containment
 from tightfit.capture.processes.keeper import Kept, keep
 
-_IDLE_SECONDS = 60
+# In a notebook minutes pass between two estimates.
+_IDLE_SECONDS = 300
 _IS_SUPPORTED = sys.platform == "linux"
 # Variables that are read when Python starts or when torch and numpy are imported; all others are set anew in
 # each child.
@@ -215,7 +217,8 @@ def forked_child(
     preloaded: Sequence[str],
     containment: Containment | None = None,
 ) -> Iterator["ForkedChild | subprocess.Popen[bytes]"]:
-    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules.
+    """As `tightfit.capture.processes.children.child`, but faster: the child is forked from a server that has imported the `preloaded` modules, and
+    called the functions that are named behind a colon there.
 
     With `containment` it is closed in, by the kernel where that is possible.
     """
@@ -254,27 +257,48 @@ def _server(environment: Mapping[str, str], preloaded: Sequence[str], *, is_kept
     # Linux sends the parent's death signal when the thread that started the child ends, not the process
     # (prctl(2), PR_SET_PDEATHSIG): a server belongs to the thread that made it.
     thread = threading.get_native_id()
+    idle = []
     for owner, known in _servers[:]:
-        if owner == thread and known.serves(environment, preloaded, is_kept=is_kept):
+        if known.asked_by != os.getpid() or known.process.poll() is not None:
+            _end(owner, known)
+        elif owner == thread and known.serves(environment, preloaded, is_kept=is_kept):
+            # The last in the list is the last that was used.
+            _forget(owner, known)
+            _servers.append((owner, known))
             return known
-        is_alike = known.preloaded == preloaded and known.is_kept == is_kept
-        is_of_no_use = owner == thread and is_alike and not known.is_busy
-        if is_of_no_use or known.asked_by != os.getpid() or known.process.poll() is not None:
-            # Another thread may have been faster.
-            with contextlib.suppress(ValueError):
-                _servers.remove((owner, known))
-            known.end()
+        elif owner == thread and known.preloaded == preloaded and known.is_kept == is_kept and not known.is_busy:
+            idle.append(known)
+    # The last one is kept, for who changes a variable for one trace and then changes it back.
+    for known in idle[:-1]:
+        _end(thread, known)
     server = _Server(environment, preloaded, is_kept=is_kept)
     _servers.append((thread, server))
     return server
 
 
+def _end(owner: int, server: _Server) -> None:
+    _forget(owner, server)
+    server.end()
+
+
+def _forget(owner: int, server: _Server) -> None:
+    # Another thread may have been faster.
+    with contextlib.suppress(ValueError):
+        _servers.remove((owner, server))
+
+
 def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None = None) -> None:
     """Imports the preloaded modules, and forks for each request, one child at a time, until none has come for a while."""
     for name in preloaded:
+        module, _, function = name.partition(":")
         # A missing or broken module is reported by the child.
         with contextlib.suppress(Exception):
-            importlib.import_module(name)
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+    # What was imported stays: a child that looks at all objects there are neither goes through it, nor copies its pages by that.
+    gc.freeze()
+    gc.callbacks.append(_take_back_before_all_is_collected)
     folder = os.getcwd()
     while select.select([connection], [], [], _IDLE_SECONDS)[0]:
         said, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 2)
@@ -301,6 +325,12 @@ def serve(connection: socket.socket, preloaded: Sequence[str], kept: Kept | None
             connection.send(str(pid).encode())
             status = _status_of(pid, connection if kept is not None else None)
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _take_back_before_all_is_collected(phase: str, collection: Mapping[str, int]) -> None:
+    """The garbage collector's threshold for a full collection counts all objects: tensors in reference cycles die when they would without a server."""
+    if phase == "start" and collection["generation"] == 2:
+        gc.unfreeze()
 
 
 def _status_of(pid: int, connection: socket.socket | None) -> int:

@@ -124,7 +124,7 @@ class FakeRun(TorchDispatchMode):
         else:
             # Fake kernels draw nothing, and refuse a generator of another device.
             kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
-            args, kwargs = tree_map_only(torch.Tensor, _without_graph, (tuple(args), kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (tuple(args), kwargs))
             with self.fake:
                 out = _moved(func, arguments) if _is_move(func, tensors) else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -139,6 +139,10 @@ class FakeRun(TorchDispatchMode):
             self._note(operation_of(func, arguments, outputs))
             self.follow(OperatorCall(func=func, arguments=arguments, outputs=outputs), known)
         return out
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What FakeTensorMode makes of a tensor with data anyway; but it finds what it knows of an operator only where all arguments are fake."""
+        return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(_without_graph(tensor))
 
     def _check(self, func: Any, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Raises if the operator cannot be followed, before it runs."""
@@ -200,7 +204,7 @@ class FakeRun(TorchDispatchMode):
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Detaches a non-leaf: converting it to a fake tensor reads `.grad`, which only leaves have."""
-    return tensor if isinstance(tensor, FakeTensor) or tensor.is_leaf else tensor.detach()
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _is_on_host(func: OpOverload, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
