@@ -156,6 +156,8 @@ def test_a_prefetching_thread_holds_what_its_queue_takes_and_the_batch_in_its_ha
 def test_two_threads_in_a_row_and_what_follows_them(tmp_path: Path) -> None:
     tape = traced(tmp_path, TWO_THREADS)
     assert batches_at_the_peak(tape) == 1 + 1 + 2
+    # The thread that copies waits for its copies, and the main one does not.
+    assert not tape.copies.is_blocking[tape.copies.num_bytes == BATCH_BYTES].any()
     # The loop was left after its steps, and so were theirs: the program goes on to its end.
     assert tape.coverage.stopped == "" and (tape.storages.num_bytes == (1 << 16) * 1024 * 4).any()
 

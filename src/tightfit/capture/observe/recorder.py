@@ -128,12 +128,15 @@ class Recorder:
 
     def copy(self, direction: CopyDirection, num_bytes: int, *, is_pinned: bool, is_blocking: bool) -> None:
         """The last operator is a copy between host and card."""
-        row = (self.num_operators - 1, direction, is_pinned, is_blocking, num_bytes)
+        # What waits in a thread of the program's own keeps the main one from nothing.
+        row = (self.num_operators - 1, direction, is_pinned, is_blocking and not self.is_in_thread, num_bytes)
         for column, value in zip(self.copies.values(), row, strict=True):
             column.append(value)
 
     def wait(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
         """A stream records or waits for an event, or the host waits."""
+        if self.is_in_thread and kind not in (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT):
+            return
         row = (kind, self.num_operators, stream, event)
         for column, value in zip(self.waits.values(), row, strict=True):
             column.append(value)

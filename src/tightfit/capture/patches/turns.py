@@ -16,7 +16,7 @@ from tightfit.errors import faults
 
 _SECONDS_BETWEEN_LOOKS = 0.001
 _SECONDS_IN_VAIN = 2.0
-_sleep = time.sleep
+_real_sleep = time.sleep
 
 
 def _always() -> bool:
@@ -153,7 +153,7 @@ class Turns:
                     break
             if first is not None and first.deadline is not None and first.deadline <= now:
                 return first
-            _sleep(_SECONDS_BETWEEN_LOOKS)
+            _real_sleep(_SECONDS_BETWEEN_LOOKS)
         return self._main
 
 
@@ -221,6 +221,6 @@ class TurnLock:
 def slept(turns: Turns, seconds: float) -> None:
     """`time.sleep`: others run meanwhile, and as long as they can."""
     if turns.own() is None or not turns.others:
-        _sleep(seconds)
+        _real_sleep(seconds)
     else:
         turns.wait(lambda: False, max(0.0, seconds))
