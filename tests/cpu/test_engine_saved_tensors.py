@@ -284,3 +284,38 @@ def test_parts_of_a_slab_never_overlap_and_all_of_it_comes_back(wishes: list[tup
         assert all(len(part.bytes) >= 1 for part in held)
     held.clear()
     del slab
+
+
+class Runtime:
+    """The driver of a card, which refuses to lock memory or takes it."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.registered = code, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.registered.append(num_bytes)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.pop()
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_is_locked_for_as_long_as_parts_of_it_live_or_used_as_it_is(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    # The kernel that takes the failure from the driver, on a machine without one.
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+    slab = HostSlab(4096, torch.device("cuda"))
+    assert slab.is_registered is (code == 0)
+    assert runtime.registered == [4096]
+    part = slab.take(100)
+    del slab
+    gc.collect()
+    assert runtime.registered == [4096]
+    del part
+    gc.collect()
+    assert runtime.registered == ([] if code == 0 else [4096])

@@ -6,6 +6,7 @@ limit on locked memory, the memory is used as it is, and copies are slower.
 """
 
 import bisect
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
@@ -48,7 +49,7 @@ class HostSlab:
         # Filled by finalisers, which may run at any time and in any thread.
         self._returned: deque[tuple[int, int]] = deque()
         if near.type == "cuda" and num_bytes:
-            self._register()
+            self._register(near)
 
     def take(self, num_bytes: int) -> Part:
         """A part of `num_bytes`; memory of its own, which is not page-locked, if no free range is large enough."""
@@ -98,13 +99,18 @@ class HostSlab:
             begin = self._free.pop(at)[0]
         self._free.insert(at, (begin, end))
 
-    def _register(self) -> None:
+    def _register(self, near: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()
         address = self._memory.data_ptr()
         self.is_registered = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
         if self.is_registered:
             # The memory is kept by the finaliser until it is unregistered.
             weakref.finalize(self, _unregister, runtime, address, self._memory)
+            return
+        # The runtime keeps the failure for whoever asks next for the last error, which is the check after a kernel
+        # (c10/cuda/CUDAException.h, `C10_CUDA_KERNEL_LAUNCH_CHECK`): asked for here, it is not taken for the program's.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=near).add_(1)
 
 
 def _unregister(runtime: Any, address: int, memory: torch.Tensor) -> None:
