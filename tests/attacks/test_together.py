@@ -12,6 +12,12 @@ TOGETHER = {
     "selective checkpointing and updates": ("selective checkpointing", UPDATES),
     "chunked loss and updates": ("chunked loss, gradients in forward", UPDATES),
     "checkpointing and updates": ("checkpointing", UPDATES),
+    "activation offload and updates": ("activation offload", UPDATES),
+    "activation offload, optimizer offload and micro-batches": (
+        "activation offload",
+        "optimizer offload",
+        "micro-batches",
+    ),
     "checkpointing, chunked loss and clipped updates": (
         "checkpointing",
         "chunked loss, gradients in backward",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.engine.saved_storage import Saved
 from tightfit.torch_hooks.manifest import SAVED_DATA, SAVED_HOOK, SAVED_PREFIX, STORAGE_USES
 
 
@@ -19,7 +20,7 @@ def saved_and_shared(nodes: Iterable[Any], known: Iterable[torch.Tensor]) -> lis
     """The tensors saved by `nodes` whose memory is not torch's own (numpy's, dlpack's), or is referred to by more than what the nodes have saved.
 
     Those that share memory with `known` are left out. Tensors behind hooks (`torch.autograd.graph.saved_tensors_hooks`, checkpoints) are left out
-    too: to unpack them could run code of the program.
+    too, but for those of our own offload: to unpack them could run code of the program.
     """
     left_out = {id_ for tensor in known if (id_ := _storage_id(tensor)) is not None}
     by_storage: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -43,7 +44,12 @@ def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
         for name in _names(type(node)):
             saved = getattr(node, name)
             for each in saved if isinstance(saved, tuple) else (saved,):
-                data = data_of(each) if hook_of(each) is None else None
+                data = data_of(each)
+                if isinstance(data, Saved):
+                    # What is at the host was referred to by nothing else when it left.
+                    data = data.tensor
+                elif hook_of(each) is not None:
+                    data = None
                 if data is not None:
                     yield data
 
