@@ -21,6 +21,7 @@ CODES = {
     "selective checkpointing": "Cs",
     "nested checkpointing": "Cn",
     "sequential checkpointing": "Cq",
+    "activation offload": "Oa",
     "tiled tokens": "T",
     "tiled convolutions": "Tc",
     "chunked loss, gradients in forward": "Lf",
@@ -34,6 +35,7 @@ CODES = {
     "empty_cache": "E",
     "8-bit states": "S",
     "8-bit states in backward": "Su",
+    "optimizer offload": "Os",
     "pure bf16": "B",
 }
 MARKS = {
