@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.plans.workloads import Workload
-from tightfit.allocator.settings import AllocatorSettings
 from tightfit.capture.targets import Target
-from tightfit.devices.catalogue import find
-from tightfit.fit.extent import Extent
+from tightfit.capture.trace_settings import TraceSettings
+from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
@@ -30,12 +29,8 @@ class StoredRuns(TracedRuns):
         super().__init__(
             target=target,
             label=label,
-            device=device,
-            card=find(device),
-            settings=AllocatorSettings(),
-            calibration=None,
-            extent=Extent(num_steps=NUM_STEPS),
-            show_output=False,
+            on=CardSettings.of(device),
+            tracing=TraceSettings(steps=NUM_STEPS),
             log=ProgressLog(),
         )
         self._folder = folder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tightfit.engine import copies
-from tightfit.engine.host_slab import HostSlab, Part
+from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
 from tightfit.engine.saved_tensors import SavedTensors
 
 HOST = torch.device("cpu")
@@ -318,4 +318,5 @@ def test_memory_is_locked_for_as_long_as_parts_of_it_live_or_used_as_it_is(
     assert runtime.registered == [4096]
     del part
     gc.collect()
+    unregister_gone()
     assert runtime.registered == ([] if code == 0 else [4096])

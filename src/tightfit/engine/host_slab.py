@@ -33,6 +33,7 @@ class HostSlab:
     """`num_bytes` of host memory for a card; nothing is registered for a `near` device that is the host itself."""
 
     def __init__(self, num_bytes: int, near: torch.device) -> None:
+        unregister_gone()
         self.num_bytes = num_bytes
         self.is_registered = False
         self.overflow_bytes = 0
@@ -46,15 +47,15 @@ class HostSlab:
             ) from error
         # Free ranges (begin, end), in order and apart from each other.
         self._free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
-        # Filled by finalisers, which may run at any time and in any thread.
-        self._returned: deque[tuple[int, int]] = deque()
+        # References to parts that are gone, which may be at any time and in any thread; and where each part is.
+        self._returned: deque[weakref.ref[Part]] = deque()
+        self._handed_out: dict[weakref.ref[Part], tuple[int, int]] = {}
         if near.type == "cuda" and num_bytes:
             self._register(near)
 
     def take(self, num_bytes: int) -> Part:
         """A part of `num_bytes`; memory of its own, which is not page-locked, if no free range is large enough."""
-        while self._returned:
-            self._give_back(*self._returned.popleft())
+        self._take_back()
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         at = next((at for at, (begin, end) in enumerate(self._free) if end - begin >= size), None)
         if at is None:
@@ -70,8 +71,7 @@ class HostSlab:
     @property
     def free_bytes(self) -> int:
         """What is not handed out."""
-        while self._returned:
-            self._give_back(*self._returned.popleft())
+        self._take_back()
         return sum(end - begin for begin, end in self._free)
 
     def _beside(self, num_bytes: int) -> Part:
@@ -82,10 +82,14 @@ class HostSlab:
         return self._given_back(part, (-num_bytes, 0))
 
     def _given_back(self, part: Part, place: tuple[int, int]) -> Part:
-        finalizer: Any = weakref.finalize(part, self._returned.append, place)
-        # At the end of the process nothing takes it any more.
-        finalizer.atexit = False
+        # At its death the reference is appended to `_returned`, in C: in a callback of Python's an interrupt could be lost.
+        note_death = self._returned.append
+        self._handed_out[weakref.ref(part, note_death)] = place
         return part
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._give_back(*self._handed_out.pop(self._returned.popleft()))
 
     def _give_back(self, begin: int, end: int) -> None:
         if begin < 0:
@@ -104,8 +108,8 @@ class HostSlab:
         address = self._memory.data_ptr()
         self.is_registered = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
         if self.is_registered:
-            # The memory is kept by the finaliser until it is unregistered.
-            weakref.finalize(self, _unregister, runtime, address, self._memory)
+            note_death = _GONE.append
+            _REGISTERED[weakref.ref(self, note_death)] = (runtime, address, self._memory)
             return
         # The runtime keeps the failure for whoever asks next for the last error, which is the check after a kernel
         # (c10/cuda/CUDAException.h, `C10_CUDA_KERNEL_LAUNCH_CHECK`): asked for here, it is not taken for the program's.
@@ -113,11 +117,13 @@ class HostSlab:
             torch.ones(1, device=near).add_(1)
 
 
-def _unregister(runtime: Any, address: int, memory: torch.Tensor) -> None:
-    runtime.cudaHostUnregister(address)
-    del memory
+# The memory of slabs is kept until it is unregistered, which is done when the next slab is made or a session ends.
+_REGISTERED: dict["weakref.ref[HostSlab]", tuple[Any, int, torch.Tensor]] = {}
+_GONE: deque["weakref.ref[HostSlab]"] = deque()
 
 
-def slab_bytes(storages: list[int]) -> int:
-    """The size of a slab that holds storages of these sizes at the same time, in bytes."""
-    return sum(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT for num_bytes in storages)
+def unregister_gone() -> None:
+    """Gives the host memory of slabs that are gone back to the system."""
+    while _GONE:
+        runtime, address, _memory = _REGISTERED.pop(_GONE.popleft())
+        runtime.cudaHostUnregister(address)

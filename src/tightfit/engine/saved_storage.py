@@ -90,6 +90,8 @@ class SavedStorage:
     on_card: torch.Tensor | None = None
     part: Part | None = None
     ticket: "Ticket | None" = None
+    checksum: torch.Tensor | None = None
+    """Of its bytes when it left, where that is compared with what comes back."""
 
     def living(self) -> list[Saved]:
         """The tensors that are still saved of it."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from tightfit.engine.copies import Copies, Ticket, copies_for
-from tightfit.engine.host_slab import HostSlab
+from tightfit.engine.host_slab import HostSlab, unregister_gone
 from tightfit.engine.saved_storage import Place, Saved, SavedStorage
 
 _BORDERS_TO_TRY = 2
@@ -76,7 +76,7 @@ class SavedTensors:
         self._calls: dict[int, BlockCall] = {}
         self._num_calls = 0
         # By address, which another storage has after the first is gone.
-        self._storages: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._leaving: list[SavedStorage] = []
         self._under_way: list[Ticket] = []
         # The backward pass runs in threads of autograd's own.
@@ -101,6 +101,7 @@ class SavedTensors:
         with self._lock:
             self.is_on = False
             self._let_go()
+        unregister_gone()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor) -> Saved:
         storage = self._storage_of(call, tensor) if call.moves and self.is_on else None
@@ -118,9 +119,11 @@ class SavedTensors:
         if num_bytes < self._smallest_bytes or num_bytes % tensor.element_size():
             return None
         with self._lock:
-            known = self._storages.get(key)
+            reference = self._storages.get(key)
+            known = None if reference is None else reference()
             if known is None or known.place is not Place.CARD or not known.living():
-                known = self._storages[key] = SavedStorage(num_bytes=num_bytes, call=call)
+                known = SavedStorage(num_bytes=num_bytes, call=call)
+                self._storages[key] = weakref.ref(known)
                 call.add(known)
             return known
 
@@ -141,6 +144,8 @@ class SavedTensors:
     def _border(self) -> None:
         """The end of a call: what left before is dropped from the card, what it saved begins to leave."""
         self._let_go()
+        # No weak dictionary, whose callbacks are code in which an interrupt could be lost.
+        self._storages = {key: reference for key, reference in self._storages.items() if reference() is not None}
         for number in [n for n, call in self._calls.items() if call.num_borders > _BORDERS_TO_TRY and call.is_over]:
             del self._calls[number]
         for call in reversed(self._calls.values()):

@@ -1,6 +1,5 @@
 """Puts `activation_offload` on live objects: see `tightfit.techniques.offload.activation_offload` for what it is and where it comes from."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,14 +114,13 @@ class _Checks:
         self._verdict = verdict
         self._num_calls = num_calls
         self._calls: set[int] = set()
-        self._sums: weakref.WeakKeyDictionary[SavedStorage, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def left(self, storage: SavedStorage, whole: torch.Tensor) -> None:
         """Notes the checksum of a storage that leaves."""
         number = storage.call.number
         if number in self._calls or len(self._calls) < self._num_calls:
             self._calls.add(number)
-            self._sums[storage] = _checksum(whole)
+            storage.checksum = _checksum(whole)
 
     def back(self, storage: SavedStorage, whole: torch.Tensor) -> None:
         """Compares it with that of what has come back.
@@ -130,7 +128,7 @@ class _Checks:
         Raises:
             ApplyError: they differ.
         """
-        expected = self._sums.pop(storage, None)
+        expected, storage.checksum = storage.checksum, None
         if expected is not None and not torch.equal(_checksum(whole), expected):
             raise self._verdict.refuse(
                 "an activation came back from the host with other values; leave offload out: tightfit plan --without activation_offload",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tightfit.engine.host_slab import unregister_gone
 from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer.host_codec import HostCodec
 from tightfit.techniques.optimizer.quantized_states import encode_states
@@ -27,6 +28,8 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
     device = devices.pop()
     least = int(choice.settings.get("least_elements", MIN_NUMBERS))
     codec = HostCodec(device, int(choice.settings["host_bytes"]), least_elements=least)
+    # Undone last, when no state is at the host any more.
+    session.when_undone(unregister_gone)
     encode_states(session, codec, _NAME, choice.settings)
     if device.type == "cuda" and not codec.slab.is_registered:
         session.notes.append(
