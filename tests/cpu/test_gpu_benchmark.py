@@ -80,7 +80,8 @@ def test_what_runs_on_the_virtual_gpu_holds_what_was_predicted(
     (result,) = results_of(virtual[0])
     for figure in ("allocated", "reserved", "process"):
         assert table.error_of(result, figure) == 0.0
-    assert table.error_of(result, "seconds") == pytest.approx(0.0, abs=1e-4)
+    # The benchmark waits for the GPU after each step, to time it; what was predicted is a loop that does not.
+    assert table.error_of(result, "seconds") == pytest.approx(0.0, abs=0.02)
     assert result["limited"] == {"at_estimate": False}
 
 
