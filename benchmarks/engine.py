@@ -1,6 +1,8 @@
-"""Traffic, host memory and hidden copies of activation offload, beside torch's `save_on_cpu`: layers of Llama-8B on the virtual GPU.
+"""Traffic, host memory, disk and hidden copies of activation offload, beside torch's `save_on_cpu`: layers of Llama-8B on the virtual GPU.
 
     python -m benchmarks.engine [--layers 6] [--tokens 8192]
+    python -m benchmarks.engine --storages      which part of a layer moves, by GPU and length
+    python -m benchmarks.engine --budgets       plans that mix, beside those that do one thing
 
 All figures are read from tapes: bytes from their copies between card and host, seconds from the timeline of a step. Nothing is run on a card.
 """
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.engine_optimizer import print_optimizers
+from benchmarks.engine_storages import budgets, storages
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, trace
@@ -63,23 +67,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--storages", action="store_true")
+    parser.add_argument("--budgets", action="store_true")
     given = parser.parse_args()
+    if given.storages or given.budgets:
+        if given.storages:
+            storages(given.layers)
+        if given.budgets:
+            budgets(given.layers, given.tokens, "H200", "64GiB")
+        return
     plain = _traced(given, [])
     offered = list(technique(NAME).options(Profile(plain, find(CARDS[0]))))
-    whole = [o for o in offered if o.where.rpartition(".")[2].isdigit()]
+    layers_of = [o for o in offered if o.where.rpartition(".")[2].isdigit() and o.settings["share"] == 1.0]
+    whole = [o for o in layers_of if not o.disk_bytes]
     ways = {
         "plain": plain,
         "activation_offload": _traced(given, whole),
+        "the same, to disk": _traced(given, [o for o in layers_of if o.disk_bytes]),
         "save_on_cpu": _traced(given, [], hooks="save_on_cpu"),
     }
     print(f"{given.layers} layers of Llama-8B, {given.tokens:,} tokens, bfloat16; {len(whole)} layers are offloaded")
     print(f"the plan's host memory: {format_bytes(sum(option.host_bytes for option in whole))}")
     for name, tape in ways.items():
         moved = _bytes_to_host(tape)
-        layers_moved = len(whole) if name == "activation_offload" else given.layers
+        layers_moved = given.layers if name in ("plain", "save_on_cpu") else len(whole)
         print(
             f"{name:20} to the host {format_bytes(moved):>10} in a step, {moved / given.tokens / layers_moved / 1e3:6.1f} KB per token and layer, "
-            f"host peak {format_bytes(tape.host_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"
+            f"host peak {format_bytes(tape.host_peak_bytes):>10}, disk {format_bytes(tape.disk_peak_bytes):>10}, allocated peak {format_bytes(_allocated(tape)):>10}"
         )
     for card in CARDS:
         base = step_timeline(priced(plain, find(card), None)).seconds
@@ -87,8 +101,13 @@ def main() -> None:
             step = step_timeline(priced(tape, find(card), None))
             copied = sum(step.copy_seconds(way) for way in CopyDirection)
             hidden = sum(step.hidden_seconds(way) for way in CopyDirection)
-            share = f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies hidden" if copied else ""
+            share = (
+                f"{hidden / copied:6.1%} of {format_seconds(copied)} of copies, those of the disk among them, hidden"
+                if copied
+                else ""
+            )
             print(f"{card:12} {name:20} {format_seconds(step.seconds):>10} {step.seconds / base - 1:+8.1%}  {share}")
+    print_optimizers()
 
 
 def _traced(given: argparse.Namespace, options: list[Option], hooks: str = "") -> Tape:

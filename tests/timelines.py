@@ -69,6 +69,11 @@ def read(stream: int = 0) -> Wait:
     return Wait(kind=WaitKind.HOST_READS, stream=stream)
 
 
+def update(seconds: int) -> Wait:
+    """The host updates parameters: a second for a KiB."""
+    return Wait(kind=WaitKind.HOST_UPDATES, event=seconds)
+
+
 def empty(table: type[Table]) -> Any:
     return table.from_columns({field.name: [] for field in dataclasses.fields(table)})
 
@@ -135,6 +140,7 @@ def priced_steps(*steps: Sequence[Row]) -> PricedTape:
         seconds=np.array([row.seconds for row in issued]),
         issue_seconds=np.array([row.issue for row in issued]),
         read_seconds=READ_SECONDS,
+        update_seconds_per_byte=1.0 / 1024,
     )
 
 
@@ -156,14 +162,18 @@ def replayed_one_by_one(step: Sequence[Row], num_rounds: int) -> float:
                     host = max(host, done)
                 elif row.kind == WaitKind.HOST_FOR_DEVICE:
                     host = max(host, *streams.values(), 0.0)
+                elif row.kind == WaitKind.HOST_UPDATES:
+                    host += row.event
                 else:
                     host = streams[row.stream] = max(host, done) + READ_SECONDS
                 continue
             host += row.issue
             begin = max(host, streams.get(row.stream, 0.0))
             if isinstance(row, Copy):
-                begin = max(begin, engines.get(row.direction, 0.0))
-                engines[row.direction] = begin + row.seconds
+                # The disk is one, whichever way.
+                engine = min(row.direction, CopyDirection.TO_DISK)
+                begin = max(begin, engines.get(engine, 0.0))
+                engines[engine] = begin + row.seconds
                 host = begin + row.seconds if row.is_blocking else host
             if row.seconds or row.issue:
                 streams[row.stream] = begin + row.seconds

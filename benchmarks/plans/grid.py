@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.plans.baselines import Baseline, baselines
 from benchmarks.plans.bench import bench_of
 from benchmarks.plans.workloads import Workload
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.search import Found, Search
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.search import Found, Search
 from tightfit.planner.option import Option
 
 SHARES = (0.9, 0.6, 0.4)

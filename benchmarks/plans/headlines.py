@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.plans.bench import bench_of
 from benchmarks.plans.grid import summary
 from benchmarks.plans.workloads import named
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.search import Search
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun
 from tightfit.tape import Category, EventKind, Tape
 

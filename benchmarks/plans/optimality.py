@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.plans.bench import StoredRuns, bench_of
 from benchmarks.plans.workloads import Workload
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.search import Search
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.search import Search
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Change, Option
 from tightfit.planner.problem import Problem

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from tightfit.errors import TightfitError
     from tightfit.fit import estimate, replay
     from tightfit.fit.planning import plan
+    from tightfit.guarding.guarded_steps import guard
     from tightfit.recordings.recording import record
     from tightfit.recordings.replayed import Replay
     from tightfit.reports.plans import Plan
     from tightfit.reports.results import Estimate
     from tightfit.runtime.apply import apply
+    from tightfit.runtime.leaks.block import leaks
     from tightfit.tape import Tape
     from tightfit.techniques.session import Session
 
@@ -38,6 +40,8 @@ __all__ = [
     "apply",
     "estimate",
     "find_device",
+    "guard",
+    "leaks",
     "plan",
     "record",
     "replay",
@@ -55,13 +59,15 @@ _HOMES = {
     "apply": ("tightfit.runtime.apply", "apply"),
     "estimate": ("tightfit.fit", "estimate"),
     "find_device": ("tightfit.devices.catalogue", "find"),
+    "guard": ("tightfit.guarding.guarded_steps", "guard"),
+    "leaks": ("tightfit.runtime.leaks.block", "leaks"),
     "plan": ("tightfit.fit.planning", "plan"),
     "record": ("tightfit.recordings.recording", "record"),
     "replay": ("tightfit.fit", "replay"),
     "load_ipython_extension": ("tightfit.integrations.jupyter", "load_ipython_extension"),
 }
 # Their modules take private names of torch at their heads, so the installed torch is looked at before they are loaded.
-_BESIDE_TORCH = ("apply", "Session")
+_BESIDE_TORCH = ("apply", "guard", "leaks", "Session")
 
 
 def __getattr__(name: str) -> Any:

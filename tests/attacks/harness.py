@@ -64,9 +64,12 @@ def run(attack: Attack, variant_name: str) -> Verdict:
     variant = VARIANTS[variant_name]
     if variant_name in EXCLUDED.get(attack.kind, ()) or (attack.only and variant_name not in attack.only):
         return Verdict(outcome=Outcome.NO_PLACE)
-    plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64)
+    plain = _plain(attack, torch.float32 if variant.is_lossy else torch.float64, variant.freezes)
+    # A program that needs the gradients of what is frozen.
+    if plain is None:
+        return Verdict(outcome=Outcome.NO_PLACE)
     torch_before = _torch_now()
-    found = _run(attack, variant, torch.float32 if variant.is_lossy else torch.float64)
+    found = _run(attack, variant, torch.float32 if variant.is_lossy else torch.float64, freezes=variant.freezes)
     try:
         if not found.trial.num_choices:
             return Verdict(outcome=Outcome.NO_PLACE)
@@ -77,9 +80,11 @@ def run(attack: Attack, variant_name: str) -> Verdict:
 
 
 # One attack is tried with all techniques before the next: what plain runs leave is not kept longer, for other tests look at all tensors there are.
-@functools.lru_cache(maxsize=2)
-def _plain(attack: Attack, dtype: torch.dtype) -> Trial:
-    plain = _run(attack, None, dtype)
+@functools.lru_cache(maxsize=3)
+def _plain(attack: Attack, dtype: torch.dtype, freezes: bool) -> Trial | None:
+    plain = _run(attack, None, dtype, freezes=freezes)
+    if plain.error is not None and freezes:
+        return None
     if plain.error is not None:
         raise plain.error
     assert plain.trial.num_choices == 0 and len(plain.trial.snapshots) > 1, f"{attack.name} ends no step"
@@ -90,8 +95,8 @@ def _plain(attack: Attack, dtype: torch.dtype) -> Trial:
     return plain.trial
 
 
-def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype) -> _Run:
-    trial = Trial(variant)
+def _run(attack: Attack, variant: Variant | None, dtype: torch.dtype, *, freezes: bool) -> _Run:
+    trial = Trial(variant, freezes=freezes)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes the stack for each kind of card: 4 ms

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tightfit.planner.plan import Choice
+from tightfit.techniques.offload.streamable import streamable
 from tightfit.techniques.registry import technique
 
 Find = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[Choice]]
@@ -19,13 +20,17 @@ Find = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], list[Choice]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A technique with one of its settings. `find` gives its choices for a model and its optimizers, none where it has no place."""
+    """A technique with one of its settings. `find` gives its choices for a model and its optimizers, none where it has no place.
+
+    `freezes`: the matrices in blocks are not trained, in the plain run neither.
+    """
 
     name: str
     technique: str
     find: Find
     is_bitwise: bool
     is_lossy: bool
+    freezes: bool = False
 
 
 def choice(name: str, where: str, **settings: object) -> Choice:
@@ -54,6 +59,19 @@ def _each_block(name: str, **settings: object) -> Find:
     return find
 
 
+def _all_but_the_last(name: str, **settings: object) -> Find:
+    def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        # As a plan mixes them: what the last block does to a state that all share is not seen by a second run of its own.
+        last = {
+            _path(model, f"{path}.{list(blocks._modules)[-1]}")
+            for path, blocks in _held(model, "blocks")
+            if len(blocks._modules)
+        }
+        return [each for each in _each_block(name, **settings)(model, optimizers) if each.where not in last]
+
+    return find
+
+
 def _range(name: str, holder: str, *, needs_sequential: bool, **settings: object) -> Find:
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
@@ -65,19 +83,54 @@ def _range(name: str, holder: str, *, needs_sequential: bool, **settings: object
     return find
 
 
-def _offload(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
-    # Each but the last, whose saved tensors no block would hide the way of; and every storage, however small.
-    return [
-        choice(
-            "activation_offload",
-            _path(model, f"{path}.{key}"),
-            following=_path(model, f"{path}.{following}"),
-            smallest_bytes=1,
-            host_bytes=1 << 14,
-        )
-        for path, blocks in _held(model, "blocks")
-        for key, following in itertools.pairwise(blocks._modules)
-    ]
+def _offload(name: str, **settings: object) -> Find:
+    def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        # Each but the last, whose saved tensors no block would hide the way of; and every storage, however small.
+        return [
+            choice(
+                name,
+                _path(model, f"{path}.{key}"),
+                following=_path(model, f"{path}.{following}"),
+                smallest_bytes=1,
+                host_bytes=1 << 14,
+                **settings,
+            )
+            for path, blocks in _held(model, "blocks")
+            for key, following in itertools.pairwise(blocks._modules)
+        ]
+
+    return find
+
+
+def _offloaded_checkpointing(beside: str, **settings: object) -> Find:
+    def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+        # The last block, whose input no block would hide the way of, is recomputed alone: in a plan both are mixed.
+        moved = _offload("offloaded_checkpointing", **settings)(model, optimizers)
+        places = {each.where for each in moved}
+        return [*moved, *(c for c in _each_block(beside, **settings)(model, optimizers) if c.where not in places)]
+
+    return find
+
+
+def freeze(model: nn.Module) -> None:
+    """Has the matrices in blocks not trained."""
+    for _, blocks in _held(model, "blocks"):
+        for parameter in blocks.parameters():
+            if parameter.dim() > 1 and parameter.is_leaf:
+                parameter.requires_grad_(False)
+
+
+def _streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+    found = []
+    for path, blocks in _held(model, "blocks"):
+        keys = list(blocks._modules)
+        places = [_path(model, f"{path}.{key}") for key in keys]
+        for before, place, key, after in zip(["", *places], places, keys, [*places[1:], ""], strict=False):
+            block = blocks.get_submodule(key)
+            if streamable(model, block, 1):
+                settings = {"preceding": before, "following": after, "smallest_bytes": 1, "host_bytes": 1 << 14}
+                found.append(choice("weight_streaming", place, **settings))
+    return found
 
 
 def _chunked_loss(gradients_in: str) -> Find:
@@ -115,10 +168,16 @@ def _of_model(name: str, where: str, **settings: object) -> Find:
 def _variants() -> list[Variant]:
     found: list[tuple[str, str, Find]] = [
         ("checkpointing", "checkpointing", _each_block("checkpointing")),
+        ("checkpointing, all but the last", "checkpointing", _all_but_the_last("checkpointing")),
         ("selective checkpointing", "selective_checkpointing", _each_block("selective_checkpointing", keep=[0])),
         ("nested checkpointing", "nested_checkpointing", _range("nested_checkpointing", "blocks", needs_sequential=False)),
         ("sequential checkpointing", "sequential_checkpointing", _range("sequential_checkpointing", "blocks", needs_sequential=True)),
-        ("activation offload", "activation_offload", _offload),
+        ("weight streaming", "weight_streaming", _streaming),
+        ("offloaded checkpointing", "offloaded_checkpointing", _offloaded_checkpointing("checkpointing")),
+        ("offloaded checkpointing, selective", "offloaded_checkpointing", _offloaded_checkpointing("selective_checkpointing", keep=[0])),
+        ("activation offload", "activation_offload", _offload("activation_offload")),
+        # Of sizes that no program has, so that each call is unlike the plan, and moves the largest half of what it saves.
+        ("activation offload, partly", "activation_offload", _offload("activation_offload", storages=[[3, 1]], share=0.5)),
         ("tiled tokens", "tiled_tokens", _each_block("tiled_tokens", num_tiles=2)),
         ("tiled convolutions", "tiled_convolutions", _range("tiled_convolutions", "chain", needs_sequential=True, num_tiles=2)),
         ("chunked loss, gradients in forward", "chunked_loss", _chunked_loss("forward")),
@@ -132,7 +191,9 @@ def _variants() -> list[Variant]:
         ("empty_cache", "empty_cache", _of_model("empty_cache", "allocator", border="before the forward")),
         ("8-bit states", "low_bit_states", _of_optimizer("low_bit_states", bits=8)),
         ("8-bit states in backward", "low_bit_states", _of_optimizer("low_bit_states", bits=8, in_backward=True, clips=False)),
-        ("optimizer offload", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, least_elements=1)),
+        ("optimizer offload", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1)),
+        ("optimizer offload in backward", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1, in_backward=True, clips=False)),
+        ("optimizer offload on the host", "optimizer_offload", _of_optimizer("optimizer_offload", host_bytes=1 << 20, window_bytes=1 << 12, least_elements=1, executor="host")),
         ("pure bf16", "pure_bf16", _of_optimizer("pure_bf16", "precision", rounding="compensated")),
     ]  # fmt: skip
     return [
@@ -140,8 +201,10 @@ def _variants() -> list[Variant]:
             name=name,
             technique=known,
             find=find,
-            is_bitwise=technique(known).exactness.startswith("bit for bit") and not name.endswith("clips"),
+            is_bitwise=technique(known).exactness.startswith("bit for bit")
+            and not name.endswith(("clips", "on the host")),
             is_lossy=not technique(known).exact,
+            freezes=known == "weight_streaming",
         )
         for name, known, find in found
     ]

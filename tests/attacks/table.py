@@ -18,10 +18,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 BEGIN, END = "<!-- attacks: begin -->", "<!-- attacks: end -->"
 CODES = {
     "checkpointing": "C",
+    "checkpointing, all but the last": "Cf",
     "selective checkpointing": "Cs",
     "nested checkpointing": "Cn",
     "sequential checkpointing": "Cq",
+    "offloaded checkpointing": "Co",
+    "offloaded checkpointing, selective": "Cp",
     "activation offload": "Oa",
+    "weight streaming": "Ow",
+    "activation offload, partly": "Op",
     "tiled tokens": "T",
     "tiled convolutions": "Tc",
     "chunked loss, gradients in forward": "Lf",
@@ -36,6 +41,8 @@ CODES = {
     "8-bit states": "S",
     "8-bit states in backward": "Su",
     "optimizer offload": "Os",
+    "optimizer offload in backward": "Ou",
+    "optimizer offload on the host": "Oh",
     "pure bf16": "B",
 }
 MARKS = {

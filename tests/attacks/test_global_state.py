@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from tests.attacks.models import Block, Images, Net, images, tokens
-from tests.attacks.places import VARIANTS, Variant, choice
+from tests.attacks.places import VARIANTS, Variant, choice, freeze
 from tests.process_state import changed_since, process_state
 from torch import nn
 from torch.nn import functional
@@ -63,12 +63,14 @@ class Live:
         torch.manual_seed(seed)
         self.variant = variant
         self.model = Images() if variant.technique == "tiled_convolutions" else Net([Attending(), Block()])
+        if variant.freezes:
+            freeze(self.model)
         self.batch = images if isinstance(self.model, Images) else tokens
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         """Another one for the same parameters."""
-        return torch.optim.Adam(self.model.parameters(), lr=1e-3, foreach=True)
+        return torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad], lr=1e-3, foreach=True)
 
     def plan(self) -> Session:
         """Puts the technique on, or skips the test where it has no place or refuses this model."""

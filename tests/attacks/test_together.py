@@ -18,6 +18,13 @@ TOGETHER = {
         "optimizer offload",
         "micro-batches",
     ),
+    "checkpointing and streamed weights": ("checkpointing", "weight streaming"),
+    "activation offload and streamed weights": ("activation offload", "weight streaming"),
+    "nested checkpointing, micro-batches and streamed weights": (
+        "nested checkpointing",
+        "micro-batches",
+        "weight streaming",
+    ),
     "checkpointing, chunked loss and clipped updates": (
         "checkpointing",
         "chunked loss, gradients in backward",
@@ -51,7 +58,8 @@ def together(monkeypatch):
         def find(model, optimizers, finds=finds):
             return [choice for each in finds for choice in each(model, optimizers)]
 
-        variant = Variant(name=name, technique="", find=find, is_bitwise=False, is_lossy=False)
+        freezes = any(VARIANTS[part].freezes for part in parts)
+        variant = Variant(name=name, technique="", find=find, is_bitwise=False, is_lossy=False, freezes=freezes)
         monkeypatch.setitem(VARIANTS, name, variant)
 
 

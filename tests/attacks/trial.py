@@ -16,7 +16,7 @@ from tightfit.errors import ApplyError, TightfitError
 from tightfit.runtime.apply import apply_choices
 from tightfit.techniques.session import Session
 
-from tests.attacks.places import Variant  # isort: skip
+from tests.attacks.places import Variant, freeze  # isort: skip
 
 Values = dict[str, Any]
 
@@ -41,10 +41,11 @@ class Refusal:
 
 
 class Trial:
-    """One run of a program, plain where `variant` is None."""
+    """One run of a program, plain where `variant` is None; with `freezes` as in `Variant`."""
 
-    def __init__(self, variant: Variant | None) -> None:
+    def __init__(self, variant: Variant | None, *, freezes: bool = False) -> None:
         self._variant = variant
+        self._freezes = freezes
         self.models: list[nn.Module] = []
         self.applied: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -60,6 +61,8 @@ class Trial:
         self.track(model)
         self.applied.append(model)
         self.optimizers += optimizers
+        if self._freezes:
+            freeze(model)
         if self._variant is None:
             return None
         choices = self._variant.find(model, optimizers)

@@ -1,4 +1,4 @@
-"""Seven small models of different kinds, each with its batch and its loss, for the virtual card and for the host alike.
+"""Eight small models of different kinds, each with its batch and its loss, for the virtual card and for the host alike.
 
 `MODELS[name](device)` gives the model and a function that makes the loss of step `i`. The data is made from a seed on the host, so that two runs
 see the same.
@@ -241,8 +241,31 @@ def volumes(device: str) -> Made:
     return model, loss
 
 
+class _Adapted(nn.Module):
+    """A linear layer that is not trained, with two factors beside it that are."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.first = nn.Linear(linear.in_features, rank, bias=False)
+        self.second = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs) + self.second(self.first(inputs))
+
+
+def adapted(device: str) -> Made:
+    """A decoder of Hugging Face whose weights are not trained, with low-rank adapters on two layers of each block."""
+    model, loss = llama(device)
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = _Adapted(layer.self_attn.o_proj).to(device)
+        layer.mlp.down_proj = _Adapted(layer.mlp.down_proj).to(device)
+    return model, loss
+
+
 MODELS: dict[str, Callable[[str], Made]] = {
-    made.__name__: made for made in (gpt, llama, t5, convolutions, vision, plain_language, volumes)
+    made.__name__: made for made in (gpt, llama, t5, convolutions, vision, plain_language, volumes, adapted)
 }
 
 

@@ -25,7 +25,10 @@ WORKLOAD_OF = {
     "empty_cache": "uneven",
     "update_in_backward": "wide",
     "optimizer_kernel": "wide",
+    "weight_streaming": "with_adapters",
     **dict.fromkeys(("attention", "autocast", "pure_bf16", "micro_batches", "freezing"), "decoder"),
+    # Where the allocator's rounding is little beside what moves.
+    **dict.fromkeys(("activation_offload", "offloaded_checkpointing"), "decoder"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import inspect
 import random
 
@@ -108,7 +109,19 @@ def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     num_steps = 20 if seed < len(MODELS) else NUM_STEPS
     plain = _plain(model, num_steps, habits)
     assert plain.losses[-1] != plain.losses[0]
-    _same(plain, train(model, chosen, num_steps=num_steps, habits=habits), bitwise=bitwise)
+    trained = None
+    while trained is None:
+        refused = ""
+        try:
+            trained = train(model, chosen, num_steps=num_steps, habits=habits)
+        except ApplyError as error:
+            # What two techniques do together is seen when a plan is traced, which then leaves one of them out.
+            refused = error.technique
+        if refused:
+            chosen = [option for option in chosen if option.technique != refused]
+            gc.collect()
+            assert chosen
+    _same(plain, trained, bitwise=bitwise)
 
 
 @pytest.mark.parametrize("name", list(techniques()))

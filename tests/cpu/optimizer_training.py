@@ -189,10 +189,10 @@ def workload(
 
 
 @functools.cache
-def traced(**parameters: Any) -> Tape:
-    """The tape of `workload` with these parameters."""
+def traced(*, num_steps: int = 2, **parameters: Any) -> Tape:
+    """The tape of so many steps of `workload` with these parameters."""
     given = [f"{name}={value}" for name, value in parameters.items()]
-    return capture(f"{__file__}:workload", device=DEVICE, parameters=given, tracing=TraceSettings(steps=2))
+    return capture(f"{__file__}:workload", device=DEVICE, parameters=given, tracing=TraceSettings(steps=num_steps))
 
 
 def peak_bytes(tape: Tape, changed: Sequence[Option] = ()) -> int:

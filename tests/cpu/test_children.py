@@ -94,10 +94,11 @@ def test_all_that_a_program_has_started_dies_with_the_process_that_asked(
 ) -> None:
     Path("train.py").write_text(RUNS_ON)
     with subprocess.Popen(
-        # As a shell starts it in the background: interrupts are ignored.
+        # As a shell starts it in the background: interrupts are ignored. A suite that was started by nohup hands on that hangups are, too.
         [
             *(sys.executable, "-c"),
-            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from tightfit.__main__ import main; main()",
+            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+            "from tightfit.__main__ import main; main()",
             *(*words, "--device", "RTX 4090", "--show-output"),
         ],
         env={**os.environ, "TIGHTFIT_CONTAINMENT": mechanism},

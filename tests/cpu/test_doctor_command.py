@@ -82,6 +82,15 @@ def test_a_leak_is_named_with_its_line(tapes: Path, capsys: pytest.CaptureFixtur
     assert answer(capsys, "doctor", str(tapes / "plain.npz"))["growth"] == []
 
 
+def test_a_traced_leak_is_named_with_its_holder(tapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = [f"{tapes / 'work.py'}:workload", "--device", "4090", "--steps", "4"]
+    (leak,) = answer(capsys, "doctor", *target, "-p", "leaks=True")["leaks"]
+    assert (leak["cause"], leak["holder"]["path"]) == ("Python container", "workload.losses[-1]")
+    assert leak["holder"]["root"].startswith("local variable of workload() at ")
+    assert run(["doctor", *target, "-p", "leaks=True"]) == 0
+    assert "held by workload.losses[-1] (local variable of workload()" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_statement_that_keeps_what_grows_is_quoted(tapes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, *_ = answer(capsys, "doctor", str(tapes / "leaks.npz"))["remedies"]
     assert Path(first["where"]).name == f"work.py:{LEAKING_LINE}"

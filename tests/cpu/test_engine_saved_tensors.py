@@ -1,5 +1,6 @@
 """Saved tensors at the host: the same gradients to the bit, each storage moved once, and nothing lost where a program does what is not foreseen."""
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -12,13 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tightfit.engine import copies
+from tightfit.engine import copy_engines
+from tightfit.engine.disk_copies import DiskSpace
+from tightfit.engine.disk_sizes import PAGE_BYTES
 from tightfit.engine.host_slab import HostSlab, Part, unregister_gone
-from tightfit.engine.saved_tensors import SavedTensors
+from tightfit.engine.saved_storage import Place
+from tightfit.engine.saved_tensors import SavedTensors, Selection
+from tightfit.errors import ApplyError
 
 HOST = torch.device("cpu")
 ROWS, WIDTH = 64, 32
 OF_ROWS = ROWS * WIDTH * 4
+EVERYTHING = Selection(smallest_bytes=1024)
 
 
 class Block(nn.Module):
@@ -41,10 +47,14 @@ class Blocks(nn.Module):
     """Four blocks behind a layer, run through `saved` or plainly."""
 
     def __init__(
-        self, saved: SavedTensors | None, act: Callable[[torch.Tensor], torch.Tensor] = nn.functional.gelu
+        self,
+        saved: SavedTensors | None,
+        act: Callable[[torch.Tensor], torch.Tensor] = nn.functional.gelu,
+        selection: Selection = EVERYTHING,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.selection = selection
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(act) for _ in range(4))
         self.saved = saved
@@ -55,13 +65,25 @@ class Blocks(nn.Module):
             if self.saved is None:
                 rows = block(rows)
             else:
-                with self.saved.call():
+                with self.saved.call(dataclasses.replace(self.selection, to_disk=self.saved.disk is not None)):
                     rows = block(rows)
         return rows
 
 
 def offload(host_bytes: int = 1 << 20) -> SavedTensors:
-    return SavedTensors(HOST, host_bytes, smallest_bytes=1024, statistics=Counter())
+    return SavedTensors(HOST, host_bytes, statistics=Counter())
+
+
+def offload_to_disk(disk_bytes: int = 1 << 20, told: list[str] | None = None) -> SavedTensors:
+    """Through buffers that most of the storages do not fit into at once."""
+
+    def failed(how: str) -> ApplyError:
+        if told is not None:
+            told.append(how)
+        return ApplyError(how)
+
+    disk = DiskSpace(num_bytes=disk_bytes, buffer_bytes=5 * PAGE_BYTES, folder=None, on_failure=failed)
+    return SavedTensors(HOST, 0, statistics=Counter(), disk=disk)
 
 
 def batch(seed: int = 0) -> torch.Tensor:
@@ -140,13 +162,14 @@ def in_a_thread(model: nn.Module) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize("offloaded", [offload, offload_to_disk], ids=["host", "disk"])
 @pytest.mark.parametrize(
     "backward",
     [once, twice, penalty, from_the_front, two_at_once, dropped_half_way, evaluated_between, in_a_thread],
     ids=lambda each: each.__name__,
 )
-def test_gradients_are_the_same_to_the_bit_whatever_order_they_are_computed_in(backward) -> None:
-    saved = assert_same(backward)
+def test_gradients_are_the_same_to_the_bit_whatever_order_they_are_computed_in(backward, offloaded) -> None:
+    saved = assert_same(backward, offloaded())
     assert saved._statistics["offloaded storages"] > 0
 
 
@@ -157,6 +180,62 @@ def test_each_storage_moves_once_and_weights_do_not() -> None:
     of_a_block = 2 * OF_ROWS + 2 * 2 * OF_ROWS
     assert statistics["offloaded bytes"] == 4 * of_a_block
     assert statistics["offloaded storages"] == 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "of_a_block", "num_unlike"),
+    [
+        # One of the two storages of the wide rows.
+        (((2 * OF_ROWS, 1),), 0.33, 2 * OF_ROWS, 0),
+        # Sizes of another batch: half of the six rows of a block that it saves, the largest first.
+        (((4 * OF_ROWS, 1),), 0.5, 3 * OF_ROWS, 4),
+        (((2 * OF_ROWS, 3),), 0.1, 0, 4),
+    ],
+    ids=["as planned", "another batch", "another block"],
+)
+def test_so_many_storages_of_a_size_move_and_of_another_batch_the_same_share(
+    counts: tuple[tuple[int, int], ...], share: float, of_a_block: int, num_unlike: int
+) -> None:
+    saved = offload()
+    selection = Selection(smallest_bytes=1024, counts=counts, share=share)
+    plain, other = gradients(Blocks(None), once), gradients(Blocks(saved, selection=selection), once)
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    assert saved._statistics["offloaded bytes"] == 4 * of_a_block
+    assert saved._statistics["calls unlike the plan"] == num_unlike
+
+
+def test_storages_that_the_program_keeps_are_counted_where_they_were_to_leave() -> None:
+    saved, kept = offload(), []
+
+    def keeping(rows: torch.Tensor) -> torch.Tensor:
+        kept.append(nn.functional.gelu(rows))
+        return kept[-1]
+
+    model = Blocks(saved, keeping, selection=Selection(smallest_bytes=1024, counts=((2 * OF_ROWS, 2),)))
+    gradients(model, once)
+    assert saved._statistics["offloaded bytes"] == 4 * 2 * OF_ROWS
+    assert saved._statistics["storages that stayed"] == 4
+
+
+def test_a_call_inside_of_a_border_moves_its_own_and_the_copies_of_the_call_before_go_on_beside_it() -> None:
+    saved, blocks = offload(), Blocks(None)
+    with saved.call(EVERYTHING):
+        rows = blocks.blocks[0](blocks.first(batch()))
+    with saved.call(None):
+        with saved.call(EVERYTHING):
+            rows = blocks.blocks[1](rows)
+        places = {storage.place for storage in saved._calls[1].storages(Place.LEAVING)}
+        assert places == {Place.LEAVING}
+        rows = blocks.blocks[2](rows)
+    assert saved._calls[1].storages(Place.HOST)
+    assert saved._calls[3].storages(Place.LEAVING)
+    with saved.call(EVERYTHING):
+        rows = blocks.blocks[3](rows)
+    assert [saved._calls[number].previous for number in (1, 2, 3, 4)] == [0, 1, 1, 3]
+    assert not saved._running
+    rows.square().mean().backward()
+    found = [p.grad for p in blocks.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(gradients(Blocks(None), once), found, strict=True))
 
 
 def test_host_memory_is_free_again_and_no_thread_is_left_over() -> None:
@@ -260,7 +339,7 @@ def test_a_copy_that_fails_is_an_error_of_the_pass_that_needs_it(monkeypatch: py
     def broken(source: torch.Tensor, target: torch.Tensor) -> None:
         raise OSError("the link is down")
 
-    monkeypatch.setattr(copies, "_copy", broken)
+    monkeypatch.setattr(copy_engines, "_copy", broken)
     with pytest.raises(OSError, match="the link is down"):
         once(Blocks(offload()))
 

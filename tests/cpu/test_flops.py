@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.capture.dispatch.flops import computed_share, formula
+from tightfit.capture.dispatch.geometry import sizes_of
 
 aten = torch.ops.aten
 KERNELS = ("flash", "efficient", "cudnn")
@@ -64,3 +65,32 @@ def test_a_product_in_another_dtype_is_counted_as_the_same_product(name, overloa
     keywords = {"out": out} if overload == "dtype_out" else {}
     count, plain = formula(operator), flop_registry[operator._overloadpacket]
     assert count(*given, torch.float32, **keywords, out_val=out) == plain(*given, out_val=out) > 0
+
+
+@pytest.mark.parametrize(
+    ("weight", "stride", "is_transposed", "groups"),
+    [
+        pytest.param((12, 8, 3, 3), 1, False, 1, id="dense, as torch counts"),
+        pytest.param((8, 12, 3, 3), 2, True, 1, id="transposed, as torch counts"),
+        pytest.param((16, 2, 3, 3), 1, False, 4, id="of groups, which torch's formula forgets"),
+        pytest.param((8, 1, 3, 3), 2, False, 8, id="depthwise"),
+    ],
+)
+def test_the_gradients_of_a_convolution_take_twice_its_forward_pass(weight, stride, is_transposed, groups):
+    with torch.device("meta"):
+        tensor, filters = torch.empty(4, 8, 16, 16), torch.empty(weight)
+        rest = ([stride] * 2, [1, 1], [1, 1], is_transposed, [0, 0], groups)
+        output = aten.convolution(tensor, filters, None, *rest)
+    forward = formula(aten.convolution.default)(tensor, filters, None, *rest, out_val=output)
+    backward = formula(aten.convolution_backward.default)
+    operands = (output, tensor, filters, None, *rest)
+    assert backward(*operands, [True, True, False], out_val=None) == 2 * forward
+    assert backward(*operands, [False, True, True], out_val=None) == forward
+    batch, rows, columns, depth, *_ = sizes_of(aten.convolution.default)((tensor, filters, None, *rest), output)
+    assert 2 * batch * rows * columns * depth == forward
+    assert sizes_of(aten.convolution_backward.default)((*operands, [True, True, False]), None)[:4] == (
+        batch,
+        rows,
+        columns,
+        depth,
+    )

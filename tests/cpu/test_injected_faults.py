@@ -22,8 +22,9 @@ from tightfit.cli.main import run
 from tightfit.errors import InternalError
 from tightfit.errors.faults import is_ours
 from tightfit.errors.program_errors import one_line
-from tightfit.fit import candidates, traced_runs, variants
 from tightfit.fit import planning as fit_plan
+from tightfit.fit import traced_runs
+from tightfit.fit.searching import candidates, variants
 from tightfit.reports import plans
 from tightfit.reports.text import estimates as text
 from tightfit.runtime import attach, record_host
@@ -138,7 +139,8 @@ def test_a_tape_that_breaks_a_rule_is_a_fault_of_the_capture(
     line = capfd.readouterr().err.splitlines()[-1]
     assert code == 4
     assert line.startswith("tightfit: internal error in the capture: AssertionError at tightfit/capture/trace.py")
-    assert ": a storage that is freed twice; " in line
+    # pytest rewrites the assertions of packages that bring a plugin, ours too: what was compared then follows the words.
+    assert ": a storage that is freed twice" in line
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -442,8 +444,3 @@ def test_an_error_of_the_users_is_one_line_of_the_command(capfd: pytest.CaptureF
     assert said.startswith("tightfit: train.py raised RuntimeError at train.py:4: Failed to import transformers")
     assert "(caused by ModuleNotFoundError" in said
     assert said.count("\n") == 1
-
-
-def test_a_budget_that_nothing_uses_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run([*COMMAND, "--disk", "1TiB"]) == 2
-    assert "no technique moves anything to the" in capfd.readouterr().err

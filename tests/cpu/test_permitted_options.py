@@ -7,9 +7,9 @@ from tests.null.test_tape import small_tape
 
 from tightfit.errors import UsageError
 from tightfit.fit.planning import allowed
+from tightfit.fit.searching.permitted import grouped, obstacle
 from tightfit.planner.option import Option
 from tightfit.tape import Effect, EffectKind
-from tightfit.techniques.permitted import grouped, obstacle
 from tightfit.techniques.registry import techniques
 
 BLOCK = "Net.h.1"

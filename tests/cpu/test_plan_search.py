@@ -7,9 +7,9 @@ from tests.cpu.run_arguments import run_arguments
 
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.errors import ApplyError
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.bisection import Bisection
-from tightfit.fit.search import Search
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.bisection import Bisection
+from tightfit.fit.searching.search import Search
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner.option import Option
 

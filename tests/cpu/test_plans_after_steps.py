@@ -7,9 +7,9 @@ from tests.cpu.run_arguments import run_arguments
 
 from tightfit import plan
 from tightfit.capture.targets import Script
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.candidates import Candidates
-from tightfit.fit.offers import Offers
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.candidates import Candidates
+from tightfit.fit.searching.offers import Offers
 from tightfit.fit.traced_runs import TracedRuns
 
 PROGRAM = """

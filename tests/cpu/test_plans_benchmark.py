@@ -11,8 +11,8 @@ from benchmarks.plans.headlines import activations
 from benchmarks.plans.optimality import ENUMERATED, against_all_promises, combinations, deep, part_of
 from benchmarks.plans.workloads import WORKLOADS, Workload
 
-from tightfit.fit.allowed import Allowed
-from tightfit.fit.search import Search
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.search import Search
 from tightfit.planner.solve import solve
 
 TINY = Workload(

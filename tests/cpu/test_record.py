@@ -556,9 +556,11 @@ def test_a_death_stands_where_it_happened_and_has_its_own_time(tmp_path: Path) -
 def test_what_interrupts_the_beginning_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.autograd._engine_run_backward
     recording = tightfit.record(tmp_path / "x.pickle")
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a suite in the background
     monkeypatch.setattr(HostRecorder, "__enter__", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt), recording:
         pytest.fail("the block ran")
+    signal.signal(signal.SIGINT, former)
     assert torch.autograd._engine_run_backward is plain
     assert not torch.nn.modules.module._global_forward_hooks
     monkeypatch.undo()

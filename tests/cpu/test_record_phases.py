@@ -1,9 +1,11 @@
 """The phases of a recorded run, as the recorder's hooks note them."""
 
 import contextlib
+from pathlib import Path
 
 import torch
 
+import tightfit
 from tightfit.runtime.record_hooks import RunHooks
 
 
@@ -36,3 +38,11 @@ def test_a_step_that_raised_ends_with_the_next_pass() -> None:
     phases = [text for kind, text in notes if kind == "phase"]
     passes = ["forward", "other", "backward", "other", "optimizer", "other"]
     assert phases == [*passes, *passes, "optimizer", "other"]
+
+
+def test_parameters_of_lazy_modules_are_recorded_once_they_are_made(tmp_path: Path) -> None:
+    model = torch.nn.LazyLinear(256)
+    with tightfit.record(tmp_path / "run.pickle") as recording:
+        model(torch.ones(8, 64))
+    assert recording.written is not None
+    assert recording.written.num_events > 0

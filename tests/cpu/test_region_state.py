@@ -124,9 +124,9 @@ def test_a_forward_that_writes_nothing_has_no_differences() -> None:
     ],
 )
 def test_a_tensor_that_is_written_to_is_seen_and_cannot_be_put_back(write: Callable[[Any], Any], what: str) -> None:
-    (found,) = written(Writer(write), RegionState())
-    assert str(found) == what
-    assert found.is_in_place
+    found = written(Writer(write), RegionState())
+    assert what in map(str, found)
+    assert all(each.is_in_place for each in found)
 
 
 def test_a_variable_shared_with_the_function_around_is_seen() -> None:

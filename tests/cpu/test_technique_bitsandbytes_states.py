@@ -12,10 +12,10 @@ from tests.cpu.optimizer_training import DEVICE, choice, peak_bytes, traced
 from tightfit.analysis.profile import Profile
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
-from tightfit.techniques.optimizer import bitsandbytes_codec, state_sizes
-from tightfit.techniques.optimizer.bitsandbytes_codec import BitsandbytesCodec
 from tightfit.techniques.optimizer.low_bit_states import LowBitStates
-from tightfit.techniques.optimizer.state_codecs import BlockCodec
+from tightfit.techniques.optimizer.states import bitsandbytes_codec, state_sizes
+from tightfit.techniques.optimizer.states.bitsandbytes_codec import BitsandbytesCodec
+from tightfit.techniques.optimizer.states.state_codecs import BlockCodec
 from tightfit.techniques.session import Session
 
 OURS = {"bits": 8}

@@ -15,7 +15,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.optimizer.factored_states import FactoredStates
 from tightfit.techniques.optimizer.low_bit_states import LowBitStates
-from tightfit.techniques.optimizer.state_codecs import BlockCodec, FactoredCodec, table_of_codes
+from tightfit.techniques.optimizer.states.state_codecs import BlockCodec, FactoredCodec, table_of_codes
 from tightfit.techniques.optimizer.update_in_backward import UpdateInBackward
 from tightfit.techniques.session import Session
 
@@ -216,7 +216,7 @@ def test_a_large_state_is_coded_in_pieces_as_it_is_whole(monkeypatch):
         whole = codec.encode(name, value.abs())
         restored = codec.decode(name, whole, value.shape, torch.bfloat16)
         with monkeypatch.context() as patch:
-            patch.setattr("tightfit.techniques.optimizer.state_codecs.NUMBERS_PER_PIECE", 4096)
+            patch.setattr("tightfit.techniques.optimizer.states.state_codecs.NUMBERS_PER_PIECE", 4096)
             pieces = codec.encode(name, value.abs())
             assert torch.equal(pieces.main, whole.main)
             assert torch.equal(pieces.rest, whole.rest)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cpu.optimizer_training import DEVICE, OPTIMIZERS, Tied, assert_same, choice, peak_bytes, traced, train
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.analysis.profile import Profile
@@ -360,3 +361,19 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
 def test_nothing_is_offered_where_gradients_are_read_before_the_step():
     for averages, is_offered in ((0, True), (1, True), (8, False)):
         assert bool(list(UpdateInBackward().options(Profile(traced(averages=averages), find(DEVICE))))) == is_offered
+
+
+def test_a_number_that_the_graph_has_saved_is_seen_through_a_dispatch_mode():
+    """Autograd saves `2.5` as a tensor, which reaches a mode (a FLOP counter, the virtual GPU) as the number."""
+
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = hooked(model, optimizer)
+    with Passes():
+        (2.5 * model(torch.ones(2, 3)).tanh()).sum().backward()
+        optimizer.step()
+    assert session.statistics["parameters updated in backward"] == 2

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tests.null.test_text_report import ESTIMATE
 
-from tightfit.fit.candidates import Candidate, Candidates
-from tightfit.fit.corrected_seconds import is_off, looked_again, predicted_seconds
+from tightfit.fit.searching.candidates import Candidate, Candidates
+from tightfit.fit.searching.corrected_seconds import is_off, looked_again, predicted_seconds
+from tightfit.fit.searching.variants import Variant
 from tightfit.fit.traced_runs import TracedRun
-from tightfit.fit.variants import Variant
 from tightfit.planner import problem as problems
 from tightfit.planner.option import Change, Option
 from tightfit.planner.solution import Solution

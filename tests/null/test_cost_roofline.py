@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tightfit.cost.classes import operator_class
 from tightfit.cost.copies import copy_seconds, link_bytes_per_second
+from tightfit.cost.disks import disk_seconds
 from tightfit.cost.efficiency import efficiency_of
 from tightfit.cost.roofline import operator_seconds
 from tightfit.cost.steps import step_operators
@@ -90,18 +91,18 @@ def product(size: int, dtype: str, device: Device, **options: Any) -> float:
 
 def test_a_large_product_is_bound_by_arithmetic() -> None:
     assert product(8192, "bfloat16", find("H200")) == pytest.approx(2 * 8192**3 / (989.4e12 * 0.80) + LAUNCH + RAMP)
-    assert product(8192, "float32", find("A100")) == pytest.approx(2 * 8192**3 / (19.5e12 * 0.85) + LAUNCH + RAMP)
+    assert product(8192, "float32", find("A100")) == pytest.approx(2 * 8192**3 / (19.5e12 * 0.94) + LAUNCH + RAMP)
 
 
 def test_a_thin_product_is_bound_by_bandwidth() -> None:
     weight = 2 * 8192 * 8192
     seconds = seconds_of("aten.mm", "bfloat16", flops=2.0 * 8192 * 8192, num_bytes=weight, device=find("H200"))
-    assert seconds == pytest.approx(weight / (4.8e12 * 0.9) + LAUNCH + RAMP)
+    assert seconds == pytest.approx(weight / (4.8e12 * 0.86) + LAUNCH + RAMP)
 
 
 def test_elementwise_work_is_bound_by_bandwidth() -> None:
     seconds = seconds_of("aten.add.Tensor", "float16", flops=1e6, num_bytes=6_000_000, device=find("4090"))
-    assert seconds == pytest.approx(6e6 / (1008e9 * 0.86) + LAUNCH)
+    assert seconds == pytest.approx(6e6 / (1008e9 * 0.85) + LAUNCH)
 
 
 def test_tf32_follows_the_defaults_of_torch() -> None:
@@ -180,7 +181,7 @@ def test_published_measurements_are_met(
         ("aten.cudnn_convolution", "convolution"),
         ("aten._scaled_dot_product_flash_attention_backward", "attention"),
         ("aten.native_layer_norm", "normalisation"),
-        ("aten.native_batch_norm_backward", "normalisation_backward"),
+        ("aten.native_batch_norm_backward", "elementwise"),
         ("aten.add_.Tensor", "elementwise"),
         ("aten.threshold_backward", "elementwise"),
         ("aten._softmax_backward_data", "reduction"),
@@ -212,7 +213,9 @@ def test_every_class_has_an_efficiency_on_every_card() -> None:
     for card in all_devices():
         efficiency = efficiency_of(card)
         for kind in OPERATOR_CLASSES:
-            assert all(0 < efficiency.of_flops[kind, dtype] <= 1 for dtype in DTYPES)
+            # GeForce cards run up to an eighth above the clock that their peak is stated at.
+            limit = 1.125 if card.kind == "desktop" else 1.0
+            assert all(0 < efficiency.of_flops[kind, dtype] <= limit for dtype in DTYPES)
             assert 0 < efficiency.of_bandwidth[kind] <= 1
 
 
@@ -292,3 +295,12 @@ def test_copies_reach_what_links_were_seen_to_reach() -> None:
 def test_copies_grow_with_their_size(num_bytes: int, more: int, device: Device) -> None:
     assert copy_seconds(num_bytes, device) <= copy_seconds(num_bytes + more, device)
     assert copy_seconds(num_bytes, device) <= copy_seconds(num_bytes, device, is_pinned=False)
+
+
+def test_the_disk_takes_what_was_measured_of_it() -> None:
+    measured = Calibration(device="NVIDIA H200", disk={"read_bytes_per_second": 10e9, "write_bytes_per_second": 5e9})
+    assert disk_seconds(10**10, to_disk=False, calibration=measured) == pytest.approx(1.0, rel=1e-3)
+    assert disk_seconds(10**10, to_disk=True, calibration=measured) == pytest.approx(2.0, rel=1e-3)
+    # One drive of a server, where nothing was measured; many small writes take longer than a large one.
+    assert disk_seconds(10**10, to_disk=True) == pytest.approx(8.0, rel=1e-3)
+    assert 1000 * disk_seconds(10**5, to_disk=True) > 2 * disk_seconds(10**8, to_disk=True)

@@ -11,7 +11,7 @@ from tests.null.history_runs import CARD, FORWARD, LEAK, Recorder, tape_of, trai
 from tightfit.diagnosis.diagnose import diagnose
 from tightfit.diagnosis.diagnosed_run import subject_of_recording, subject_of_tape
 from tightfit.diagnosis.histories import history_of_tape
-from tightfit.diagnosis.timeline import saved_bytes
+from tightfit.diagnosis.step_spans import saved_bytes
 from tightfit.recordings.read import read_recording
 from tightfit.reports.text.diagnosis import DiagnosisText
 from tightfit.reports.text.folders import without_common_folder

@@ -74,6 +74,15 @@ def test_an_option_that_another_one_at_its_place_beats_is_left_out() -> None:
     assert build(timeline(9, 9), options).options == (options[0], options[2])
 
 
+def test_an_option_that_moves_more_to_the_host_leaves_the_one_that_moves_nothing() -> None:
+    plain = option("a", (0, 2, -4), seconds=2.0, slots=("a",))
+    moving = dataclasses.replace(option("a", (0, 2, -5), seconds=2.0, slots=("a",)), host_bytes=MIB)
+    assert build(timeline(9, 9), [plain, moving], host_bytes=MIB).options == (plain, moving)
+    assert build(timeline(9, 9), [moving, dataclasses.replace(plain, host_bytes=MIB)], host_bytes=MIB).options == (
+        moving,
+    )
+
+
 def test_nothing_to_choose_from_is_the_plain_run() -> None:
     problem = build(timeline(3, 4), [])
     assert solve(problem, 4 * MIB).fits
@@ -109,6 +118,24 @@ def test_what_is_moved_to_the_host_has_a_budget_of_its_own() -> None:
     assert found.fits and found.peak_bytes == 0
     greedy = dataclasses.replace(found, chosen=(0, 1, 2), seconds=3.0, peak_bytes=0, bound_seconds=3.0)
     assert any("moved to the host" in fault for fault in validate(problem, greedy, 0))
+
+
+def test_a_slower_tier_is_taken_where_the_faster_one_is_full() -> None:
+    def at(place: str) -> list[Option]:
+        host, disk = (
+            option(place, (0, 1, -4), seconds=s, slots=(place,), equivalence_class=str(s)) for s in (1.0, 9.0)
+        )
+        return [
+            dataclasses.replace(host, host_bytes=4 * MIB),
+            dataclasses.replace(disk, settings={"tier": "disk"}, host_bytes=MIB, disk_bytes=4 * MIB),
+        ]
+
+    options = [each for place in "abc" for each in at(place)]
+    found = solve(build(timeline(12), options, host_bytes=6 * MIB, disk_bytes=8 * MIB), 0)
+    assert found.fits and found.is_proven and found.seconds == pytest.approx(1.0 + 2 * 9.0)
+    # With room for all at the host, the disk is of no use.
+    assert solve(build(timeline(12), options, host_bytes=12 * MIB, disk_bytes=8 * MIB), 0).seconds == pytest.approx(3.0)
+    assert not solve(build(timeline(12), options, host_bytes=6 * MIB, disk_bytes=4 * MIB), 0).fits
 
 
 def test_if_nothing_fits_the_least_is_answered() -> None:

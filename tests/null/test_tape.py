@@ -143,14 +143,14 @@ def test_broken_events_are_named(column, values, complaint):
     ("table", "column", "values", "complaint"),
     [
         ("copies", "operator", [1], "a copy of an operator that does not exist"),
-        ("copies", "direction", [2], "no CopyDirection"),
+        ("copies", "direction", [4], "no CopyDirection"),
         ("copies", "num_bytes", [-1], "negative number of bytes"),
         ("waits", "operator", [1, 1, 0], "waits go back"),
         ("waits", "operator", [0, 1, 2], "a wait among operators that do not exist"),
         ("waits", "event", [-1, 70_000, -1], "without the event"),
         ("waits", "event", [70_000, 70_000, 4], "another with one"),
         ("waits", "stream", [-1, -1, 0], "without the stream"),
-        ("waits", "kind", [0, 2, 6], "no WaitKind"),
+        ("waits", "kind", [0, 2, 7], "no WaitKind"),
     ],
 )
 def test_broken_copies_and_waits_are_named(table, column, values, complaint):

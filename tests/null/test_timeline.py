@@ -13,6 +13,7 @@ from tests.timelines import (
     read,
     record,
     replayed_one_by_one,
+    update,
     wait,
 )
 
@@ -22,7 +23,7 @@ from tightfit.simulate.timeline import StepTimeline, busy_seconds_of_steps, seco
 from tightfit.tape import CopyDirection, WaitKind
 from tightfit.tape.verify import verify_tape
 
-TO_CARD, TO_HOST = CopyDirection
+TO_CARD, TO_HOST, TO_DISK, FROM_DISK = CopyDirection
 
 
 def timeline(*rows: Row) -> StepTimeline:
@@ -37,6 +38,31 @@ def test_a_copy_hides_behind_kernels_of_another_stream() -> None:
     assert step.seconds == pytest.approx(5.0)
     assert step.hidden_seconds(TO_CARD) == pytest.approx(2.0) == step.copy_seconds(TO_CARD)
     assert step.idle_seconds == pytest.approx({"host": 5.0, "stream 0": 0.0, "copy engine to the GPU": 3.0})
+
+
+def test_the_host_updates_parameters_beside_copies_that_it_has_issued_and_before_those_that_it_has_not() -> None:
+    # The second gradient comes down while the host updates with the first, and a weight goes up while it updates with the second.
+    rows = [
+        Copy(stream=1, seconds=2.0, direction=TO_HOST),
+        record(1, 0),
+        Copy(stream=1, seconds=2.0, direction=TO_HOST),
+        record(1, 1),
+    ]
+    rows += [Wait(kind=WaitKind.HOST_FOR_EVENT, event=0), update(5), Copy(stream=2, seconds=2.0)]
+    rows += [
+        Wait(kind=WaitKind.HOST_FOR_EVENT, event=1),
+        update(5),
+        Copy(stream=2, seconds=2.0),
+        record(2, 2),
+        wait(0, 2),
+    ]
+    step = timeline(*rows, Wait(kind=WaitKind.HOST_FOR_DEVICE))
+    assert step.seconds == pytest.approx(2 + 5 + 5 + 2)
+    assert step.idle_seconds["host"] == pytest.approx(4.0)
+    assert [(part.resource, part.seconds) for part in step.critical_path if part.resource == "host"] == [
+        ("host", 5.0),
+        ("host", 5.0),
+    ]
 
 
 def test_a_copy_on_the_stream_of_the_kernels_hides_nothing() -> None:
@@ -74,6 +100,16 @@ def test_copies_in_one_direction_follow_each_other_and_those_in_two_overlap() ->
     assert timeline(*both).seconds == pytest.approx(3.0)
     same = [Copy(stream=1, seconds=3.0), Copy(stream=2, seconds=3.0)]
     assert timeline(*same).seconds == pytest.approx(6.0)
+
+
+def test_the_disk_works_beside_the_link_and_either_reads_or_writes() -> None:
+    both = [Copy(stream=1, seconds=3.0, direction=TO_HOST), Copy(stream=2, seconds=4.0, direction=TO_DISK)]
+    step = timeline(*both, Kernel(seconds=1.0))
+    assert step.seconds == pytest.approx(4.0)
+    assert step.idle_seconds["disk"] == pytest.approx(0.0)
+    assert step.hidden_seconds(TO_DISK) == pytest.approx(1.0)
+    ways = [Copy(stream=1, seconds=3.0, direction=FROM_DISK), Copy(stream=2, seconds=4.0, direction=TO_DISK)]
+    assert timeline(*ways).seconds == pytest.approx(7.0)
 
 
 def test_a_wait_for_an_event_that_is_recorded_later_waits_for_nothing_in_the_first_step() -> None:
@@ -184,6 +220,7 @@ waits = st.one_of(
     st.builds(Wait, kind=st.just(WaitKind.HOST_FOR_EVENT), event=numbers),
     st.builds(Wait, kind=st.just(WaitKind.HOST_FOR_STREAM), stream=streams),
     st.just(Wait(kind=WaitKind.HOST_FOR_DEVICE)),
+    st.builds(update, st.integers(0, 3)),
 )
 steps = st.lists(st.one_of(kernels, kernels, copies, waits), min_size=1, max_size=14).filter(
     lambda rows: not all(isinstance(row, Wait) for row in rows)
@@ -204,12 +241,14 @@ def test_a_step_is_no_shorter_than_its_busiest_resource_and_no_longer_than_all_t
     step = timeline(*rows)
     issued = [row for row in rows if not isinstance(row, Wait)]
     num_reads = sum(isinstance(row, Wait) and row.kind == WaitKind.HOST_READS for row in rows)
-    every = sum(row.seconds + row.issue for row in issued) + num_reads * READ_SECONDS
+    on_host = sum(row.event for row in rows if isinstance(row, Wait) and row.kind == WaitKind.HOST_UPDATES)
+    every = sum(row.seconds + row.issue for row in issued) + num_reads * READ_SECONDS + on_host
     assert step.seconds <= every + 1e-9
     assert all(idle >= 0 for idle in step.idle_seconds.values())
-    busy = [sum(row.issue for row in issued)]
+    busy = [sum(row.issue for row in issued) + on_host]
     busy += [sum(row.seconds for row in issued if row.stream == stream) for stream in range(3)]
-    busy += [sum(row.seconds for row in issued if isinstance(row, Copy) and row.direction == d) for d in CopyDirection]
+    engines = [(TO_CARD,), (TO_HOST,), (TO_DISK, FROM_DISK)]
+    busy += [sum(row.seconds for row in issued if isinstance(row, Copy) and row.direction in e) for e in engines]
     assert step.seconds >= max(busy) - 1e-9
     assert sum(part.seconds for part in step.critical_path) == pytest.approx(step.seconds, rel=1e-6, abs=1e-9)
 

@@ -23,10 +23,12 @@ USERS_PROCESS = (
     "calibration",
     "fit",
     "diagnosis",
+    "engine",
+    "guarding",
     "integrations",
 )
 BOTH = ("effects",)
-BESIDE_TORCH = ("capture", "effects", "torch_hooks", "runtime", "techniques", "recordings")
+BESIDE_TORCH = ("capture", "effects", "engine", "guarding", "torch_hooks", "runtime", "techniques", "recordings")
 MANIFESTS = ("capture/patches/manifest.py", "torch_hooks/manifest.py")
 _CLASSES = (
     *(torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.UntypedStorage, torch.Generator),

@@ -9,15 +9,17 @@ import tightfit
 
 PUBLIC_NAMES = [
     *("Device", "Estimate", "Plan", "Replay", "Session", "Tape", "TightfitError"),
-    *("apply", "estimate", "find_device", "plan", "record", "replay"),
+    *("apply", "estimate", "find_device", "guard", "leaks", "plan", "record", "replay"),
 ]
 
 PARAMETERS = {
     "estimate": "target device | arguments parameters options steps until timeout alloc_conf margin calibration show_output allow_writes allow_network meanwhile used on_progress",
     "plan": "target device | budget host disk allow without arguments parameters options steps until timeout alloc_conf margin calibration show_output prove allow_writes allow_network say used on_progress",
-    "apply": "plan model optimizer | check_steps",
+    "apply": "plan model optimizer | check_steps disk_folder",
+    "guard": "model optimizer | plans on_terminate post_mortems",
     "replay": "recording | alloc_conf memory device",
     "record": "path | stacks max_events",
+    "leaks": "| quiet",
     "find_device": "text",
 }
 
@@ -67,6 +69,7 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "pinned_peak_bytes",
         "pinned_tensor_bytes",
         "idle_seconds_per_step",
+        "disk_peak_bytes",
     ]
 
 

@@ -121,6 +121,12 @@ class ModuleCalls:
                 found.setdefault(".".join(parts[:length]))
         return [path for path in found if path]
 
+    def first_result(self, operator: int) -> int:
+        """The storage of the first result of an operator that has made some: results are allocated in order, after what is freed again inside."""
+        made = np.flatnonzero((self.tape.storages.operator == operator) & self._is_tensor)
+        lasting = made[self.freed_at[made] >= self.event_of(operator + 1)]
+        return int(lasting[0]) if len(lasting) else -1
+
     def _inside(self, path: str) -> tuple[int, int]:
         """The ranks of `path` and its submodules, as a half-open range; empty for a module that ran no operator."""
         parts = path.split(".")

@@ -1,6 +1,6 @@
 """What optimizer updates in the backward pass save and cost on a tape: gradients freed early, states allocated early, and obstacles.
 
-Numbers only; `tightfit.techniques.optimizer.backward_updates` applies it.
+Numbers only; `tightfit.techniques.optimizer.updates.backward_updates` applies it.
 """
 
 import numpy as np

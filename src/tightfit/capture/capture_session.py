@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from tightfit.capture import targets
 from tightfit.capture.after_steps.fast_forward import EndOfCapture, FastForward
 from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.dispatch import one_card
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.dispatch.handlers import HANDLERS
 from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
@@ -22,19 +23,23 @@ from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
 from tightfit.capture.patches import eager, loaders, native, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
+from tightfit.capture.world import World
 from tightfit.devices.catalogue import find
 from tightfit.effects.random_operators import draws
 from tightfit.errors import ApplyError, CaptureError, InternalError, faults
 from tightfit.errors.program_errors import one_line
-from tightfit.tape import Coverage, NotReached, Tape
+from tightfit.tape import Coverage, NotReached, Tape, Weights
 
 _REACHED = "--until"
 """Why a trace has stopped that came to its line (`FastForward`)."""
 
+WHEN_TAKEN: "list[Callable[[CaptureSession], None]]" = []
+"""Called when the tape has been taken, while the program's frames and objects are still there."""
+
 
 class CaptureSession:
     """Gives this process the virtual card `device`, for one run of a target. `with_effects`: side effects of modules and of the program are
-    watched too. `used_bytes` of the card are held by other processes."""
+    watched too. `used_bytes` of the card are held by other processes. `world`: the process is one of a distributed program."""
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class CaptureSession:
         used_bytes: int = 0,
         follows: Coverage | None = None,
         until: tuple[str, int] | None = None,
+        world: World | None = None,
     ) -> None:
         self.device, self._until = find(device), until
         self.recorder = Recorder()
@@ -58,7 +64,9 @@ class CaptureSession:
         # Before `CudaApi.install`, which gives `torch.version.cuda` a value: a CPU build is recognised by
         # having none.
         native.pretend_cuda_is_built()
-        CudaApi(self.recorder, LiveMemory(self.recorder, self.device.capacity_bytes), self.device, used_bytes).install()
+        live = LiveMemory(self.recorder, self.device.capacity_bytes)
+        num_cards = 1 if world is None else world.ranks_per_node
+        CudaApi(self.recorder, live, self.device, used_bytes, num_cards).install()
         self.gpu = VirtualGpu(
             self.recorder,
             # Accumulation comes last: it has `index_put` in common with HANDLERS, and calls the handler that is
@@ -69,6 +77,14 @@ class CaptureSession:
         )
         torch_api.install(self.gpu)
         self._routes = install.install(card)
+        if world is None:
+            one_card.one_process()
+        else:
+            one_card.also_named(world.local_rank)
+            # Here, as torch takes long to load what only a distributed program needs.
+            from tightfit.capture.collectives.operations import Communication
+
+            Communication(self.gpu, world).install()
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
         if with_effects:
             self.watch.watch_effects()
@@ -83,7 +99,24 @@ class CaptureSession:
             file, line = self._until
             missed = NotReached(what="the line of --until", where=f"{short(file)}:{line}")
             coverage = dataclasses.replace(coverage, not_reached=(missed, *coverage.not_reached))
-        self._tape = dataclasses.replace(tape, effects=self.watch.effects(), coverage=coverage)
+        self._tape = dataclasses.replace(
+            tape,
+            effects=self.watch.effects(),
+            coverage=coverage,
+            weights=self._weights(),
+            strings=tuple(self.recorder.texts),
+        )
+        for look in WHEN_TAKEN:
+            look(self)
+
+    def _weights(self) -> Weights:
+        storages = self.gpu.storages
+        held = [
+            (storages.index_of(weight), path, weight.requires_grad) for weight, path in self.gpu.attribution.weights()
+        ]
+        rows = sorted(row for row in held if row[0] is not None)
+        columns = zip(*rows, strict=True) if rows else ((), (), ())
+        return Weights.from_columns(dict(zip(("storage", "module", "is_trained"), columns, strict=True)))
 
     def tape(self, *, target: str, versions: Mapping[str, str]) -> Tape:
         """The tape of the run at the end of the last step."""

@@ -28,6 +28,7 @@ from tightfit.capture.processes import simulated
 from tightfit.capture.processes.children import die_with_parent
 from tightfit.capture.processes.containment.closed_in import ClosedIn
 from tightfit.capture.processes.trace_progress import StatusFile
+from tightfit.capture.world import World
 from tightfit.errors import CaptureError, ProgramError, TightfitError, apply_error, faults
 from tightfit.errors import program_errors as programs
 from tightfit.tape import Coverage
@@ -43,7 +44,7 @@ _REPORTED_PACKAGES = ("transformers", "accelerate", "peft", "diffusers", "lightn
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request to the child. `device` is a name of the catalogue or a path; `target` is a `targets.Target` as a dict with its `kind`,
-    `preparation` a `tightfit.capture.trace.Preparation` as a dict.
+    `world` a `tightfit.capture.world.World` as a dict, `preparation` a `tightfit.capture.trace.Preparation` as a dict.
     """
 
     target: dict[str, Any]
@@ -60,6 +61,7 @@ class Request:
     follows: dict[str, Any] | None = None
     until: list[Any] | None = None
     follows_threads: bool = False
+    world: dict[str, int] | None = None
 
 
 def main(path: str, parent: str) -> None:
@@ -148,6 +150,7 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         used_bytes=request.used_bytes,
         follows=None if request.follows is None else Coverage.from_json(request.follows),
         until=None if request.until is None else (request.until[0], request.until[1]),
+        world=None if request.world is None else World(**request.world),
     )
     session.gpu.progress = status = StatusFile(path)
     if request.follows_threads:

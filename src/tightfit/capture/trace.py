@@ -21,6 +21,7 @@ from tightfit.capture.processes.fork_server import NOT_CLOSED_IN, ForkedChild, f
 from tightfit.capture.processes.trace_progress import StatusReader, TraceProgress, user_place
 from tightfit.capture.targets import Target, words_of
 from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS
+from tightfit.capture.world import World
 from tightfit.errors.faults import answering, kept_file
 from tightfit.errors.program_errors import IN_A_THREAD
 from tightfit.tape import Assumption, Coverage, Tape
@@ -80,6 +81,7 @@ def trace(
     follows: Coverage | None = None,
     until: tuple[str, int] | None = None,
     policy: Policy = CLOSED,
+    world: World | None = None,
 ) -> Traced:
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
@@ -87,7 +89,7 @@ def trace(
     until a line of a file, an absolute path, is reached.
     `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
     other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
-    `with_effects`: the tape also has the side effects of modules and accesses to gradients.
+    `world`: the target is a distributed program, of which one process is traced. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
 
     Raises:
         UsageError: `timeout_seconds` is not positive.
@@ -108,6 +110,7 @@ def trace(
         "used_bytes": used_bytes,
         "follows": None if follows is None else follows.to_json(),
         "until": until,
+        "world": None if world is None else dataclasses.asdict(world),
     }
     program = repr(target)
     if program not in _programs_with_threads:
@@ -138,7 +141,7 @@ def _attempt(
         with forked_child(
             "tightfit.capture.child",
             request,
-            environment=_environment(policy),
+            environment=_environment(policy, fields["world"]),
             reads_errors=not fields["show_output"],
             preloaded=_PRELOADED,
             containment=containment,
@@ -163,10 +166,11 @@ def _attempt(
         return traced
 
 
-def _environment(policy: Policy) -> dict[str, str]:
+def _environment(policy: Policy, world: dict[str, int] | None) -> dict[str, str]:
     # Where there is a card, it is hidden: the virtual one is the same everywhere, and no context is made on the real one.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **hidden, **policy.environment()}
+    distributed = {} if world is None else World(**world).environment()
+    return {**os.environ, **hidden, **policy.environment(), **distributed}
 
 
 def _answer(request: Path) -> dict[str, Any]:

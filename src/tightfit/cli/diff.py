@@ -3,7 +3,7 @@
 import json as jsonlib
 import sys
 
-from tightfit.cli.options import AS_USUAL, TraceOptions
+from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.subjects import subject_of
 
 

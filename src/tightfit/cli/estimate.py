@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from tightfit.cli.arguments.options import (
+    AS_KNOWN,
+    AS_USUAL,
+    NO_OPTIONS,
+    ONE_GPU,
+    SEVERAL,
+    GpuOptions,
+    ModelOptions,
+    RankOptions,
+    TraceOptions,
+)
+from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import own_card
-from tightfit.cli.options import AS_KNOWN, AS_USUAL, NO_OPTIONS, SEVERAL, GpuOptions, ModelOptions, TraceOptions
 from tightfit.cli.progress import ProgressLine
-from tightfit.cli.used import used_now
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
@@ -23,6 +33,7 @@ from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
+    from tightfit.capture.world import World
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
 
@@ -42,6 +53,7 @@ def estimate(
     gpu: GpuOptions = AS_KNOWN,
     tracing: TraceOptions = AS_USUAL,
     model: ModelOptions = NO_OPTIONS,
+    ranks: RankOptions = ONE_GPU,
 ) -> int:
     """Estimate the peak GPU memory and the time per step of a workload. No GPU is needed; the workload is not changed.
 
@@ -70,6 +82,7 @@ def estimate(
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
+    from tightfit.reports.ranks import rank_of
 
     started = time.monotonic()
     devices, end = device or (own_card(),), fit.margin_named(margin)
@@ -84,13 +97,14 @@ def estimate(
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
     how = {"tracing": tracing, "used": used}
+    world = _world(ranks, target, sweep)
     if sweep:
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
             raise UsageError(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
         return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
-    tape = _tape(target, devices[0], asked, how)
+    tape = _tape(target, devices[0], asked, how if world is None else {**how, "world": world})
     tape = redacted(tape) if redact else tape
     estimates = [fit.cost(tape, card, settings, measured, used=used, margin=end) for card in cards]
     elapsed_seconds = time.monotonic() - started
@@ -101,8 +115,15 @@ def estimate(
             write_tape(save_recording, tape, cards[0], settings, measured)
     finally:
         # Also where a file could not be written: the answer has been worked out by now.
-        _print(estimates, json=json, elapsed_seconds=elapsed_seconds)
+        _print(estimates, rank_of(tape), json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
+
+
+def _world(ranks: RankOptions, target: str, sweep: Sequence[str]) -> "World | None":
+    world = ranks.world()
+    if world is not None and (sweep or target.endswith(".npz")):
+        raise UsageError("--gpus traces a script: it takes no --sweep and no saved run")
+    return world
 
 
 def _sweep(
@@ -143,13 +164,18 @@ def _saved_tape(path: str) -> "Tape":
     return read_tape(path)
 
 
-def _print(estimates: "Sequence[Estimate]", *, json: bool, elapsed_seconds: float) -> None:
+def _print(estimates: "Sequence[Estimate]", rank: dict[str, Any], *, json: bool, elapsed_seconds: float) -> None:
+    from tightfit.reports.ranks import rank_words
     from tightfit.reports.text import estimates as text_report
 
     if json:
         for estimate in estimates:
-            sys.stdout.write(jsonlib.dumps(estimate.to_json() | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n")
+            sys.stdout.write(
+                jsonlib.dumps(estimate.to_json() | rank | {"elapsed_seconds": round(elapsed_seconds, 2)}) + "\n"
+            )
     elif len(estimates) == 1:
         text_report.write_estimate(estimates[0], elapsed_seconds=elapsed_seconds)
     else:
         text_report.write_comparison(estimates, elapsed_seconds=elapsed_seconds)
+    if rank and not json:
+        sys.stdout.write(rank_words(rank) + "\n")

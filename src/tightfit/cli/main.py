@@ -56,6 +56,7 @@ _GROUPS = {
     "This machine": {
         "devices": "List the known GPUs and those of this machine, or show one.",
         "calibrate": "Measure the GPU of this machine, for more accurate estimates.",
+        "forecast": "Forecast the memory of running processes from their past: the next maximum, with an upper bound.",
         "place": "Assign offsets to buffers with known lifetimes.",
     },
 }
@@ -94,7 +95,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe, as `head` does; what is still buffered must not be written when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + _SIGPIPE
-    except Exception as error:  # noqa: BLE001 - what a program raises that a command runs ends in `tightfit.cli.programs`
+    except Exception as error:  # noqa: BLE001 - what a program raises that a command runs ends in `tightfit.cli.arguments.programs`
         # Nothing but our own code runs up to here: programs of the user end in `exit_code_of`.
         return _say(_own(error, words), is_debug=is_debug)
     # --help and --version return None.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tightfit.cli.sizes import Size
+from tightfit.cli.arguments.sizes import Size
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.placement.buffers import read_problem, write_solution

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from tightfit.cli.arguments.options import (
+    AS_KNOWN,
+    AS_USUAL,
+    NO_OPTIONS,
+    SEVERAL,
+    GpuOptions,
+    ModelOptions,
+    TraceOptions,
+)
+from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import own_card
-from tightfit.cli.options import AS_KNOWN, AS_USUAL, NO_OPTIONS, SEVERAL, GpuOptions, ModelOptions, TraceOptions
 from tightfit.cli.progress import ProgressLine
-from tightfit.cli.sizes import Size, with_unit
-from tightfit.cli.used import used_now
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
 from tightfit.reports.redacted import redacted
@@ -34,7 +42,8 @@ class Bounds:
     host
         Host memory that techniques may use, page-locked, such as 32GiB. If not given, nothing is moved to the host.
     disk
-        Disk space that techniques may use; refused, as none does yet.
+        Disk space that techniques may use, such as 200GiB; they move it through buffers in host memory, for which --host is needed too. If not given,
+        nothing is moved to disk.
     allow
         A technique that changes results but may be used, or lossy for all of them; repeatable.
     without
@@ -46,13 +55,39 @@ class Bounds:
 
     budget: Size | None = None
     host: Size | None = None
-    disk: str | None = None
+    disk: Size | None = None
     allow: Annotated[tuple[str, ...], SEVERAL] = ()
     without: Annotated[tuple[str, ...], SEVERAL] = ()
     margin: str = "safe"
 
 
 NO_BOUNDS = Bounds()
+
+
+@Parameter(name="*", group=Group("Many cards", sort_key=0))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cards:
+    """How many cards a program of one card is to be spread over.
+
+    Parameters
+    ----------
+    gpus
+        Find the fastest layout over this many GPUs of the same kind (data, tensor, pipeline and context parallelism, sharding, micro-batches, recomputation).
+    nodes
+        How many nodes these are in. Default: as many as their kind needs.
+    node
+        The kind of node by name (DGX H100, p4d.24xlarge) or its TOML file. Default: the first one with such GPUs.
+    global_batch
+        Examples in a step of all cards together. Default: the program's own.
+    """
+
+    gpus: int | None = None
+    nodes: int | None = None
+    node: str | None = None
+    global_batch: int | None = None
+
+
+ONE_CARD = Cards()
 
 
 def plan(
@@ -68,6 +103,7 @@ def plan(
     redact: bool = False,
     no_prove: bool = False,
     bounds: Bounds = NO_BOUNDS,
+    cards: Cards = ONE_CARD,
     gpu: GpuOptions = AS_KNOWN,
     tracing: TraceOptions = AS_USUAL,
     model: ModelOptions = NO_OPTIONS,
@@ -105,6 +141,11 @@ def plan(
     if as_code and (json or search is not None):
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
+    if cards != ONE_CARD:
+        is_plain = output is None and search is None and not as_code and not redact and gpu == AS_KNOWN
+        _check_alone(bounds, is_plain=is_plain)
+        traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
+        return _layout(target, card, cards, budget=bounds.budget, json=json, **traced)
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
         "used": used_now(gpu.used, card, is_own=device is None),
@@ -125,6 +166,13 @@ def plan(
     with line:
         found = find_plan(target, card, on_progress=line.report, **settings)
     found = redacted(found) if redact else found
+    _deliver(found, target, output, json=json, as_code=as_code, elapsed_seconds=time.monotonic() - started)
+    return 0 if found.fits else 1
+
+
+def _deliver(
+    found: "Plan", target: str, output: Path | None, *, json: bool, as_code: bool, elapsed_seconds: float
+) -> None:
     try:
         if output is not None:
             found.save(output)
@@ -133,7 +181,43 @@ def plan(
         if as_code:
             _write_code(found, target, output)
         else:
-            _write(found, json=json, elapsed_seconds=time.monotonic() - started)
+            _write(found, json=json, elapsed_seconds=elapsed_seconds)
+
+
+def _check_alone(bounds: Bounds, *, is_plain: bool) -> None:
+    if not is_plain or bounds != dataclasses.replace(NO_BOUNDS, budget=bounds.budget):
+        raise UsageError(
+            "--gpus goes with --budget, --json and what is traced, and with no other option of a plan for one GPU"
+        )
+
+
+def _layout(target: str, device: str, cards: Cards, *, budget: Size | None, json: bool, **traced: Any) -> int:
+    from tightfit.fit.layout_planning import plan_layout
+    from tightfit.reports.text.layouts import write_layout
+
+    started = time.monotonic()
+    if cards.gpus is None:
+        raise UsageError("--nodes, --node and --global-batch go with --gpus, the number of all GPUs")
+    tracing = traced["tracing"]
+    with ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output) as line:
+        found = plan_layout(
+            target,
+            device,
+            budget=None if budget is None else with_unit("--budget", budget),
+            on_progress=line.report,
+            gpus=cards.gpus,
+            nodes=cards.nodes,
+            node=cards.node,
+            global_batch=cards.global_batch,
+            **traced,
+        )
+    elapsed_seconds = time.monotonic() - started
+    if json:
+        sys.stdout.write(
+            jsonlib.dumps({"target": target, **found.to_json(), "elapsed_seconds": round(elapsed_seconds, 2)}) + "\n"
+        )
+    else:
+        write_layout(found, elapsed_seconds=elapsed_seconds)
     return 0 if found.fits else 1
 
 

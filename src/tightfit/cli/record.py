@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tightfit.cli.options import CLOSED_IN, Permissions
-from tightfit.cli.programs import INTERRUPTED, Enough, exit_code_of
+from tightfit.cli.arguments.options import CLOSED_IN, Permissions
+from tightfit.cli.arguments.programs import INTERRUPTED, Enough, exit_code_of
 from tightfit.errors import CaptureError, UsageError
 from tightfit.output_files import check_outputs
 from tightfit.units import format_bytes

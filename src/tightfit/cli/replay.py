@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.progress import ProgressLine
-from tightfit.cli.sizes import Size, with_unit
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:

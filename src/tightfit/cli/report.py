@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from tightfit.cli.options import AS_USUAL, SEVERAL, TraceOptions
+from tightfit.cli.arguments.options import AS_USUAL, SEVERAL, TraceOptions
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs, write_text

@@ -7,11 +7,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
+from tightfit.cli.arguments.programs import exit_code_of
+from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import local_cards
-from tightfit.cli.options import CLOSED_IN, SEVERAL, Permissions
-from tightfit.cli.programs import exit_code_of
-from tightfit.cli.sizes import Size, with_unit
-from tightfit.cli.used import used_now
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -28,6 +28,7 @@ def run(
     allow: Annotated[tuple[str, ...], SEVERAL] = (),
     virtual: bool = False,
     check_steps: int = 2,
+    disk_folder: Path | None = None,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script with a plan applied. The script is not changed; its own arguments go after --.
@@ -52,11 +53,10 @@ def run(
         Without a GPU: run the first steps with the plan on a virtual one, and print their peak memory.
     check_steps
         Number of first steps, also after a change of shape, mode or module, in which results are compared with the plain ones. 0: none.
+    disk_folder
+        The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    if not script.endswith(".py") or not Path(script).is_file():
-        raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
-    if check_steps < 0:
-        raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    _check(script, check_steps, disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
@@ -85,8 +85,24 @@ def run(
     from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
-        lambda: run_really(chosen, Script(path=script, arguments=arguments), _say, check_steps=check_steps), script
+        lambda: run_really(
+            chosen,
+            Script(path=script, arguments=arguments),
+            _say,
+            check_steps=check_steps,
+            disk_folder=None if disk_folder is None else str(disk_folder),
+        ),
+        script,
     )
+
+
+def _check(script: str, check_steps: int, disk_folder: Path | None) -> None:
+    if not script.endswith(".py") or not Path(script).is_file():
+        raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
+    if disk_folder is not None and not disk_folder.is_dir():
+        raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
+    if check_steps < 0:
+        raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
 
 
 def _made(

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tightfit.cli.arguments.options import AS_USUAL, TraceOptions
 from tightfit.cli.devices import own_card
-from tightfit.cli.options import AS_USUAL, TraceOptions
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 
@@ -89,7 +89,7 @@ def _traced(
     card = device or own_card()
     is_rewritten = not tracing.show_output
     with ProgressLine(f"trace {target}", timeout_seconds=tracing.timeout, is_rewritten=is_rewritten) as line:
-        tape = fit.capture(
+        tape, holders = fit.capture_with_holders(
             target,
             device=card,
             arguments=arguments,
@@ -97,4 +97,4 @@ def _traced(
             tracing=tracing,
             on_progress=line.report,
         )
-    return subject_of_tape(tape, find(card), settings)
+    return subject_of_tape(tape, find(card), settings, holders=holders)

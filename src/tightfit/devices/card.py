@@ -61,6 +61,14 @@ def _is_teraflops(value: Any) -> bool:
     )
 
 
+def _is_reached(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) <= set(DTYPES)
+        and all(_is_positive(v) and v <= 1 for v in value.values())
+    )
+
+
 def _is_context(value: Any) -> bool:
     return (
         isinstance(value, list)
@@ -102,6 +110,9 @@ KEYS: Mapping[str, _Key] = {
         says="'nvlink-c2c' or such as 'pcie4x16'",
     ),
     "teraflops": _Key(test=_is_teraflops, says="numbers above zero for float32 and any of " + ", ".join(DTYPES)),
+    "reached": _Key(
+        test=_is_reached, says="shares of `teraflops`, above zero and up to 1, by type", default={}, is_required=False
+    ),
     "context_mib": _Key(test=_is_context, says="three numbers: lowest, likely, highest", is_required=False),
     "source": _Key(test=lambda value: _is_texts(value) and bool(value), says="a list of where the numbers are from"),
 }
@@ -138,6 +149,7 @@ def read_card(table: Mapping[str, Any], *, where: str) -> Device:
         dram=values["dram"],
         dram_bytes_per_second=values["dram_gb_per_second"] * 1e9,
         flops={dtype: teraflops * 1e12 for dtype, teraflops in values["teraflops"].items()},
+        reached=dict(values["reached"]),
         link=_link(values["link"]),
         context=_context(values),
         source=tuple(values["source"]),

@@ -76,6 +76,8 @@ class Device:
     dram_bytes_per_second: float
     # Left out of the hash, as dicts have none; the name tells devices apart.
     flops: Mapping[str, float] = dataclasses.field(hash=False)
+    # What the best matrix products reach of `flops`, where the board's power limit keeps them from what its architecture reaches.
+    reached: Mapping[str, float] = dataclasses.field(hash=False)
     link: HostLink
     context: Context
     source: tuple[str, ...]

@@ -4,7 +4,7 @@ One run is enough, whether tightfit predicted it or it was recorded on a GPU; a 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,14 @@ from tightfit.diagnosis.allocation_sites import SiteUsage, bytes_by_category, ho
 from tightfit.diagnosis.diagnosed_run import DiagnosedRun, SettingTried
 from tightfit.diagnosis.fragmentation import Fragmentation, fragmentation_of
 from tightfit.diagnosis.growth import MIN_STEPS, Growth, growth_of
+from tightfit.diagnosis.named_leaks import named_leaks
+from tightfit.diagnosis.step_spans import StepSpan, steps_of
 from tightfit.diagnosis.suggestions.from_history import suggestions_of
-from tightfit.diagnosis.timeline import StepSpan, steps_of
 from tightfit.planner.suggestion import Suggestion, in_order
 from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.frames import AllocationSite
+from tightfit.runtime.leaks.found_leaks import Leak
+from tightfit.runtime.leaks.robust_growth import MIN_STEPS as MIN_STEPS_OF_A_SERIES
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Assumption
 
@@ -68,7 +71,7 @@ class RecordedOutOfMemory:
 class Diagnosis:
     """The diagnosis of one run. All bytes are sizes of blocks, as the allocator rounds them.
 
-    `moment` is the allocated peak, which `at_peak` and `holders` describe. `fragmented_at` is the reserved peak (or the out-of-memory error, where
+    `leaks` are the growing sites whose holder is known. `moment` is the allocated peak, which `at_peak` and `holders` describe. `fragmented_at` is the reserved peak (or the out-of-memory error, where
     there was one), which `fragmentation` describes. `start_reserved_bytes` was reserved before the first event.
     """
 
@@ -88,6 +91,7 @@ class Diagnosis:
     steps: tuple[StepSpan, ...]
     growth: tuple[Growth, ...]
     growth_note: str
+    leaks: tuple[Leak, ...]
     fragmented_at: Moment
     fragmentation: Fragmentation
     pinned_by: tuple[PinnedBy, ...]
@@ -102,6 +106,7 @@ class Diagnosis:
         # Single addresses mean nothing to a reader of the JSON; `pinned_by` has them grouped by allocation site.
         plain["fragmentation"].pop("pins")
         plain["fragmentation"]["free_bytes"] = self.fragmentation.free_bytes
+        plain["leaks"] = [one.to_json() for one in self.leaks]
         plain["remedies"] = [one.to_json() for one in self.remedies]
         return {"schema": SCHEMA} | plain
 
@@ -114,12 +119,12 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
     history, places = subject.history, subject.places
     peak, fragmented_at = history.peak_event, _max_reserved(subject)
     # The replay that built the history did not know yet which event to look at, so the run is replayed once more.
-    look = _Look(fragmented_at)
-    subject.again(look)
-    alive = history.alive_at(peak)
     every_step = steps_of(history)
     # Set-up and evaluations in between do not repeat, so growth is looked for among steps only.
     steps = tuple(step for step in every_step if step.kind == "step")
+    look = _Look(fragmented_at, {step.end - 1 for step in steps} if len(steps) >= MIN_STEPS_OF_A_SERIES else ())
+    subject.again(look)
+    alive = history.alive_at(peak)
     settings = subject.try_settings(seconds)
     found = look.found
     return Diagnosis(
@@ -139,6 +144,7 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
         steps=every_step,
         growth=growth_of(history, places, steps),
         growth_note="" if len(steps) >= MIN_STEPS else f"needs {MIN_STEPS} steps; this run has {len(steps)}",
+        leaks=named_leaks(history, places, steps, subject.holders, look.waiting_at),
         fragmented_at=_moment(history, places, fragmented_at),
         fragmentation=found,
         pinned_by=_pinned_by(history, places, fragmented_at, found),
@@ -150,16 +156,21 @@ def diagnose(subject: DiagnosedRun, *, seconds: float = DEFAULT_SECONDS) -> Diag
 
 
 class _Look:
-    """Takes the fragmentation at one event of a replay, and the bytes reserved before the first event."""
+    """Takes the fragmentation at one event of a replay, the bytes reserved before the first event, and those that wait for other streams at `ends`."""
 
-    def __init__(self, event: int) -> None:
+    def __init__(self, event: int, ends: Collection[int]) -> None:
         self._event = event
+        self._ends = ends
+        self.waiting_at: dict[int, int] = {}
+        """By event of `ends`, bytes that are freed and not reserved for good: another stream may still use them."""
         self.start_reserved_bytes = 0
         self.found: Fragmentation
 
     def __call__(self, event: int, allocator: CachingAllocator, blocks: Mapping[int, Block]) -> None:
         if event < 0:
             self.start_reserved_bytes = allocator.reserved_bytes
+        if event in self._ends:
+            self.waiting_at[event] = fragmentation_of(allocator, blocks).waiting_bytes
         if event == self._event:
             self.found = fragmentation_of(allocator, blocks)
 

@@ -1,7 +1,7 @@
 """A run to diagnose or compare: its history, with what only its origin (a tape or a recording) knows."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tightfit.recordings.allocator_trace import settings_text
 from tightfit.recordings.categories import Lives, phases_of
 from tightfit.recordings.frames import AllocationSite, place_of
 from tightfit.recordings.read import Action, Recording
+from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.history import History
 from tightfit.simulate.timeline_bytes import Watch, timeline_on
 from tightfit.simulate.workspaces import with_workspaces_of
@@ -58,7 +59,7 @@ class SettingTried:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedRun:
-    """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack.
+    """One run. `phases` has the `Phase` of each block, `places` the allocation site of each stack, `holders` what keeps a block, as far as it was traced.
 
     `again` replays the run for a watch, and `try_settings(seconds)` searches settings that reserve less, best first, in about that time.
     """
@@ -67,22 +68,29 @@ class DiagnosedRun:
     places: tuple[AllocationSite, ...]
     phases: Column
     costs: Costs | None
+    holders: Mapping[int, LeakHolder]
     failure: Failure | None
     again: Callable[[Watch], Any]
     try_settings: Callable[[float], tuple[SettingTried, ...]]
 
 
 def subject_of_tape(
-    tape: Tape, device: Device, settings: AllocatorSettings | None = None, calibration: Calibration | None = None
+    tape: Tape,
+    device: Device,
+    settings: AllocatorSettings | None = None,
+    calibration: Calibration | None = None,
+    *,
+    holders: Mapping[int, LeakHolder] | None = None,
 ) -> DiagnosedRun:
-    """The run of a tape.
+    """The run of a tape. `holders` has what keeps its storages, by their numbers.
 
     Raises:
         UsageError: the calibration was made on another GPU.
     """
     settings = settings or AllocatorSettings()
     history = history_of_tape(tape, device, settings, calibration)
-    operator = tape.storages.operator[tape.events.storage[history.blocks.allocated_at]]
+    storage = tape.events.storage[history.blocks.allocated_at]
+    operator = tape.storages.operator[storage]
     seconds = np.append(operator_seconds(tape, device, calibration), 0.0)
     phases = np.append(tape.operators.phase, Phase.OTHER)[operator].astype(np.int64)
 
@@ -114,6 +122,9 @@ def subject_of_tape(
         places=tuple(place_of(stack) for stack in history.stacks),
         phases=phases,
         costs=Costs(block_seconds=seconds[operator], forward_seconds=_forward_seconds(tape, seconds)),
+        holders={
+            block: found for block, number in enumerate(storage.tolist()) if (found := (holders or {}).get(number))
+        },
         failure=None,
         again=lambda watch: history_of_tape(tape, device, settings, calibration, watch=watch),
         try_settings=try_settings,
@@ -168,6 +179,7 @@ def subject_of_recording(recording: Recording, device_index: int | None = None) 
         places=places,
         phases=phases_of(places, lives),
         costs=None,
+        holders={},
         failure=None
         if not len(failed)
         else Failure(

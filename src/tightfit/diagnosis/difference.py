@@ -14,7 +14,7 @@ import numpy as np
 from tightfit.diagnosis.alignment import AlignedRange, align
 from tightfit.diagnosis.allocation_sites import bytes_by_category
 from tightfit.diagnosis.diagnosed_run import DiagnosedRun
-from tightfit.diagnosis.timeline import StepSpan, steps_of
+from tightfit.diagnosis.step_spans import StepSpan, steps_of
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES
 from tightfit.tape import Column

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from tightfit.diagnosis.timeline import StepSpan
+from tightfit.diagnosis.step_spans import StepSpan
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History
 from tightfit.tape import Category, Column

@@ -1,7 +1,10 @@
 """Objects that hold others by name or position (attributes, dicts, lists, sets), with their contents saved and restored by snapshots."""
 
 import abc
+import functools
+import itertools
 import operator
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -10,8 +13,13 @@ from typing import Any, final
 import torch
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None))
-# For longer containers (a vocabulary, say) only length and last element are compared.
-_LARGEST_CONTAINER = 1_000
+# Of longer lists (a data set, say) only the length, this many items and the last are compared.
+_LARGEST_CONTAINER = 1 << 16
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value has nothing that can change; an object of a subclass of `int`, say, may have attributes."""
+    return isinstance(value, PLAIN) and not type(value).__dictoffset__
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -45,6 +53,18 @@ class Holder(abc.ABC):
     @abc.abstractmethod
     def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
         """`content` with values replaced by `others`, given by `id`; the same object if none is replaced."""
+
+
+# What a class is made of, besides its state.
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+    type,
+)
 
 
 class _InGraph:
@@ -110,7 +130,13 @@ class Names(Holder):
         # call per attribute took six times as long (docs/log.md, 2026-11-22).
         if len(one) == len(other) and all(map(operator.is_, one.values(), other.values())) and list(one) == list(other):
             return True
-        return not any(True for _ in self._changed(one, other))
+        return not self._is_reordered(one, other) and not any(True for _ in self._changed(one, other))
+
+    def _is_reordered(self, one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+        """Whether a dict has the same keys in another order: what was used last is at the end of an OrderedDict."""
+        return (
+            not self._is_attributes and self._only is None and one.keys() == other.keys() and list(one) != list(other)
+        )
 
     def _changed(self, one: dict[Any, Any], other: dict[Any, Any]) -> Iterable[Any]:
         for name in {**one, **other}:
@@ -120,6 +146,8 @@ class Names(Holder):
     def changed(self, one: dict[Any, Any], other: dict[Any, Any]) -> Iterable[str]:
         for name in self._changed(one, other):
             yield f".{name}" if self._is_attributes or self._only is not None else f"[{name!r}]"
+        if self._is_reordered(one, other):
+            yield "{...}"
 
     def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
         if not others or not any(id(value) in others for value in content.values()):
@@ -138,6 +166,9 @@ class Names(Holder):
         for name, value in content.items():
             if name not in mapping or mapping[name] is not value:
                 mapping[name] = value
+        if not self._is_attributes and self._only is None and list(mapping) != list(content):
+            for name in content:
+                mapping[name] = mapping.pop(name)
 
 
 def in_graphs(content: Any) -> list[torch.Tensor]:
@@ -162,11 +193,16 @@ class Items(Holder):
 
     def content(self, *, is_kept: bool) -> Any:
         if len(self._sequence) > _LARGEST_CONTAINER:
-            return len(self._sequence), self._sequence[-1]
+            stride = len(self._sequence) // _LARGEST_CONTAINER + 1
+            return len(self._sequence), list(itertools.islice(self._sequence, 0, None, stride)), self._sequence[-1]
         return [_kept(value) for value in self._sequence] if is_kept else list(self._sequence)
 
     def same(self, one: Any, other: Any) -> bool:
-        return len(one) == len(other) and type(one) is type(other) and all(map(_same_item, one, other))
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, tuple):
+            return one[0] == other[0] and all(map(_same_item, (*one[1], one[2]), (*other[1], other[2])))
+        return len(one) == len(other) and all(map(_same_item, one, other))
 
     def changed(self, one: Any, other: Any) -> Iterable[str]:
         yield "[...]"
@@ -178,9 +214,13 @@ class Items(Holder):
 
     def put(self, content: Any) -> None:
         if isinstance(content, tuple):
-            # Of a long list only appended items can be taken off again.
+            # Of a long list, what was appended is taken off again, and what was looked at is put back.
             for _ in range(len(self._sequence) - content[0]):
                 self._sequence.pop()
+            stride = content[0] // _LARGEST_CONTAINER + 1
+            for position, item in zip((*range(0, content[0], stride), -1), (*content[1], content[2]), strict=False):
+                if self._sequence[position] is not item:
+                    self._sequence[position] = item
             return
         values = [v.tensor() if isinstance(v, _InGraph) else v for v in content]
         # In place: others may hold the same list.
@@ -213,6 +253,11 @@ class Members(Holder):
         self._members.update(content)
 
 
+def class_state(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are neither code nor Python's own."""
+    return {n: v for n, v in vars(kind).items() if not n.startswith("__") and not isinstance(v, _CODE)}
+
+
 @final
 class ClassAttributes(Holder):
     """The class attributes of a user's class, such as a counter over all instances; methods are left out."""
@@ -222,11 +267,7 @@ class ClassAttributes(Holder):
         self._kind = kind
 
     def content(self, *, is_kept: bool) -> dict[str, Any]:
-        return {
-            name: _kept(value) if is_kept else value
-            for name, value in vars(self._kind).items()
-            if isinstance(value, (*PLAIN, torch.Tensor, list, dict, set)) and not name.startswith("__")
-        }
+        return {name: _kept(value) if is_kept else value for name, value in class_state(self._kind).items()}
 
     def same(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         return one.keys() == other.keys() and all(_same_item(value, other[name]) for name, value in one.items())
@@ -243,5 +284,5 @@ class ClassAttributes(Holder):
         for name in self.content(is_kept=False).keys() - content.keys():
             delattr(self._kind, name)
         for name, value in content.items():
-            if not is_gone(value):
+            if not is_gone(value) and vars(self._kind).get(name) is not value:
                 setattr(self._kind, name, value.tensor() if isinstance(value, _InGraph) else value)

@@ -2,8 +2,10 @@
 
 import array
 import ctypes
+import hashlib
 import io
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +14,7 @@ State = tuple[Callable[[], Any], Callable[[Any], None] | None]
 
 _OF_C = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)  # type: ignore[attr-defined]
 _BUILT_IN = ("builtins", "itertools")
+_HASHES = tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed})
 
 
 def state_of(value: Any) -> State | None:
@@ -20,7 +23,7 @@ def state_of(value: Any) -> State | None:
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
-        return lambda: _position(value), None
+        return lambda: position(value), None
     return _state_of_memory(value)
 
 
@@ -33,7 +36,31 @@ def _state_of_memory(value: Any) -> State | None:
         return lambda: bytes(value), lambda content: _put_in_c(value, content)
     if isinstance(value, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.__getstate__(), _put_in_log(value)
-    return None
+    return _state_of_stream(value)
+
+
+def _state_of_stream(value: Any) -> State | None:
+    # Other threads use them too: they are looked at, and never put back.
+    if isinstance(value, threading.Semaphore):
+        # Its number is shown, and has no public name.
+        return value.__repr__, None
+    if isinstance(value, threading.Event):
+        return value.is_set, None
+    if isinstance(value, _HASHES):
+        # Those of variable length have no size of their own.
+        return value.digest if value.digest_size else lambda: value.digest(32), None
+    return (lambda: _place_in_file(value), None) if isinstance(value, io.IOBase) else None
+
+
+def _place_in_file(file: Any) -> Any:
+    """Where a file is read; what is written to one, or read from a terminal or a pipe, is not the program's state."""
+    if file.closed or not file.readable() or not file.seekable():
+        return None
+    try:
+        return file.tell()
+    except OSError:
+        # In the middle of a loop over its lines, a text file cannot tell.
+        return object()
 
 
 def _put_in_c(value: Any, content: bytes) -> None:
@@ -48,7 +75,7 @@ def _put_in_log(value: io.StringIO | io.BytesIO) -> Callable[[Any], None]:
     return put
 
 
-def _position(iterator: Any) -> Any:
+def position(iterator: Any) -> Any:
     """A comparable position of an iterator; a new object, equal to no other, if it cannot tell."""
     try:
         with warnings.catch_warnings():
@@ -66,7 +93,7 @@ def _parts(parts: Any) -> Any:
         if isinstance(part, tuple)
         else part
         if isinstance(part, bool | int | None)
-        else _position(part)
+        else position(part)
         if isinstance(part, Iterator) and type(part).__module__ in _BUILT_IN
         else id(part)
         for part in parts

@@ -8,6 +8,7 @@ import abc
 import builtins
 import dataclasses
 import dis
+import enum
 import functools
 import itertools
 import operator
@@ -16,51 +17,102 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tightfit.effects.holders import PLAIN, ClassAttributes, Holder, Items, Members, Names
-from tightfit.effects.opaque import state_of
+from tightfit.effects.cells import Cell, contents
+from tightfit.effects.drawn import Drawn, drawn
+from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
 # its cost must stay far below that of a block.
-_MAX_OBJECTS = 4_000
-_MAX_ITEMS = 256
-_LARGEST_ARRAY_BYTES = 1 << 16
+_MAX_OBJECTS = 20_000
+_MAX_ITEMS = 4_096
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
 )
 _IN_GRAPH = object()
-# Of a larger array this many elements are looked at.
-_NUM_SAMPLES = 4_096
-# Iterators that say how many items are left.
-_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(itertools.repeat(0, 0)))
 # Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
 _HOOKS_OF_ALL_MODULES = (
     *("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"),
     *("_global_parameter_registration_hooks", "_global_buffer_registration_hooks", "_global_module_registration_hooks"),
 )
+# Objects that are looked at for what they hold, and that may have attributes of their own.
+_WITH_CONTENT = (
+    torch.Tensor,
+    dict,
+    list,
+    deque,
+    tuple,
+    set,
+    frozenset,
+    functools.partial,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+)
+# Run when an object is made or shown, and not by its use.
+_MAKING = {
+    "__init__",
+    "__new__",
+    "__init_subclass__",
+    "__class_getitem__",
+    "__repr__",
+    "__str__",
+    "__reduce__",
+    "__doc__",
+}
+_LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 # Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
 _BAGS = ("types", "argparse")
+# What logs, waits or describes code is no state of a model either.
+_STATELESS = frozenset(
+    [
+        "tightfit",
+        "torch",
+        "logging",
+        "abc",
+        "typing",
+        "importlib",
+        "inspect",
+        "enum",
+        "concurrent",
+        "asyncio",
+        "subprocess",
+        "socket",
+        "selectors",
+        "re",
+        "pathlib",
+        "contextlib",
+        "unittest",
+        "weakref",
+        "warnings",
+        "traceback",
+        "tempfile",
+        "ast",
+        "dis",
+        "code",
+        "codecs",
+        "os",
+        "shutil",
+        "time",
+        "threading",
+        "multiprocessing",
+        "queue",
+        "signal",
+    ]
+)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """An object that gives another value each time, such as a random generator. `put` is None if it cannot be rewound."""
-
-    path: str
-    key: int
-    state: Callable[[], Any]
-    put: Callable[[Any], None] | None
+_BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -111,6 +163,12 @@ class Reach:
         )
 
 
+def _is_users_module(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    # One that a program has made by itself has neither a file nor a loader.
+    return is_users_file(file) if file else module.__spec__ is None and module.__loader__ is None
+
+
 @functools.cache
 def is_users_file(file: str) -> bool:
     """Whether code in `file` is the user's own, and not a library's, Python's or ours."""
@@ -130,6 +188,7 @@ def reach_of(module: torch.nn.Module) -> Reach:
     for path, part in module.named_modules():
         walk.module(f"{name}.{path}" if path else name, part)
     walk.hooks_of_all_modules()
+    walk.finish()
     walk.found.remember()
     return walk.found
 
@@ -139,73 +198,28 @@ def reach_of_arguments(arguments: Mapping[str, Any]) -> Reach:
     walk = _Walk(frozenset())
     for name, argument in arguments.items():
         walk.argument(name, argument)
+    walk.finish()
     return walk.found
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals and the attributes that a function names, those of the functions inside it included."""
-    names, attributes = set[str](), set[str]()
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The globals, the attributes, and the Python modules to import that a function names, those of the functions inside it included."""
+    names, attributes, imported = set[str](), set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
             names.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+        elif instruction.opname == "IMPORT_NAME":
+            imported.add(instruction.argval)
+        elif instruction.opname == "IMPORT_FROM" or instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
             attributes.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_names, inner_attributes = _names_in(constant)
+            inner_names, inner_attributes, inner_imported = _names_in(constant)
             names |= inner_names
             attributes |= inner_attributes
-    return frozenset(names), frozenset(attributes)
-
-
-@final
-class _Cell(Holder):
-    """A closure cell: a variable that a function shares with the enclosing one."""
-
-    def __init__(self, path: str, cell: types.CellType) -> None:
-        super().__init__(path, id(cell))
-        self._names = Names(path, id(cell), lambda: _CellMapping(cell), only=("cell_contents",))
-
-    def content(self, *, is_kept: bool) -> Any:
-        return self._names.content(is_kept=is_kept)
-
-    def same(self, one: Any, other: Any) -> bool:
-        return self._names.same(one, other)
-
-    def changed(self, one: Any, other: Any) -> Iterable[str]:
-        yield ""
-
-    def with_replaced(self, content: Any, others: Mapping[int, Any]) -> Any:
-        return self._names.with_replaced(content, others)
-
-    def put(self, content: Any) -> None:
-        self._names.put(content)
-
-
-class _CellMapping(MutableMapping[str, Any]):
-    """A cell as a dict of at most one entry."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cell.cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in ("cell_contents",) if name in self)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+            imported |= inner_imported
+    return frozenset(names), frozenset(attributes), frozenset(imported)
 
 
 class _Collected:
@@ -234,7 +248,10 @@ class _Collected:
     def hold_dict(self, path: str, value: dict[Any, Any], *, is_attributes: bool, keeps_graphs: bool = False) -> None:
         """Adds a dict."""
         get = functools.partial(_same, value)
-        if self.hold(Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)):
+        names = Names(path, id(value), get, is_attributes=is_attributes, keeps_graphs=keeps_graphs)
+        # The order of an OrderedDict is not that of the dict inside, which the comparison in one pass would see.
+        is_other = isinstance(value, OrderedDict) and not is_attributes
+        if self.hold(names, is_other=is_other) and not is_other:
             self.found.dicts.append(value)
 
     def hold_attributes(self, path: str, module: torch.nn.Module) -> None:
@@ -252,19 +269,30 @@ class _Collected:
         return True
 
 
+def _methods(kind: type) -> list[str]:
+    """The methods that others may call: of a module, `forward` and what Python's own syntax calls; of other classes of the user's, all."""
+    is_module = issubclass(kind, torch.nn.Module)
+    names = {name for base in kind.__mro__ if is_users_class(base) for name in vars(base)}
+    chosen = {n for n in names if not is_module or (n.startswith("__") and n.endswith("__"))}
+    return sorted((chosen | {"forward"}) - _MAKING)
+
+
 class _CodeWalk(abc.ABC):
     """The part of a walk that goes through the user's code; `_value` goes on with what the code refers to."""
 
     def __init__(self) -> None:
         self.collected = _Collected()
+        # All attributes that the code of the region names.
+        self.named_attributes = set[str]()
 
     @abc.abstractmethod
     def _value(self, path: str, value: Any) -> None:
         """A value of any type."""
 
     def users_class(self, kind: type, path: str) -> None:
-        """The code of a class's `forward`, and of the methods that it calls on `self`."""
-        waiting, seen = ["forward"], {"forward"}
+        """The code of a class's `forward`, and of the methods that it calls on `self`; of a helper's class, all methods."""
+        waiting = _methods(kind)
+        seen = set(waiting)
         while waiting:
             name = waiting.pop()
             owner = next((base for base in kind.__mro__ if name in vars(base)), None)
@@ -286,15 +314,15 @@ class _CodeWalk(abc.ABC):
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
                 self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
-                for name, value in list(vars(base).items()):
-                    if isinstance(value, (torch.Tensor, list, dict, set)) and not name.startswith("__"):
-                        self._value(f"{base.__name__}.{name}", value)
+                for name, value in class_state(base).items():
+                    self._value(f"{base.__name__}.{name}", value)
 
     def function(self, path: str, function: types.FunctionType) -> None:
         """A function: the globals, closures, defaults and attributes that it names."""
         if not self.collected.is_new(function) or not is_users_file(function.__code__.co_filename):
             return
-        names, attributes = _names_in(function.__code__)
+        names, attributes, imported = _names_in(function.__code__)
+        self.named_attributes |= attributes
         space = function.__globals__
         self._attributes_of(path, function)
         # Functions, classes and modules that a function names are code; whether they are replaced is watched by
@@ -308,17 +336,17 @@ class _CodeWalk(abc.ABC):
             )
         for name in names:
             value = space.get(name)
-            if isinstance(value, type):
-                if is_users_class(value) and not issubclass(value, torch.nn.Module):
-                    self.users_class(value, name)
-            elif isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType):
                 self._python_module(value, attributes)
             else:
                 self._value(f"{module}.{name}", value)
+        for name in imported:
+            if isinstance(module_named := sys.modules.get(name), types.ModuleType):
+                self._python_module(module_named, attributes)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if variable != "__class__" and self.collected.is_new(cell):
-                self.collected.hold(_Cell(f"{path}:{variable}", cell), is_other=True)
-                for value in _CellMapping(cell).values():
+                self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
+                for value in contents(cell):
                     self._value(f"{path}:{variable}", value)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(f"{path}()", value)
@@ -332,7 +360,7 @@ class _CodeWalk(abc.ABC):
     def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
         if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
             self.collected.hold(environment(), is_other=True)
-        if not is_users_file(getattr(module, "__file__", None) or "<frozen") or not self.collected.is_new(module):
+        if not _is_users_module(module) or not self.collected.is_new(module):
             return
         named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
         self.collected.hold(
@@ -349,6 +377,16 @@ class _Walk(_CodeWalk):
         super().__init__()
         self.found = self.collected.found
         self._inside = inside
+        self._outside: list[tuple[str, torch.nn.Module]] = []
+
+    def finish(self) -> None:
+        """Walks through the modules outside of the region, as far as code of the region names what they hold: the whole model may be among them."""
+        done = -1
+        while done != (done := len(self.named_attributes)):
+            for path, module in list(self._outside):
+                for name, value in [*vars(module).items(), *module._modules.items()]:
+                    if name in self.named_attributes or (name.isdecimal() and isinstance(module, _LISTS)):
+                        self._value(f"{path}.{name}", value)
 
     def module(self, path: str, module: torch.nn.Module) -> None:
         """A module of the region."""
@@ -394,7 +432,13 @@ class _Walk(_CodeWalk):
 
     def _value(self, path: str, value: Any) -> None:
         """A value of any type."""
-        if isinstance(value, PLAIN) or self.collected.is_full() or not _can_hold(value):
+        if isinstance(value, type):
+            self._class(path, value)
+            return
+        if isinstance(value, _BOUND_IN_C):
+            # Such as the `pop` of a list, or the `__next__` of an iterator.
+            value = value.__self__
+        if is_plain(value) or self.collected.is_full() or not _can_hold(value):
             return
         if type(value) in weakref.ProxyTypes:
             # Checked first, as a proxy reports the class of its object.
@@ -404,6 +448,7 @@ class _Walk(_CodeWalk):
             # One that is not inside the region: its own attributes, not all that lies below it.
             if id(value) not in self._inside and self.collected.is_new(value):
                 self.collected.hold_attributes(path, value)
+                self._outside.append((path, value))
             return
         if isinstance(value, types.MethodType):
             self._value(path, value.__self__)
@@ -413,7 +458,17 @@ class _Walk(_CodeWalk):
         elif self.collected.is_new(value):
             self._object(path, value)
 
+    def _class(self, path: str, kind: type) -> None:
+        """A class of the user's, for what it counts on itself; an enumeration's members may have attributes too."""
+        if self.collected.is_full() or not is_users_class(kind) or issubclass(kind, torch.nn.Module):
+            return
+        self.users_class(kind, path)
+        if issubclass(kind, enum.Enum):
+            for name, member in kind.__members__.items():
+                self._value(f"{path}.{name}", member)
+
     def _object(self, path: str, value: Any) -> None:
+        self._own_attributes(path, value)
         if isinstance(value, torch.Tensor):
             # A tensor with a graph is the result of an earlier operator; its version is checked by autograd
             # itself where it was saved.
@@ -424,6 +479,20 @@ class _Walk(_CodeWalk):
             self._container(path, value)
         elif not self._wrapper(path, value):
             self._other(path, value)
+
+    def _own_attributes(self, path: str, value: Any) -> None:
+        """The attributes of a tensor, a container or a wrapper: a subclass, or the program, may have put some on it."""
+        if isinstance(value, _WITH_CONTENT) and is_users_class(type(value)):
+            self.users_class(type(value), path)
+        own = getattr(value, "__dict__", None) if isinstance(value, _WITH_CONTENT) else None
+        if not isinstance(own, dict) or not self.collected.is_new(own):
+            return
+        if not own:
+            self.found.empty.append(own)
+            return
+        self.collected.hold_dict(path, own, is_attributes=True)
+        for name, inner in list(own.items()):
+            self._value(f"{path}.{name}", inner)
 
     def _wrapper(self, path: str, value: Any) -> bool:
         """Follows a wrapper of functions or of another container; whether it is one."""
@@ -440,8 +509,8 @@ class _Walk(_CodeWalk):
         return True
 
     def _other(self, path: str, value: Any) -> None:
-        if (drawn := _drawn(path, value)) is not None:
-            self.found.drawn.append(drawn)
+        if (found := drawn(path, value, is_users_class=is_users_class)) is not None:
+            self.found.drawn.append(found)
         elif (holder := scope(path, value)) is not None:
             self.collected.hold(holder, is_other=True)
             for name, inner in holder.content(is_kept=False).items():
@@ -454,9 +523,13 @@ class _Walk(_CodeWalk):
             self.collected.hold_dict(path, value, is_attributes=False)
             for name, inner in itertools.islice(list(value.items()), _MAX_ITEMS):
                 self._value(f"{path}[{name!r}]", inner)
-        elif isinstance(value, set):
-            self.collected.hold(Members(path, value), is_other=True)
+                if not is_plain(name):
+                    self._value(f"{path}[{name!r}]", name)
+            if isinstance(value, defaultdict):
+                self._value(f"{path}.default_factory", value.default_factory)
         else:
+            if isinstance(value, set):
+                self.collected.hold(Members(path, value), is_other=True)
             if isinstance(value, list | deque):
                 self.collected.hold(Items(path, value), is_other=True)
             for number, inner in enumerate(itertools.islice(value, _MAX_ITEMS)):
@@ -467,7 +540,7 @@ class _Walk(_CodeWalk):
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
         is_bag = origin in _BAGS
-        if not is_bag and origin in ("tightfit", "torch", *sys.stdlib_module_names):
+        if not is_bag and (origin in _STATELESS or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
@@ -503,42 +576,3 @@ def _same(value: Any) -> Any:
 
 def _can_hold(value: Any) -> bool:
     return not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.dtype | torch.device)
-
-
-def _drawn(path: str, value: Any) -> Drawn | None:
-    state: Callable[[], Any]
-    put: Callable[[Any], None] | None = None
-    if isinstance(value, torch.Generator):
-        state = lambda: value.get_state().numpy().tobytes()  # noqa: E731
-        put = lambda content: _put_torch(value, content)  # noqa: E731
-    elif isinstance(value, np.random.Generator | np.random.RandomState):
-        bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
-        state = lambda: repr(bits.state) if bits.state["bit_generator"] != "MT19937" else _words(bits.state)  # noqa: E731
-    elif isinstance(value, np.ndarray) and value.nbytes > _LARGEST_ARRAY_BYTES:
-        state = functools.partial(_samples, value)
-    elif isinstance(value, np.ndarray):
-        state = value.tobytes
-        put = lambda content: np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))  # noqa: E731
-    elif isinstance(value, types.GeneratorType):
-        state = lambda: None if value.gi_frame is None else (value.gi_frame.f_lasti, repr(value.gi_frame.f_locals))  # noqa: E731
-    elif isinstance(value, itertools.count):
-        state = value.__repr__
-    elif isinstance(value, _ITERATORS):
-        state = lambda: operator.length_hint(value)  # noqa: E731
-    elif (read := state_of(value)) is not None:
-        state, put = read
-    else:
-        return None
-    return Drawn(path=path, key=id(value), state=state, put=put)
-
-
-def _samples(array: np.ndarray) -> bytes:
-    return array.flat[:: array.size // _NUM_SAMPLES].tobytes()
-
-
-def _put_torch(generator: torch.Generator, content: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-
-def _words(state: Any) -> Any:
-    return state["state"]["pos"], state["state"]["key"].tobytes()

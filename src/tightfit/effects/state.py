@@ -6,12 +6,15 @@ class attributes that the user's functions name; and the random states of Python
 references, not copies: it is cheap enough to be taken in every call.
 """
 
+import ctypes
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tightfit.effects.holders import PLAIN, in_graphs, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
@@ -38,7 +41,7 @@ class Snapshot:
 
     reach: Reach
     contents: list[Any]
-    versions: list[int]
+    versions: list[Any]
     storages: list[Any]
     drawn: list[Any]
     python_random: Any
@@ -207,16 +210,54 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDiffere
             yield StateDifference(path=each.path, what="was drawn from", is_in_place=each.put is None)
 
 
+_LARGEST_READ_BYTES = 1 << 14
 # Of the virtual GPU: they have storages of their own, without data.
 _FAKE = "torch._subclasses.fake_tensor"
+# Weights that are on the card or at the host by turns: their data is another each time, and whoever moves them looks for writes.
+MOVED = WeakTensorKeyDictionary()
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> Any:
+    """The number of writes to a tensor that torch knows of; of a small one at the host, which numpy may write to past torch, also the content."""
+    number = _number_of_writes(tensor)
+    # Weights are not read: they are many, and who writes to them past torch does so between steps.
+    if number < 0 or tensor.requires_grad or not _is_read_by_value(tensor):
+        return number
+    # Not by an operator, which a mode of the program's would see.
+    return number, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _number_of_writes(tensor: torch.Tensor) -> int:
+    # What a lazy module has not made yet.
+    if is_lazy(tensor):
+        return -2
+    return -1 if tensor.is_inference() or _is_moved(tensor) else tensor._version
+
+
+def _is_read_by_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small, at the host, and of a kind whose content can be read at once."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Buffer)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.nbytes <= _LARGEST_READ_BYTES
+        and tensor.is_contiguous()
+    )
+
+
+def _is_moved(tensor: torch.Tensor) -> bool:
+    return bool(len(MOVED)) and tensor in MOVED
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """The storage, which the snapshot keeps alive, as another one could get its address. None for wrapper subclasses."""
+    """The storage, which the snapshot keeps alive, as another one could get its address. None for wrapper subclasses, and for weights that are dropped meanwhile."""
+    if _is_moved(tensor):
+        return None
     kind = type(tensor)
     is_wrapper = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind.__module__ != _FAKE
-    return None if is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()
+    return None if is_lazy(tensor) or is_wrapper or tensor.layout != torch.strided else tensor.untyped_storage()
+
+
+def structural_differences(before: Snapshot, after: Snapshot) -> list[StateDifference]:
+    """The changes except values of tensors, which an optimizer changes in every step, and random states, which other code draws from."""
+    return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]

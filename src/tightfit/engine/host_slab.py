@@ -5,7 +5,6 @@ of 33 GiB would take 64: ordinary memory is allocated here and registered with t
 limit on locked memory, the memory is used as it is, and copies are slower.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tightfit.engine.free_ranges import FreeRanges
 from tightfit.errors import ApplyError
 from tightfit.units import format_bytes
 
@@ -45,8 +45,7 @@ class HostSlab:
             raise ApplyError(
                 f"the host has no {format_bytes(num_bytes)} of memory for what is moved there; plan with a smaller --host"
             ) from error
-        # Free ranges (begin, end), in order and apart from each other.
-        self._free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
+        self._free = FreeRanges(num_bytes, alignment=_ALIGNMENT)
         # References to parts that are gone, which may be at any time and in any thread; and where each part is.
         self._returned: deque[weakref.ref[Part]] = deque()
         self._handed_out: dict[weakref.ref[Part], tuple[int, int]] = {}
@@ -56,23 +55,17 @@ class HostSlab:
     def take(self, num_bytes: int) -> Part:
         """A part of `num_bytes`; memory of its own, which is not page-locked, if no free range is large enough."""
         self._take_back()
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        at = next((at for at, (begin, end) in enumerate(self._free) if end - begin >= size), None)
-        if at is None:
+        place = self._free.take(num_bytes)
+        if place is None:
             return self._beside(num_bytes)
-        begin, end = self._free[at]
-        if begin + size == end:
-            del self._free[at]
-        else:
-            self._free[at] = (begin + size, end)
-        part = Part(bytes=self._memory[begin : begin + num_bytes], slab=self)
-        return self._given_back(part, (begin, begin + size))
+        part = Part(bytes=self._memory[place[0] : place[0] + num_bytes], slab=self)
+        return self._given_back(part, place)
 
     @property
     def free_bytes(self) -> int:
         """What is not handed out."""
         self._take_back()
-        return sum(end - begin for begin, end in self._free)
+        return self._free.num_bytes
 
     def _beside(self, num_bytes: int) -> Part:
         part = Part(bytes=torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), slab=self)
@@ -95,13 +88,7 @@ class HostSlab:
         if begin < 0:
             self._overflow += begin
             return
-        at = bisect.bisect(self._free, (begin, end))
-        if at < len(self._free) and self._free[at][0] == end:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == begin:
-            at -= 1
-            begin = self._free.pop(at)[0]
-        self._free.insert(at, (begin, end))
+        self._free.give_back(begin, end)
 
     def _register(self, near: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()

@@ -15,7 +15,8 @@ from tightfit.engine.host_slab import Part
 from tightfit.torch_hooks.manifest import STORAGE_USES
 
 if TYPE_CHECKING:
-    from tightfit.engine.copies import Ticket
+    from tightfit.engine.copy_engines import Ticket
+    from tightfit.engine.disk_slab import DiskPart
     from tightfit.engine.saved_tensors import BlockCall
 
 _USES_OF_A_NAME = 1
@@ -23,7 +24,7 @@ _USES_OF_A_NAME = 1
 
 
 class Place(enum.Enum):
-    """Where the bytes of a storage are. `LEAVING`: on both sides, until the copy to the host is over; `COMING` likewise."""
+    """Where the bytes of a storage are. `HOST`: there or on disk. `LEAVING`: on both sides, until the copy to the host is over; `COMING` likewise."""
 
     CARD = enum.auto()
     LEAVING = enum.auto()
@@ -58,22 +59,30 @@ class Saved:
         self.is_changed = self.tensor._version != self.version
         self.tensor = None
 
+    @property
+    def is_written_to(self) -> bool:
+        """Whether somebody has written to the tensor since it was saved."""
+        return self.is_changed or (
+            self.version >= 0 and self.tensor is not None and self.tensor._version != self.version
+        )
+
     def check(self) -> None:
         """Raises autograd's error for a tensor that was written to after it was saved (torch/csrc/autograd/saved_variable.cpp), which hooks switch off.
 
         Raises:
             RuntimeError: it was.
         """
-        if self.is_changed or (self.version >= 0 and self.tensor is not None and self.tensor._version != self.version):
+        if self.is_written_to:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self.shape)} and {self.dtype} that was saved for the backward pass"
             )
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of the bytes `whole` of its storage."""
+        """The tensor on the bytes `whole` of its storage."""
         usable = whole[: len(whole) // self.dtype.itemsize * self.dtype.itemsize]
-        return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        # Neither a view nor written to, as a program that runs again from it may ask.
+        return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset).data
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
@@ -88,7 +97,7 @@ class SavedStorage:
     place: Place = Place.CARD
     saved: list["weakref.ref[Saved]"] = dataclasses.field(default_factory=list)
     on_card: torch.Tensor | None = None
-    part: Part | None = None
+    part: "Part | DiskPart | None" = None
     ticket: "Ticket | None" = None
     checksum: torch.Tensor | None = None
     """Of its bytes when it left, where that is compared with what comes back."""

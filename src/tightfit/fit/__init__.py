@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.allocator.settings import AllocatorSettings
-from tightfit.capture.targets import HuggingFaceConfig, parse_target
-from tightfit.capture.trace import trace
+from tightfit.capture.targets import HuggingFaceConfig, Script, parse_target
+from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.capture.trace_settings import AS_USUAL, DEFAULT_NUM_STEPS, DEFAULT_TIMEOUT_SECONDS, Steps, TraceSettings
+from tightfit.capture.world import World
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
@@ -24,6 +25,7 @@ from tightfit.recordings.read import read_recording
 from tightfit.recordings.replayed import Replay, devices_of, limit_of, together
 from tightfit.recordings.replayed import replay as replay_recording
 from tightfit.reports.results import Estimate
+from tightfit.runtime.leaks.found_leaks import LeakHolder
 from tightfit.simulate.peak import estimate_peak
 from tightfit.tape import Assumption, Tape
 
@@ -40,13 +42,66 @@ def capture(
     meanwhile: Callable[[], None] | None = None,
     used: Used = None,
     on_progress: OnProgress | None = None,
+    world: World | None = None,
 ) -> Tape:
-    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is.
+    """The tape of `target` on a virtual `device`; see `tightfit.capture.targets` for what a target is. `world`: it is a distributed script, of which one
+    rank is traced.
 
     Raises:
         UsageError: no such target or device, or other processes use all of it.
         CaptureError: the workload could not be traced.
     """
+    return _traced(
+        target,
+        device=device,
+        arguments=arguments,
+        parameters=parameters,
+        options=options,
+        tracing=tracing,
+        meanwhile=meanwhile,
+        used=used,
+        on_progress=on_progress,
+        world=world,
+    ).tape
+
+
+@answering("the capture")
+def capture_with_holders(
+    target: str,
+    *,
+    device: str,
+    arguments: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    tracing: TraceSettings = AS_USUAL,
+    on_progress: OnProgress | None = None,
+) -> tuple[Tape, Mapping[int, LeakHolder]]:
+    """As `capture`, with the holders of what the steps leave allocated, by the number of the storage on the tape."""
+    traced = _traced(
+        target,
+        device=device,
+        arguments=arguments,
+        parameters=parameters,
+        tracing=tracing,
+        on_progress=on_progress,
+        preparation=Preparation(function="tightfit.runtime.leaks.trace_holders:prepare", argument=None),
+    )
+    return traced.tape, {int(storage): LeakHolder(**fields) for storage, fields in traced.report.items()}
+
+
+def _traced(
+    target: str,
+    *,
+    device: str,
+    arguments: Sequence[str],
+    parameters: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    tracing: TraceSettings,
+    meanwhile: Callable[[], None] | None = None,
+    used: Used = None,
+    on_progress: OnProgress | None,
+    preparation: Preparation | None = None,
+    world: World | None = None,
+) -> Traced:
     used_bytes = used_bytes_of(find(device), used)
     parsed = parse_target(target, arguments=arguments, parameters=parameters, options=options)
     if options and not isinstance(parsed, HuggingFaceConfig):
@@ -54,6 +109,8 @@ def capture(
             f"{', '.join(options)}: only for a Hugging Face config, and {target} is your own code; "
             "a script takes its arguments after --, a function its parameters with -p name=value"
         )
+    if world is not None and not isinstance(parsed, Script):
+        raise UsageError(f"--gpus is for a script that torchrun starts, and {target} is none")
     extent = extent_of(parsed, tracing)
     log = ProgressLog(on_progress=on_progress and theirs(on_progress))
     log.begin("tracing", num_steps=extent.num_steps)
@@ -69,7 +126,9 @@ def capture(
         meanwhile=meanwhile and theirs(meanwhile),
         used_bytes=used_bytes,
         on_progress=log.on_trace,
-    ).tape
+        preparation=preparation,
+        world=world,
+    )
 
 
 @answering("the estimate")

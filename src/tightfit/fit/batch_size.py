@@ -19,7 +19,7 @@ from tightfit.fit.available import Used
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning import allowed
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
-from tightfit.fit.search import Found, Search
+from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.traced_runs import TracedRuns
 from tightfit.planner.largest_batch import BatchSize, BatchSizes, close_in, fastest
 from tightfit.planner.option import Option

@@ -15,14 +15,14 @@ from tightfit.diagnosis.suggestions.from_profile import PlannedWorkload, suggest
 from tightfit.errors import ApplyError, UsageError
 from tightfit.errors.faults import answering, theirs
 from tightfit.fit import cost
-from tightfit.fit.allowed import Allowed, Without
 from tightfit.fit.available import Used, with_note
 from tightfit.fit.card_settings import CardSettings, allocator_settings
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
-from tightfit.fit.search import Found, Search
+from tightfit.fit.searching.allowed import Allowed, Without
+from tightfit.fit.searching.search import Found, Search
+from tightfit.fit.searching.variants import Variant
 from tightfit.fit.traced_runs import TracedRuns
-from tightfit.fit.variants import Variant
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
@@ -67,7 +67,7 @@ def plan(
 
     `allow` names lossy techniques that may be taken, or is `("lossy",)` for all of them; `without` names what is left out, a technique or a
     technique at places ("checkpointing@GPT.h.3,GPT.h.4", "tiled_tokens@GPT.h.*"). `host` is the memory of the host that techniques may use, as page-locked
-    memory beside what the program itself holds there; none if it is not given. `disk` is refused, as no technique uses it yet. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
+    memory beside what the program itself holds there, and `disk` the space on disk; none if it is not given. With `prove`, three steps are run on the host, plain and planned, where that takes 20 s at
     most. `margin` says which end of a peak's range has to fit: "safe" (the upper one), "likely"
     (the likely peak) or 0 (the lower one), `used` what other processes hold on the card. The other parameters are those of `tightfit.estimate`; `say` is told what is being done,
     and `on_progress` has more of it (`tightfit.fit.planning_progress.Progress`). Interrupted (Ctrl-C), it returns the best plan so far, whose `is_interrupted`
@@ -79,11 +79,8 @@ def plan(
         InternalError: a fault of tightfit itself, on the way.
         KeyboardInterrupt: interrupted before anything better than the plain run was found.
     """
-    if disk is not None:
-        raise UsageError(
-            f"--disk {disk}: no technique moves anything to the disk yet, so this budget would change nothing; leave it out"
-        )
     host_bytes = 0 if host is None else to_bytes(host, "host")
+    disk_bytes = 0 if disk is None else to_bytes(disk, "disk")
     on = CardSettings.of(device, alloc_conf=alloc_conf, calibration=calibration, used=used, margin=margin)
     budget_bytes = min(on.budget_bytes(budget), on.card.capacity_bytes)
     runs = TracedRuns(
@@ -100,7 +97,7 @@ def plan(
         ),
         log=ProgressLog(say=say and theirs(say), on_progress=on_progress and theirs(on_progress)),
     )
-    search = Search(runs, budget_bytes, allowed(allow, without), host_bytes=host_bytes)
+    search = Search(runs, budget_bytes, allowed(allow, without), host_bytes=host_bytes, disk_bytes=disk_bytes)
     return with_note(_proven(search, runs, runs.card, prove=prove), on.empty, on.used_bytes)
 
 
@@ -189,7 +186,8 @@ def _plan(found: Found, runs: TracedRuns, card: Device, budget_bytes: int) -> Pl
         advice=suggestions_for(_planned(found), card, is_whole_card=budget_bytes == card.capacity_bytes),
         model={"roots": [dict(root) for root in best.roots]},
         host_bytes=sum(option.host_bytes for option in taken),
-        disk_bytes=sum(option.disk_bytes for option in taken),
+        # What the traced run held: the file is of whole pages.
+        disk_bytes=best.tape.disk_peak_bytes or sum(option.disk_bytes for option in taken),
         versions=base.tape.versions,
         assumptions=best.estimate.assumptions,
         coverage=best.tape.coverage,

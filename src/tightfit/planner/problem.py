@@ -153,14 +153,24 @@ def _useful(options: Sequence[Option], changes: Bytes, peak_bytes: int) -> list[
     for members in places.values():
         # Without slots both can be taken together, so neither replaces the other.
         for one, other in itertools.permutations(members if options[members[0]].slots else (), 2):
-            is_equal = options[one].seconds == options[other].seconds and (changes[one] == changes[other]).all()
+            is_equal = _costs(options[one]) == _costs(options[other]) and (changes[one] == changes[other]).all()
             if (
                 options[one].seconds <= options[other].seconds
+                # One that is slower may be taken for the sake of another tier's budget.
+                and options[one].host_bytes <= options[other].host_bytes
+                and options[one].disk_bytes <= options[other].disk_bytes
                 and (changes[one] <= changes[other]).all()
+                # What moves more elsewhere may be more than there is room for.
+                and options[one].host_bytes <= options[other].host_bytes
+                and options[one].disk_bytes <= options[other].disk_bytes
                 and not (is_equal and one > other)
             ):
                 beaten.add(other)
     return [index for index in worth if index not in beaten]
+
+
+def _costs(option: Option) -> tuple[float, int, int]:
+    return option.seconds, option.host_bytes, option.disk_bytes
 
 
 def _highest_of_equals(highest: Bytes, changes: Bytes) -> npt.NDArray[np.int64]:

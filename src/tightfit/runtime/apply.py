@@ -1,5 +1,6 @@
 """Applies a plan to a live model and its optimizers, completely or not at all, on the virtual GPU and on a real one alike."""
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +25,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _sessions: WeakTable[torch.nn.Module, weakref.ref[Session]] = WeakTable()
 
 
-def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, check_steps: int = CHECK_STEPS) -> Session:
+def apply(
+    plan: Plan,
+    model: torch.nn.Module,
+    optimizer: Optimizers = (),
+    *,
+    check_steps: int = CHECK_STEPS,
+    disk_folder: str | os.PathLike[str] | None = None,
+) -> Session:
     """Applies `plan` to `model` and its optimizers, and returns the session; `session.undo()` removes it again.
 
-    In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run.
+    In the first `check_steps` steps, and after a change of shape, mode or module, what techniques compute is compared with the plain run. What a plan
+    keeps on disk goes to a file in `disk_folder`, by default that for temporary files (TMPDIR).
 
     Inputs larger than those that the plan was made for are a `UserWarning`, once. `model` is the module that the program calls; for the result of torch.compile, the model inside is taken. For a plan of several models, call
     this once for each, with its own optimizers.
@@ -50,6 +59,7 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Optimizers = (), *, che
         optimizers,
         # On the virtual GPU there are no values to compare, and what is read back is assumed.
         check_steps=0 if is_simulated() else check_steps,
+        disk_folder=None if disk_folder is None else os.fspath(disk_folder),
         last=lambda session: watch_inputs(session, planned, lambda said: warnings.warn(said, stacklevel=2)),
     )
 
@@ -60,10 +70,11 @@ def apply_choices(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     check_steps: int = CHECK_STEPS,
+    disk_folder: str | None = None,
     last: Callable[[Session], object] | None = None,
 ) -> Session:
     """The same for choices without a plan, in the order in which their techniques are applied; `last` is called after them, under the same guarantee."""
-    session = Session(model=model, optimizers=optimizers, check_steps=check_steps)
+    session = Session(model=model, optimizers=optimizers, check_steps=check_steps, disk_folder=disk_folder)
     # A deep copy of a model with a plan brings the wrappers along, without a session that could take them off.
     copied = copied_wrappers(model)
     try:

@@ -31,6 +31,7 @@ from tightfit.runtime.apply import (
 )
 from tightfit.runtime.framework_loops import LoopWatch, is_of_loop
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
+from tightfit.runtime.left_at_host import LeftAtHost
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
@@ -115,7 +116,7 @@ class _OutermostCalls:
 class Attachment:
     """Choices that wait for their models. `planned` are the roots as the plan describes them, empty while it is being made.
 
-    `check_steps` is as in `Session`: none on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for;
+    `check_steps` and `disk_folder` are as in `Session`: no checks on the virtual GPU. `on_apply` is called with each session, before the forward that it was made for;
     `tell` with messages for the user.
     """
 
@@ -126,8 +127,10 @@ class Attachment:
         on_apply: Callable[[Session], None] | None = None,
         tell: Tell = lambda _: None,
         check_steps: int = CHECK_STEPS,
+        disk_folder: str | None = None,
     ) -> None:
         self._check_steps = check_steps
+        self._disk_folder = disk_folder
         self._choices = [c for c in choices if not is_of_loop(c)]
         self._of_loops = [c for c in choices if is_of_loop(c)]
         self._loops = LoopWatch(self._of_loops, lambda choice: self._applied.add((choice.technique, choice.where)))
@@ -143,7 +146,8 @@ class Attachment:
         self._optimizers = _Owners()
         # A thread may evaluate one model while another one trains the next.
         self._lock = threading.RLock()
-        self._leave: Leave | None = None
+        self._leaves: list[Leave] = []
+        self._left_at_host = LeftAtHost(self._choices)
         self._calls = _OutermostCalls(self)
         self.roots: list[Root] = []
 
@@ -154,7 +158,7 @@ class Attachment:
             ApplyError: this torch has other entry points.
         """
         try:
-            self._leave = on_new_optimizer(self)
+            self._leaves += [on_new_optimizer(self), self._left_at_host.begin()]
             self._loops.look()
             self._calls.begin()
         except BaseException:
@@ -164,8 +168,8 @@ class Attachment:
 
     def end(self) -> None:
         """Stops watching; the sessions of models stay."""
-        if self._leave is not None:
-            self._leave()
+        for leave in self._leaves:
+            leave()
         self._loops.end()
         self._calls.end()
 
@@ -233,7 +237,7 @@ class Attachment:
         else:
             planned = planned_for(self._planned, module)
         choices = _those_inside(self._planned, module, choices_for(self._choices, module, is_first=is_first))
-        session = apply_choices(choices, module, own, check_steps=self._check_steps)
+        session = apply_choices(choices, module, own, check_steps=self._check_steps, disk_folder=self._disk_folder)
         check = self._keep(session, choices, planned)
         root = Root(
             name=name,
@@ -279,7 +283,9 @@ class Attachment:
         # The choices that concern optimizers, for a root that now has some of its own.
         global_ones = [c for c in self._choices if is_known and not is_module(c.where) and c not in live.choices]
         live.choices = [*live.choices, *global_ones]
-        session = apply_choices(live.choices, module, optimizers, check_steps=self._check_steps)
+        session = apply_choices(
+            live.choices, module, optimizers, check_steps=self._check_steps, disk_folder=self._disk_folder
+        )
         check = self._keep(session, live.choices, live.planned)
         live.root.notes, live.root.statistics, live.check = session.notes, session.statistics, weakref.ref(check)
         self._applied |= {(c.technique, c.where) for c in live.choices}

@@ -14,6 +14,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors.faults import internal_error, note
@@ -184,7 +185,11 @@ class HostRecorder(TorchDispatchMode):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has its own storage on the host: it is neither a wrapper subclass nor a compiler's fake tensor."""
+    """Whether `tensor` has its own storage on the host: it is neither a wrapper subclass, a compiler's fake tensor, nor a parameter that a lazy module has
+    not made yet.
+    """
+    if is_lazy(tensor):
+        return False
     is_dispatched = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_dispatched
 

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
-def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2) -> None:
+def run(
+    plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2, disk_folder: str | None = None
+) -> None:
     """Runs `script` to its end with `plan` applied. `say` is called with what was applied: three lines, and one more for each further model.
-    `check_steps` is as in `tightfit.techniques.session.Session`.
+    `check_steps` and `disk_folder` are as in `tightfit.techniques.session.Session`.
 
     Raises:
         ApplyError: the plan is for another model; the script is stopped before its first forward. Or the script ended without
@@ -49,7 +51,9 @@ def run(plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: 
                 said.add(line)
 
     roots = plan.model.get("roots", ())
-    attachment = Attachment(plan.choices, roots, on_apply=applied, tell=say, check_steps=check_steps)
+    attachment = Attachment(
+        plan.choices, roots, on_apply=applied, tell=say, check_steps=check_steps, disk_folder=disk_folder
+    )
     forget_apply_errors()
     end = attachment.install()
     try:

@@ -1,19 +1,28 @@
-"""The clocks that the work of a step moves: of the host, of each stream, and of the two copy engines.
+"""The clocks that the work of a step moves: of the host, of each stream, of the two copy engines and of the disk.
 
 The host issues one operator after another. An operator starts when it is issued, when its stream is free and the events that the stream waits for
-are complete, and, if it is a copy, when the engine of its direction has finished the copies issued before it. Each clock is moved to a maximum of
+are complete, and, if it is a copy, when its engine has finished the copies issued before it. Each clock is moved to a maximum of
 sums of others, so that a step that is replayed from where it ended settles on a period, and an added wait never makes anything earlier.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from tightfit.simulate.step_work import Item, WorkKind
+from tightfit.simulate.step_work import NUM_ENGINES, Item, WorkKind
 
 # As plain integers: comparing with a member of an enumeration is several times slower.
-_KERNELS, _, _BLOCKING_COPY, _RECORD, _STREAM_FOR_EVENT, _HOST_FOR_EVENT, _HOST_FOR_STREAM, _HOST_FOR_DEVICE = map(
-    int, list(WorkKind)[:-1]
-)
+(
+    _KERNELS,
+    _,
+    _BLOCKING_COPY,
+    _RECORD,
+    _STREAM_FOR_EVENT,
+    _HOST_FOR_EVENT,
+    _HOST_FOR_STREAM,
+    _HOST_FOR_DEVICE,
+    _HOST_READS,
+    _HOST_UPDATES,
+) = map(int, list(WorkKind))
 # A step settles on a period, or on a cycle of a few rounds (two buffers in turn); one that does not in so many rounds is averaged over the last half.
 _MAX_ROUNDS = 32
 _MAX_CYCLE = 8
@@ -22,7 +31,7 @@ _SAME_SHARE = 1e-9
 
 @dataclasses.dataclass(slots=True)
 class Clocks:
-    """Seconds at which the host, the streams and the copy engines (by direction) are free, and at which events are complete."""
+    """Seconds at which the host, the streams, the copy engines and the disk are free, and at which events are complete."""
 
     host: float
     streams: list[float]
@@ -32,7 +41,7 @@ class Clocks:
     @classmethod
     def at_start(cls, num_streams: int) -> "Clocks":
         """All at zero, with no event recorded."""
-        return cls(host=0.0, streams=[0.0] * num_streams, engines=[0.0, 0.0], events={})
+        return cls(host=0.0, streams=[0.0] * num_streams, engines=[0.0] * NUM_ENGINES, events={})
 
     def all(self) -> list[float]:
         """The clocks, in an order that stays."""
@@ -63,8 +72,10 @@ class Clocks:
                 host = max(host, streams[stream])
             elif kind == _HOST_FOR_DEVICE:
                 host = max(host, *streams)
-            else:
+            elif kind == _HOST_READS:
                 host = streams[stream] = max(host, streams[stream]) + seconds
+            else:
+                host += seconds
         self.host = host
 
 

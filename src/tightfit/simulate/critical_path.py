@@ -11,16 +11,15 @@ import numpy as np
 
 from tightfit.simulate.clocks import Clocks
 from tightfit.simulate.step_work import Item, StepWork, WorkKind
-from tightfit.tape import CopyDirection
 
 HOST = "host"
-ENGINES = {CopyDirection.TO_CARD: "copy engine to the GPU", CopyDirection.TO_HOST: "copy engine to the host"}
-"""The names of resources; streams are `stream 0`, and so on. `disk` and `network` are kept for what moves on them."""
+ENGINES = ("copy engine to the GPU", "copy engine to the host", "disk")
+"""The names of resources, copy engines by their numbers in `step_work`; streams are `stream 0`, and so on. `network` is kept for what moves on it."""
 
 Clock = tuple[float, int]  # seconds, and the node that set it; -1: none
 
 
-class Node(NamedTuple):
+class PathNode(NamedTuple):
     """What moved a clock: an item of a round, on `resource`. `cause` ended where this begins. `is_late`: a run of kernels that waited for the host."""
 
     cause: int
@@ -36,7 +35,7 @@ class Followed:
 
     def __init__(self, work: StepWork, clocks: Clocks) -> None:
         self.work = work
-        self.nodes: list[Node] = []
+        self.nodes: list[PathNode] = []
         self.began: list[tuple[float, float]] = []
         """The clocks of host and stream before each item of the last round."""
         self.copied: list[tuple[int, float, float]] = []
@@ -68,7 +67,7 @@ class Followed:
 
     def _node(self, cause: Clock, item: int, resource: str, seconds: float, is_late: bool = False) -> Clock:
         begin, node = cause
-        self.nodes.append(Node(node, item, resource, begin, begin + seconds, is_late))
+        self.nodes.append(PathNode(node, item, resource, begin, begin + seconds, is_late))
         return begin + seconds, len(self.nodes) - 1
 
     def _kernels(self, number: int, item: Item) -> None:
@@ -81,11 +80,11 @@ class Followed:
         self._host = self._node(self._host, number, HOST, on_host)
 
     def _copy(self, number: int, item: Item) -> None:
-        kind, stream, on_host, seconds, direction = item
-        engine = int(direction)
+        kind, stream, on_host, seconds, number_of_engine = item
+        engine = int(number_of_engine)
         self._host = self._node(self._host, number, HOST, on_host)
         ready = max(self._host, self._streams[stream], self._engines[engine])
-        done = self._node(ready, number, ENGINES[CopyDirection(engine)], seconds)
+        done = self._node(ready, number, ENGINES[engine], seconds)
         self._streams[stream] = self._engines[engine] = done
         self.copied.append((number, ready[0], done[0]))
         if kind == WorkKind.BLOCKING_COPY:
@@ -104,11 +103,13 @@ class Followed:
             self._host = max(self._host, self._streams[stream])
         elif kind == WorkKind.HOST_FOR_DEVICE:
             self._host = max(self._host, *self._streams)
+        elif kind == WorkKind.HOST_UPDATES:
+            self._host = self._node(self._host, number, HOST, seconds)
         else:
             ready = max(self._host, self._streams[stream])
             self._host = self._streams[stream] = self._node(ready, number, HOST, seconds)
 
-    def path(self, since: float) -> Iterator[Node]:
+    def path(self, since: float) -> Iterator[PathNode]:
         """The nodes that the furthest clock waited for one after another, the last first, back to the time `since`."""
         at = self.latest[1]
         while at >= 0 and self.nodes[at].end > since:

@@ -90,7 +90,7 @@ def verdict_of(peak: Peak, limit_bytes: int, margin: str, *, is_whole: bool = Tr
 class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
     `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
-    `pinned_tensor_bytes`. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
+    `pinned_tensor_bytes`; `disk_peak_bytes` are in files of techniques. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
     """
 
     target: str
@@ -111,6 +111,7 @@ class Estimate:
     pinned_peak_bytes: int = 0
     pinned_tensor_bytes: int = 0
     idle_seconds_per_step: float = 0.0
+    disk_peak_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -144,6 +145,7 @@ class Estimate:
                 "pinned_bytes": self.pinned_peak_bytes,
                 "pinned_tensor_bytes": self.pinned_tensor_bytes,
             },
+            "disk": {"peak_bytes": self.disk_peak_bytes},
             "seconds_per_step": self.seconds_per_step,
             "idle_seconds_per_step": self.idle_seconds_per_step,
             "versions": dict(self.versions),

@@ -48,6 +48,8 @@ def estimate_peak(
     at = int(timeline.allocated.argmax()) if len(timeline.allocated) else 0
     alive = _alive(tape, at)
     at_peak = {c.name.lower(): int(timeline.block_bytes[alive & (storages.category == c)].sum()) for c in Category}
+    if tape.num_ranks == 1:
+        del at_peak["communication"]
     # The allocated and the reserved peak need not coincide; their difference is stated as cache so that the categories add up to
     # the device peak.
     at_peak |= {"cache": peak_reserved - peak_allocated, "context": device.context_bytes}
@@ -71,6 +73,7 @@ def estimate_peak(
         spans=_span_peaks(tape, timeline),
         band=band,
         host_peak_bytes=tape.host_peak_bytes,
+        disk_peak_bytes=tape.disk_peak_bytes,
         pinned_peak_bytes=tape.pinned_peak_bytes,
         pinned_tensor_bytes=tape.pinned_tensor_bytes,
         # The last step stands for all: the first one also allocates the optimizer's states.

@@ -12,17 +12,19 @@ import numpy as np
 
 from tightfit.cost.copies import copy_seconds
 from tightfit.cost.efficiency import efficiency_of
+from tightfit.cost.host_bandwidth import HOST_BYTES_PER_SECOND, host_bytes_per_second
 from tightfit.cost.roofline import is_kernel, operator_seconds
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.tape import Column, SpanKind, Tape, WaitKind
+from tightfit.units import KIB
 
 
 class WorkKind(enum.IntEnum):
     """What one item of a step's work is. `stream` in the comments is the place among `StepWork.streams`."""
 
     KERNELS = 0  # stream, seconds on the host, seconds on the stream, seconds from the host's start to the last kernel's end on a free stream
-    COPY = 1  # stream, seconds on the host, seconds on link and stream, direction
+    COPY = 1  # stream, seconds on the host, seconds on engine and stream, number of the engine
     BLOCKING_COPY = 2  # the same; the host waits for it
     RECORD = 3  # stream, event
     STREAM_FOR_EVENT = 4  # stream, event
@@ -30,21 +32,30 @@ class WorkKind(enum.IntEnum):
     HOST_FOR_STREAM = 6  # stream
     HOST_FOR_DEVICE = 7
     HOST_READS = 8  # stream, -, seconds
+    HOST_UPDATES = 9  # -, -, seconds
 
 
 Item = tuple[int, int, float, float, float]
+
+NUM_ENGINES = 3
+"""One copy engine of the card in each direction, and the disk."""
+# By `CopyDirection`; a disk reads and writes one after the other.
+_ENGINE_OF = np.array([0, 1, 2, 2])
 
 _KIND_OF_WAIT = np.array([WorkKind[kind.name] for kind in WaitKind])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedTape:
-    """A tape with the seconds of each operator on the card, those to issue it from the host, and those to read a value back."""
+    """A tape with the seconds of each operator on the card, those to issue it from the host, those to read a value back, and those in which the host
+    itself reads or writes a byte as it updates parameters.
+    """
 
     tape: Tape
     seconds: Column
     issue_seconds: Column
     read_seconds: float
+    update_seconds_per_byte: float = 1.0 / HOST_BYTES_PER_SECOND
 
 
 def priced(
@@ -61,6 +72,7 @@ def priced(
         seconds=operator_seconds(tape, device, calibration, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution),
         issue_seconds=is_kernel(tape) * efficiency_of(device, calibration).issue_seconds,
         read_seconds=copy_seconds(0, device, to_card=False, calibration=calibration),
+        update_seconds_per_byte=1.0 / host_bytes_per_second(calibration),
     )
 
 
@@ -95,8 +107,10 @@ def work_of(priced_tape: PricedTape, begin: int, end: int, before: tuple[int, in
     kinds = np.where(copies.is_blocking[own_copies], int(WorkKind.BLOCKING_COPY), int(WorkKind.COPY))
     parts = (
         _columns(first, int(WorkKind.KERNELS), stream_of[first], *_clocks(seconds[kernels], issue[kernels], runs)),
-        _columns(copied, kinds, stream_of[copied], issue[copied], seconds[copied], copies.direction[own_copies]),
-        _waits(tape, own_waits, _renamed(tape, own_waits, before), priced_tape.read_seconds),
+        _columns(
+            copied, kinds, stream_of[copied], issue[copied], seconds[copied], _ENGINE_OF[copies.direction[own_copies]]
+        ),
+        _waits(priced_tape, own_waits, _renamed(tape, own_waits, before)),
     )
     operator, kind, stream, *figures = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     is_operator = kind <= WorkKind.BLOCKING_COPY
@@ -153,14 +167,16 @@ def _columns(operator: Column, kind: Column | int, stream: Column, *figures: Col
     return (operator, np.broadcast_to(np.asarray(kind), operator.shape), stream, *figures)
 
 
-def _waits(tape: Tape, own: slice, renamed: dict[int, int], read_seconds: float) -> tuple[Column, ...]:
-    waits = tape.waits
+def _waits(priced_tape: PricedTape, own: slice, renamed: dict[int, int]) -> tuple[Column, ...]:
+    waits = priced_tape.tape.waits
     event = waits.event[own]
     if renamed:
         event = np.array([renamed.get(number, number) for number in event.tolist()], dtype=event.dtype)
-    is_read = waits.kind[own] == WaitKind.HOST_READS
+    is_update = waits.kind[own] == WaitKind.HOST_UPDATES
+    seconds = (waits.kind[own] == WaitKind.HOST_READS) * priced_tape.read_seconds
+    seconds = seconds + is_update * waits.event[own].astype(np.float64) * KIB * priced_tape.update_seconds_per_byte
     kind = _KIND_OF_WAIT[waits.kind[own]]
-    return _columns(waits.operator[own], kind, waits.stream[own], event, is_read * read_seconds, np.zeros(len(event)))
+    return _columns(waits.operator[own], kind, waits.stream[own], event, seconds, np.zeros(len(event)))
 
 
 def _renamed(tape: Tape, own: slice, before: tuple[int, int] | None) -> dict[int, int]:

@@ -1,12 +1,12 @@
 """Seconds of each step of a tape, as a timeline: the host issues operators, streams run them, and copies to and from the host have engines of their own.
 
 Eager torch issues kernels one by one from the host; a GPU that is faster than that waits. Streams overlap, except where one waits for an event of
-another; a copy overlaps with kernels and with copies in the other direction; the host runs ahead of the GPU until something makes it wait:
+another; a copy overlaps with kernels and with copies in the other direction, and the disk with all of these; the host runs ahead of the GPU until something makes it wait:
 `.item()`, a copy that is not `non_blocking`, pageable memory, `synchronize`. A step takes what it takes in a long row of steps like it.
 
 Not modelled: kernels that slow each other down on different streams or beside copies, links that are slower in both directions at once, the limit
 of about a thousand kernels that can be issued ahead, the host's own work (data loading, logging), and what the calls for events cost.
-A copy waits for copies in its direction that were issued earlier, even where these wait for something else.
+A copy waits for copies in its direction that were issued earlier, even where these wait for something else. The disk either reads or writes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tightfit.cost.steps import step_operators
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.clocks import settled
-from tightfit.simulate.critical_path import ENGINES, HOST, Followed, Node, ends_in_run
+from tightfit.simulate.critical_path import ENGINES, HOST, Followed, PathNode, ends_in_run
 from tightfit.simulate.step_work import PricedTape, StepWork, WorkKind, has_waits, priced, work_of
 from tightfit.tape import Column, CopyDirection, Tape
 
@@ -36,7 +36,7 @@ class CriticalWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTime:
-    """A copy between host and card. `hidden_seconds` of its `seconds` passed while kernels ran."""
+    """A copy between host and card, or disk. `hidden_seconds` of its `seconds` passed while kernels ran."""
 
     operator: int
     direction: CopyDirection
@@ -140,11 +140,13 @@ def _idle(prices: PricedTape, work: StepWork, seconds: float) -> dict[str, float
     stream_of = prices.tape.operators.stream[work.kernels]
     for number in np.unique(stream_of).tolist():
         busy[f"stream {number}"] = float(prices.seconds[work.kernels][stream_of == number].sum())
-    for kind, _, on_host, copying, direction in work.items:
+    for kind, _, on_host, copying, number in work.items:
         if kind in (WorkKind.KERNELS, WorkKind.COPY, WorkKind.BLOCKING_COPY):
             busy[HOST] += on_host
+        if kind == WorkKind.HOST_UPDATES:
+            busy[HOST] += copying
         if kind in (WorkKind.COPY, WorkKind.BLOCKING_COPY):
-            engine = ENGINES[CopyDirection(int(direction))]
+            engine = ENGINES[int(number)]
             busy[engine] = busy.get(engine, 0.0) + copying
     return {resource: max(0.0, seconds - taken) for resource, taken in busy.items()}
 
@@ -167,7 +169,7 @@ def _path(prices: PricedTape, followed: Followed, seconds: float) -> list[Critic
     return found[::-1]
 
 
-def _of_node(prices: PricedTape, work: StepWork, node: Node) -> Iterator[tuple[int, str, float]]:
+def _of_node(prices: PricedTape, work: StepWork, node: PathNode) -> Iterator[tuple[int, str, float]]:
     """The operators of a node with their seconds, which are one after another."""
     item = work.items[node.item]
     if item[0] != WorkKind.KERNELS:

@@ -4,6 +4,8 @@ from tightfit.tape.columns import (
     SCHEMA,
     Assumption,
     Category,
+    CollectiveKind,
+    Collectives,
     Column,
     Copies,
     CopyDirection,
@@ -11,6 +13,7 @@ from tightfit.tape.columns import (
     EffectKind,
     EventKind,
     Events,
+    Geometry,
     Operators,
     Phase,
     Source,
@@ -21,6 +24,7 @@ from tightfit.tape.columns import (
     Tape,
     WaitKind,
     Waits,
+    Weights,
 )
 from tightfit.tape.coverage import Coverage, NotReached
 
@@ -28,6 +32,8 @@ __all__ = [
     "SCHEMA",
     "Assumption",
     "Category",
+    "CollectiveKind",
+    "Collectives",
     "Column",
     "Copies",
     "CopyDirection",
@@ -36,6 +42,7 @@ __all__ = [
     "EffectKind",
     "EventKind",
     "Events",
+    "Geometry",
     "NotReached",
     "Operators",
     "Phase",
@@ -47,4 +54,5 @@ __all__ = [
     "Tape",
     "WaitKind",
     "Waits",
+    "Weights",
 ]

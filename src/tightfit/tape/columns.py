@@ -13,7 +13,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -38,7 +38,8 @@ class Phase(enum.IntEnum):
 
 
 class Category(enum.IntEnum):
-    """What a storage is for. `TEMPORARIES` are freed in the phase that allocated them, `ACTIVATIONS` are saved for backward."""
+    """What a storage is for. `TEMPORARIES` are freed in the phase that allocated them, `ACTIVATIONS` are saved for backward, `COMMUNICATION`
+    are the buffers that parameters are gathered in and gradients reduced (buckets of DistributedDataParallel, flat buffers of FSDP)."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -47,6 +48,7 @@ class Category(enum.IntEnum):
     TEMPORARIES = 4
     INPUTS = 5
     WORKSPACE = 6
+    COMMUNICATION = 7
 
 
 # Kept apart because workspaces depend on the GPU and may be left out where memory is short, unlike tensors.
@@ -89,6 +91,12 @@ class Table:
     def from_columns(cls, columns: Mapping[str, Any]) -> Self:
         """Builds the table from sequences, converting each to its column's type."""
         return cls(**{f.name: np.asarray(columns[f.name], dtype=f.metadata["dtype"]) for f in dataclasses.fields(cls)})
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[Any]]) -> Self:
+        """Builds the table from rows, with their values in the order of the columns."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        return cls.from_columns(dict(zip(names, zip(*rows, strict=True) if rows else ((),) * len(names), strict=True)))
 
     def rows(self, chosen: Any) -> Self:
         """The table of these rows: a slice, or a mask."""
@@ -158,10 +166,12 @@ class Spans(Table):
 
 
 class CopyDirection(enum.IntEnum):
-    """The way of a copy between host and card."""
+    """The way of a copy between host and card, or between host and disk."""
 
     TO_CARD = 0
     TO_HOST = 1
+    TO_DISK = 2
+    FROM_DISK = 3
 
 
 class WaitKind(enum.IntEnum):
@@ -173,19 +183,53 @@ class WaitKind(enum.IntEnum):
     HOST_FOR_STREAM = 3
     HOST_FOR_DEVICE = 4
     HOST_READS = 5  # the host reads a value that `stream` has computed: `.item()`, the size that `nonzero` finds
+    HOST_UPDATES = 6  # the host itself updates parameters (a fused optimizer on host tensors); `event` is the KiB that it reads and writes
 
 
 # Tables of their own and no rows of `operators` and `events`: both are few in nearly every program, and every reader of memory events goes on
 # without a word about them.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Copies(Table):
-    """The copies between host and card among the operators, in order. `is_blocking`: the call returns when the copy is complete."""
+    """The copies between host and card, or disk, among the operators, in order. `is_blocking`: the call returns when the copy is complete."""
 
     operator: Column = _column("int32")
     direction: Column = _column("int8")
     is_pinned: Column = _column("bool")
     is_blocking: Column = _column("bool")
     num_bytes: Column = _column("int64")
+
+
+class CollectiveKind(enum.IntEnum):
+    """What a group of ranks does together; `SEND` and `RECEIVE` are the two ends of a message between two of them."""
+
+    ALL_REDUCE = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+    ALL_TO_ALL = 3
+    BROADCAST = 4
+    REDUCE = 5
+    GATHER = 6
+    SCATTER = 7
+    SEND = 8
+    RECEIVE = 9
+    BARRIER = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives(Table):
+    """The collectives among the operators of a distributed program, in order; their streams are those of the operators. `group` indexes `Tape.communicators`, which
+    has the ranks of the `group_size` members; `peer` is the rank at the other end of a message, or the root, -1 without one.
+
+    `num_bytes` are those of the whole buffer, as NCCL's tests count them: what is gathered from all ranks, what is reduced before it is scattered, all
+    that a rank sends to the others in an all-to-all, else the tensors of this rank.
+    """
+
+    operator: Column = _column("int32")
+    kind: Column = _column("int8")
+    num_bytes: Column = _column("int64")
+    group: Column = _column("int32")
+    group_size: Column = _column("int32")
+    peer: Column = _column("int32")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +240,36 @@ class Waits(Table):
     operator: Column = _column("int32")
     stream: Column = _column("int16")
     event: Column = _column("int32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weights(Table):
+    """The parameters of modules when the steps are over: the storage of each, the module that holds it (indexes `Tape.strings`), and whether it is trained. A
+    storage that several modules hold has a row for each."""
+
+    storage: Column = _column("int32")
+    module: Column = _column("int32")
+    is_trained: Column = _column("bool")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry(Table):
+    """The sizes of matrix products, convolutions and attention among the operators, in order.
+
+    `batch` products of `num_rows` x `depth` by `depth` x `num_columns`. Of attention: heads of all sequences, queries, keys, width of a head. Of a convolution:
+    groups, images x output pixels, output channels of a group, input channels of a group x `taps` of its filter (0: no convolution); a backward
+    pass has the sizes of its forward pass. `gradients`: 0 forward, 1 of the input, 2 of the weight, 3 of both.
+    """
+
+    operator: Column = _column("int32")
+    batch: Column = _column("int64")
+    num_rows: Column = _column("int64")
+    num_columns: Column = _column("int64")
+    depth: Column = _column("int64")
+    taps: Column = _column("int32")
+    stride: Column = _column("int16")
+    gradients: Column = _column("int8")
+    is_channels_last: Column = _column("bool")
 
 
 def _empty(table: type[_AnyTable]) -> _AnyTable:
@@ -255,13 +329,14 @@ class Effect:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
     """One traced run. `host_peak_bytes` is the peak of host memory: tensors on the host, and what torch's allocator of pinned memory reserves, whose own peak
-    is `pinned_peak_bytes` for tensors of at most `pinned_tensor_bytes` at a time.
+    is `pinned_peak_bytes` for tensors of at most `pinned_tensor_bytes` at a time; `disk_peak_bytes` that of what techniques keep on disk.
 
     `loop` is the framework whose training loop ran all backward passes ("Lightning", "Trainer"), empty for the program's own.
     `effects` are those that were seen, where the capture was asked to watch for them. `coverage` says what of the program the tape has, `module_classes` has the class of each module that ran, by
     its path ("GPT2LMHeadModel.transformer.h.0": "GPT2Block"); tapes from before it was recorded have none. `random_operators`
     are the names of the operators of this run that draw random numbers (torch's tag `nondeterministic_seeded`), those of the program's own among them.
-    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`. Tapes from before these, `copies` and `waits` were recorded have none.
+    Of a distributed program the tape has one process, `rank` of `num_ranks` on `num_nodes` machines; `communicators` are the ranks of each group that communicates on cards.
+    `operators_of_steps` are the operators `[begin, end)` of each span of kind `STEP`. Tapes from before these, `copies`, `waits`, `weights` and `geometry` were recorded have none.
     """
 
     target: str
@@ -282,8 +357,16 @@ class Tape:
     operators_of_steps: tuple[tuple[int, int], ...] = ()
     pinned_peak_bytes: int = 0
     pinned_tensor_bytes: int = 0
+    disk_peak_bytes: int = 0
     copies: Copies = dataclasses.field(default_factory=lambda: _empty(Copies))
     waits: Waits = dataclasses.field(default_factory=lambda: _empty(Waits))
+    weights: Weights = dataclasses.field(default_factory=lambda: _empty(Weights))
+    collectives: Collectives = dataclasses.field(default_factory=lambda: _empty(Collectives))
+    rank: int = 0
+    num_ranks: int = 1
+    num_nodes: int = 1
+    communicators: tuple[tuple[int, ...], ...] = ()
+    geometry: Geometry = dataclasses.field(default_factory=lambda: _empty(Geometry))
 
     def of_steps(self) -> Self:
         """The tape up to the end of its last step, without what comes after the steps; the same tape where it has no step or nothing follows."""
@@ -301,7 +384,10 @@ class Tape:
             events=self.events.rows(slice(end)),
             spans=self.spans.rows(kept),
             copies=self.copies.rows(self.copies.operator < num_operators),
+            collectives=self.collectives.rows(self.collectives.operator < num_operators),
             waits=self.waits.rows(self.waits.operator <= num_operators),
+            weights=self.weights.rows(self.weights.storage < num_storages),
+            geometry=self.geometry.rows(self.geometry.operator < num_operators),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -316,12 +402,17 @@ class Tape:
             "host_peak_bytes": self.host_peak_bytes,
             "pinned_peak_bytes": self.pinned_peak_bytes,
             "pinned_tensor_bytes": self.pinned_tensor_bytes,
+            "disk_peak_bytes": self.disk_peak_bytes,
             "loop": self.loop,
             "effects": [dataclasses.asdict(e) for e in self.effects],
             "coverage": self.coverage.to_json(),
             "module_classes": dict(self.module_classes),
             "random_operators": self.random_operators,
             "operators_of_steps": self.operators_of_steps,
+            "rank": self.rank,
+            "num_ranks": self.num_ranks,
+            "num_nodes": self.num_nodes,
+            "communicators": self.communicators,
         }
         arrays = {f"{t}.{c}": column for t in _TABLES for c, column in getattr(self, t).columns().items()}
         buffer = io.BytesIO()
@@ -344,8 +435,8 @@ class Tape:
                 tables: dict[str, Any] = {
                     name: table.from_columns({f.name: arrays[f"{name}.{f.name}"] for f in dataclasses.fields(table)})
                     for name, table in _TABLES.items()
-                    # Tapes from before these two were recorded lack them.
-                    if name not in ("copies", "waits") or f"{name}.operator" in arrays
+                    # Tapes from before these were recorded lack them.
+                    if name not in _LATER or any(key.startswith(f"{name}.") for key in arrays)
                 }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise RecordingError(f"{os.fspath(path)} is not a tape that can be read: {error}") from error
@@ -358,6 +449,7 @@ class Tape:
         head["coverage"] = Coverage.from_json(head.get("coverage", {}))
         head["random_operators"] = tuple(head.get("random_operators", ()))
         head["operators_of_steps"] = tuple((begin, end) for begin, end in head.get("operators_of_steps", ()))
+        head["communicators"] = tuple(tuple(ranks) for ranks in head.get("communicators", ()))
         return cls(**head, **tables)
 
 
@@ -368,4 +460,8 @@ _TABLES: dict[str, type[Table]] = {
     "spans": Spans,
     "copies": Copies,
     "waits": Waits,
+    "weights": Weights,
+    "collectives": Collectives,
+    "geometry": Geometry,
 }
+_LATER = ("copies", "waits", "weights", "collectives", "geometry")

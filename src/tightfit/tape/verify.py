@@ -9,6 +9,7 @@ import numpy as np
 
 from tightfit.tape.columns import (
     Category,
+    CollectiveKind,
     CopyDirection,
     EffectKind,
     EventKind,
@@ -25,20 +26,37 @@ def verify_tape(tape: Tape) -> list[str]:
     # The columns below are indexed by storage, which needs valid indices and one allocation for each.
     return [
         fault
-        for rule in (_shapes, _names, _values, _lives, _order, _spans, _copies, _waits, _effects)
+        for rule in (
+            _shapes,
+            _names,
+            _values,
+            _lives,
+            _order,
+            _spans,
+            _copies,
+            _collectives,
+            _waits,
+            _weights,
+            _geometry,
+            _effects,
+        )
         for fault in rule(tape)
     ]
 
 
 def _shapes(tape: Tape) -> Iterator[str]:
-    for name in ("operators", "storages", "events", "spans", "copies", "waits"):
+    for name in ("operators", "storages", "events", "spans", "copies", "waits", "weights", "collectives", "geometry"):
         lengths = {column.shape for column in getattr(tape, name).columns().values()}
         if len(lengths) > 1 or any(len(shape) != 1 for shape in lengths):
             yield f"the columns of {name} have different shapes: {sorted(lengths)}"
 
 
 def _names(tape: Tape) -> Iterator[str]:
-    for table, columns in ((tape.operators, ("name", "module", "line", "dtype")), (tape.spans, ("name",))):
+    for table, columns in (
+        (tape.operators, ("name", "module", "line", "dtype")),
+        (tape.spans, ("name",)),
+        (tape.weights, ("module",)),
+    ):
         for column in columns:
             indices = getattr(table, column)
             if len(indices) and not (indices.min() >= 0 and indices.max() < len(tape.strings)):
@@ -54,6 +72,7 @@ def _values(tape: Tape) -> Iterator[str]:
         (tape.spans.kind, SpanKind),
         (tape.copies.direction, CopyDirection),
         (tape.waits.kind, WaitKind),
+        (tape.collectives.kind, CollectiveKind),
     ):
         if not np.isin(column, list(allowed)).all():
             yield f"a value that is no {allowed.__name__}"
@@ -131,6 +150,44 @@ def _copies(tape: Tape) -> Iterator[str]:
         yield "a copy of a negative number of bytes"
 
 
+def _collectives(tape: Tape) -> Iterator[str]:
+    table = tape.collectives
+    if len(table) and not (table.operator.min() >= 0 and table.operator.max() < len(tape.operators)):
+        yield "a collective of an operator that does not exist"
+    if (np.diff(table.operator) <= 0).any():
+        yield "collectives that are out of order, or two of one operator"
+    if (table.num_bytes < 0).any():
+        yield "a collective of a negative number of bytes"
+    sizes = [len(ranks) for ranks in tape.communicators]
+    if any(
+        not 0 <= group < len(sizes) or sizes[group] != size
+        for group, size in zip(table.group, table.group_size, strict=True)
+    ):
+        yield "a collective of a group that does not exist, or has other members"
+    if not 0 <= tape.rank < tape.num_ranks or any(
+        max(ranks) >= tape.num_ranks for ranks in tape.communicators if ranks
+    ):
+        yield "a rank that does not exist"
+
+
+def _weights(tape: Tape) -> Iterator[str]:
+    storage = tape.weights.storage
+    if len(storage) and not (storage.min() >= 0 and storage.max() < len(tape.storages)):
+        yield "a weight in a storage that does not exist"
+
+
+def _geometry(tape: Tape) -> Iterator[str]:
+    geometry = tape.geometry
+    operator = geometry.operator
+    if len(operator) and not (operator.min() >= 0 and operator.max() < len(tape.operators)):
+        yield "sizes of an operator that does not exist"
+    if (np.diff(operator) <= 0).any():
+        yield "sizes that are out of order, or two of one operator"
+    for column in ("batch", "num_rows", "num_columns", "depth", "taps"):
+        if (getattr(geometry, column) < 0).any():
+            yield f"sizes with a negative {column}"
+
+
 def _waits(tape: Tape) -> Iterator[str]:
     waits = tape.waits
     if (np.diff(waits.operator) < 0).any():
@@ -143,7 +200,7 @@ def _waits(tape: Tape) -> Iterator[str]:
         yield "a wait of a stream without the stream, or another with one"
 
 
-_OF_EVENTS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_EVENT)
+_OF_EVENTS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_EVENT, WaitKind.HOST_UPDATES)
 _OF_STREAMS = (WaitKind.RECORD, WaitKind.STREAM_FOR_EVENT, WaitKind.HOST_FOR_STREAM, WaitKind.HOST_READS)
 
 

@@ -78,19 +78,21 @@ class Session:
 
     `loop` is the framework's object whose method computes the loss of a batch, a LightningModule or a Trainer, for techniques that are applied to
     that; else None. In the first `check_steps` calls after a technique was applied, its results are compared with plain ones; 0 on the virtual
-    GPU, where tensors have no values. `statistics` counts events (`loss head chunks`, `recomputed blocks`); `notes` are messages for the user.
+    GPU, where tensors have no values. `disk_folder` is where files of techniques go, by default TMPDIR. `statistics` counts events (`loss head chunks`, `recomputed blocks`); `notes` are messages for the user.
     Wrappers on the model refer to the `verdict`, and neither to the session nor to the model. `before` has the values, with their versions, that
-    tensors had before they were cast; they are dropped once the whole plan is applied.
+    tensors had before they were cast; they are dropped once the whole plan is applied. `shared` has, by type, what several techniques use together.
     """
 
     model: torch.nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     loop: Any = None
     check_steps: int = CHECK_STEPS
+    disk_folder: str | None = None
     statistics: Counter[str] = dataclasses.field(default_factory=Counter)
     notes: list[str] = dataclasses.field(default_factory=list)
     verdict: Verdict = dataclasses.field(default_factory=Verdict)
     before: dict[torch.Tensor, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
+    shared: dict[type, Any] = dataclasses.field(default_factory=dict)
     _is_guarded: bool = False
     _is_over: bool = False
     _undo: list[Undo] = dataclasses.field(default_factory=list)

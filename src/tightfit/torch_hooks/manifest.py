@@ -7,7 +7,7 @@ capture uses in its own child process is in `tightfit.capture.patches.manifest`,
 
 from functools import cache
 
-from tightfit.capture.patches.manifest import GRAPH_TASK_ID, IN_BOTH, RUN_BACKWARD, STORAGE_USES
+from tightfit.capture.patches.manifest import GRAPH_TASK_ID, IN_BOTH, MODULE_APPLY, RUN_BACKWARD, STORAGE_USES
 from tightfit.errors.private_names import Name, known, operators, require
 
 OPTIMIZER_INIT = known(
@@ -46,6 +46,9 @@ CUDA_IS_AVAILABLE = known(
 ACCUMULATE_GRAD = known(
     "torch._C:_functions.AccumulateGrad", "to tell the leaves of a graph from its other nodes", "torch_hooks"
 )
+NUM_DISPATCH_MODES = known(
+    "torch._C:_len_torch_dispatch_stack", "to leave a dispatch mode only where it is the innermost", "guarding"
+)
 KEEPS_GRAPH = known(
     "torch._C._autograd:_get_current_graph_task_keep_graph",
     "to tell whether a graph may be gone through once more",
@@ -73,10 +76,13 @@ SET_VERSIONS = known(
 )
 
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
-SAVED_DATA = known("torch._C._autograd:SavedTensor.data", _SAVED, "techniques")
+SAVED_DATA = known(
+    "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"
+)
 # What comes before the name of a derivative formula's input in a node's attribute (tools/autograd/gen_autograd_functions.py).
 SAVED_PREFIX = "_raw_saved_"
 SAVED_HOOK = known("torch._C._autograd:SavedTensor.unpack_hook", _SAVED, "techniques")
+KEPT_RESULT = known("torch.utils.checkpoint:_VersionWrapper", "to move what a selective checkpoint keeps", "techniques")
 TOP_SAVED_HOOKS = known(
     "torch._C._autograd:_top_saved_tensors_default_hooks",
     "to leave alone what is saved where the program has hooks of its own",
@@ -87,6 +93,7 @@ REPLACED = (
     RUN_BACKWARD,
     OPTIMIZER_INIT,
     MODULE_CALL,
+    MODULE_APPLY,
     LIGHTNING_STEP,
     PYTORCH_LIGHTNING_STEP,
     TRAINER_STEP,
@@ -99,10 +106,12 @@ READ = (
     ACCUMULATE_GRAD,
     GRAPH_TASK_ID,
     KEEPS_GRAPH,
+    KEPT_RESULT,
     SAVED_DATA,
     SAVED_HOOK,
     SET_VERSIONS,
     STORAGE_USES,
+    NUM_DISPATCH_MODES,
     TOP_SAVED_HOOKS,
 )
 
@@ -112,10 +121,15 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     known("torch.utils._pytree:keystr", "to name tensors among arguments", "runtime"),
     known("torch.utils._pytree:tree_flatten_with_path", "to name tensors among arguments", "runtime"),
     # Tensors without data, modes and operators.
-    known("torch._C:DisableTorchFunctionSubclass", "to run operators on lazy tensors", "techniques"),
+    known(
+        "torch._C:DisableTorchFunctionSubclass",
+        "to run operators on lazy tensors, and to look at tensors of a program's own classes",
+        "runtime techniques",
+    ),
     known(
         "torch:Tensor._make_wrapper_subclass", "to have tensors that are computed when they are needed", "techniques"
     ),
+    known("torch:Tensor._base", "to tell what a saved view is of", "engine"),
     # Autograd.
     known("torch._C._functorch:is_batchedtensor", "to refuse backward passes for many gradients at once", "techniques"),
     known(
@@ -133,6 +147,11 @@ IN_USERS_PROCESS: tuple[Name, ...] = (
     known(
         "torch.utils.checkpoint:_StopRecomputationError",
         "to tell a recomputation that ended early from an error",
+        "techniques",
+    ),
+    known(
+        "torch.autograd:Variable._execution_engine.queue_callback",
+        "to drop weights at the end of a backward pass",
         "techniques",
     ),
     # Tensors and storages.

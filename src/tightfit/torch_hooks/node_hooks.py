@@ -5,6 +5,7 @@ function in Python, which makes the dict that the node keeps them in; that dict 
 """
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,15 @@ from tightfit.torch_hooks.manifest import NODE_HOOK
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
 _hooks: "dict[int, weakref.ref[Any]]" = {}
+
+
+class _Own(threading.local):
+    """The hook of ours that this thread is about to register."""
+
+    hook: Any = None
+
+
+_own = _Own()
 
 
 class NodeHookOwner(Protocol):
@@ -31,6 +41,15 @@ def on_node_hooks(owner: NodeHookOwner) -> Leave:
         ApplyError: this torch has no such function.
     """
     return _REPLACED.enter(owner)
+
+
+def put_own_prehook(node: Any, hook: Callable[[Any], None]) -> None:
+    """Registers a hook of ours that runs before `node`, which changes no gradient: nobody is notified of it, and it counts as none."""
+    _own.hook = hook
+    try:
+        node.register_prehook(hook)
+    finally:
+        _own.hook = None
 
 
 def is_any_node_hooked() -> bool:
@@ -51,11 +70,12 @@ def _put(inner: Any, owners: Callable[[], list[NodeHookOwner]]) -> Any:
         told = owners()
         # `Module.register_full_backward_hook` puts a hook of torch's own on the nodes of its inputs and outputs
         # (torch/utils/hooks.py, `BackwardHook`), which the techniques know of from the module.
-        if not (isinstance(hook, types.FunctionType) and hook.__module__ == "torch.utils.hooks"):
+        is_own = hook is _own.hook
+        if not is_own and not (isinstance(hook, types.FunctionType) and hook.__module__ == "torch.utils.hooks"):
             for owner in told:
                 owner.before_node_hook(hook)
         made = registered(hooks, hook)
-        if told:
+        if told and not is_own:
             # An `OrderedDict`, unlike a plain dict, can be referred to weakly (torch/autograd/function.py,
             # `_HookMixin._register_hook`).
             _hooks[id(made[0])] = weakref.ref(made[0])

@@ -298,3 +298,12 @@ def host_tensors_move_to_the_card_under_inference_mode():
         assert all(tensor.is_cuda for tensor in moved)
         assert moved[1].dtype == torch.float16
         assert moved[2].is_contiguous(memory_format=torch.channels_last)
+
+
+def dropout_in_evaluation_copies_nothing_under_inference_mode():
+    with torch.inference_mode():
+        hidden = torch.randn(1 << 20, device="cuda")
+        before = torch.cuda.memory_allocated()
+        kept = torch.nn.functional.dropout(hidden, 0.1, training=False)
+        assert kept.data_ptr() == hidden.data_ptr() or torch.cuda.memory_allocated() == before
+        assert torch.cuda.max_memory_allocated() == before

@@ -1,6 +1,7 @@
 """The storages of virtual tensors, recorded as allocated and freed as the caching allocator would see it."""
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -56,6 +57,26 @@ class DeviceStorages:
         self._shadows.forget(reference.address)
         self._truths.forget(reference.address)
         self._recorder.free(reference.index)
+
+    def mark(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        """What was temporary, or saved for backward, of `tensors` counts as `category`."""
+        categories = self._recorder.storages["category"]
+        for index in map(self.index_of, tensors):
+            if index is not None and categories[index] in (Category.TEMPORARIES, Category.ACTIVATIONS):
+                categories[index] = category
+
+    def resize_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """A program has given a storage another size itself (`UntypedStorage.resize_`), as FSDP does to free the parameters that it has gathered."""
+        reference = self.references.get(storage._cdata)
+        if reference is not None:
+            self._freed(reference)
+        if num_bytes:
+            reference = StorageReference(storage, self._freed)
+            reference.address, reference.index = (
+                storage._cdata,
+                self._recorder.allocate(num_bytes, Category.COMMUNICATION),
+            )
+            self.references[storage._cdata] = reference
 
     def resize(self, tensor: torch.Tensor) -> None:
         """An operator may have given the storage of `tensor` another size."""

@@ -4,7 +4,9 @@ Those formulas count every score. The fused kernels leave out the tiles of score
 (Dao 2023, "FlashAttention-2", section 3.1; the kernels for memory-efficient and cuDNN attention do the same): of n x n tiles n (n + 1) / 2 are left.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -26,6 +28,8 @@ def formula(operator: OpOverload) -> Callable[..., int] | None:
     count = flop_registry.get(operator._overloadpacket)
     if count is None:
         return None
+    if operator is torch.ops.aten.convolution_backward.default:
+        return _convolution_backward
     if operator not in _CAUSAL:
         return _of_overload(operator, count)
     names = [argument.name for argument in operator._schema.arguments]
@@ -42,6 +46,17 @@ def formula(operator: OpOverload) -> Callable[..., int] | None:
         return round(whole * computed_share(queries.shape[-2], keys.shape[-2]))
 
     return counted
+
+
+def _convolution_backward(*args: Any, out_val: object = None) -> int:
+    """Each gradient takes the operations of the forward pass. torch's own formula counts that of a grouped weight as if there were no groups: 32 times too
+    much for a ResNeXt, as often as there are channels for a depthwise convolution.
+    """
+    gradient, _, weight = args[:3]
+    is_transposed, wanted = args[7], args[10]
+    pixels = (args[1] if is_transposed else gradient).shape
+    forward = 2 * weight.numel() * pixels[0] * math.prod(pixels[2:])
+    return forward * (bool(wanted[0]) + bool(wanted[1]))
 
 
 def _of_overload(operator: OpOverload, count: Callable[..., int]) -> Callable[..., int]:

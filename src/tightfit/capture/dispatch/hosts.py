@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 
 from tightfit.capture.observe.recorder import Recorder
 from tightfit.errors import faults
+from tightfit.tape import WaitKind
+from tightfit.units import KIB
 
 aten = torch.ops.aten
 
@@ -76,6 +78,19 @@ _COPIES = {
 }
 
 
+# An optimizer that runs on the host is the one work there that is priced: it takes as long as the memory of the host lets it.
+_UPDATES = {
+    getattr(aten, name).default: num_passes
+    # How often each list is read or written: parameters, gradients, states (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it).
+    for name, num_passes in {
+        "_fused_adam_": (2, 1, 2, 2, 2),
+        "_fused_adamw_": (2, 1, 2, 2, 2),
+        "_fused_sgd_": (2, 1, 2),
+        "_fused_adagrad_": (2, 1, 2),
+    }.items()
+}
+
+
 class HostMemory:
     """Runs operators on host tensors, except on blank ones, whose data does not matter."""
 
@@ -96,6 +111,8 @@ class HostMemory:
         if kwargs.get("pin_memory"):
             return self.pinned(self.run(operator, args, {**kwargs, "pin_memory": False}))
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if operator in _UPDATES and self._note_update(operator, args):
+            return None
         if first is not None and self._blank and self.is_blank(first):
             if operator in _FILLS or (operator is aten.copy_.default and self.is_blank(args[1])):
                 return first
@@ -116,6 +133,13 @@ class HostMemory:
             if operator in _FACTORIES:
                 self._set_blank(result)
         return result
+
+    def _note_update(self, operator: OpOverload, args: Sequence[Any]) -> bool:
+        """Notes an optimizer's fused update of host tensors; returns whether it is to be left out, since it is one of blank ones."""
+        updated = list(zip(_UPDATES[operator], args, strict=False))
+        num_bytes = sum(passes * tensor.nbytes for passes, tensors in updated for tensor in tensors)
+        self._recorder.wait(WaitKind.HOST_UPDATES, event=num_bytes // KIB)
+        return any(self.is_blank(tensor) for _, tensors in updated for tensor in tensors)
 
     def pinned_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Tensor.pin_memory`."""

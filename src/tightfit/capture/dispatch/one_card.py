@@ -1,4 +1,7 @@
-"""One card is simulated: a program that asks for a second one, or for a second process, gets an error of one line."""
+"""One card is simulated, of a process of a distributed program its own: a program that asks for a second one gets an error of one line.
+
+On the virtual GPU the card is always cuda:0; the process of local rank 3 may call its own cuda:3 as well.
+"""
 
 import os
 from typing import Any
@@ -10,30 +13,56 @@ from tightfit.capture.replace import replace
 from tightfit.errors import CaptureError
 from tightfit.errors.faults import hands_over
 
+_names: set[int] = {0}
+
+
+def also_named(index: int) -> None:
+    """The card answers to `cuda:INDEX` too."""
+    _names.add(index)
+
+
+def _index_of(device: Any) -> int | None:
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        return device.index if device.type == "cuda" else None
+    return device if isinstance(device, int) else None
+
 
 @hands_over
 def check(device: Any) -> None:
-    """Accepts `cuda` and `cuda:0`, in any form that a program may name them.
+    """Accepts `cuda` and `cuda:0`, in any form that a program may name them, and the card of a distributed process.
 
     Raises:
         CaptureError: it is another card.
     """
-    if isinstance(device, str):
-        device = torch.device(device)
-    if isinstance(device, torch.device):
-        index = device.index if device.type == "cuda" else None
-    else:
-        index = device if isinstance(device, int) else None
-    if index is not None and index > 0:
+    index = _index_of(device)
+    if index is not None and index > 0 and index not in _names:
+        own = " and ".join(f"cuda:{number}" for number in sorted(_names))
         raise CaptureError(
-            f"{user_line()} uses cuda:{index}, but one GPU is simulated, cuda:0; estimate the work of one GPU"
+            f"{user_line()} uses cuda:{index}, but one GPU is simulated, {own}; estimate the work of one GPU, or of one rank of several (--gpus, --rank)"
         )
 
 
+@hands_over
+def is_renamed(device: Any) -> bool:
+    """Whether `device` is the card under another name than cuda:0.
+
+    Raises:
+        CaptureError: it is another card.
+    """
+    check(device)
+    return bool(_index_of(device))
+
+
 def install() -> None:
-    """Patches `scatter`, which splits a batch among cards, and `init_process_group`."""
+    """Patches `scatter`, which splits a batch among cards."""
     # torch.nn.DataParallel scatters its inputs even with one card (torch/nn/parallel/comm.py, `scatter`).
     setattr(torch._C, "_scatter", lambda tensor, *_args: (tensor.to("cuda"),))  # noqa: B010 - a CPU build has no such name
+
+
+def one_process() -> None:
+    """Patches `init_process_group` of a program that is no distributed one."""
     if not torch.distributed.is_available():
         return
     begin = torch.distributed.init_process_group
@@ -44,7 +73,7 @@ def install() -> None:
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
             raise CaptureError(
-                f"{user_line()} joins {size} processes, but one GPU is simulated; run the script as one process (WORLD_SIZE=1)"
+                f"{user_line()} joins {size} processes, but one GPU is simulated; estimate one rank of them with --gpus {size}"
             )
         if kwargs.get("store") is None and init_method is None:
             # The default, `env://`, reads MASTER_ADDR and opens a port; one process alone needs neither.

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.dispatch.flops import formula
+from tightfit.capture.dispatch.geometry import Sizes, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class OperatorFacts:
     """`is_view`: returns aliases of the same storage and runs no kernel. `resizes`: may change the storage size of an argument.
 
     `is_composite`: is made of others and has no kernel of its own; it only arrives whole under `torch.inference_mode`.
-    `updates_lists`: one of `torch._foreach_*_`, which writes to its first list and returns nothing.
+    `flops` counts the operations of a call and `sizes` reads those of its product, where it is one. `updates_lists`: one of `torch._foreach_*_`, which writes to its first list and returns nothing.
     """
 
     name: str
@@ -28,6 +29,7 @@ class OperatorFacts:
     is_composite: bool
     updates_lists: bool
     flops: Callable[..., int] | None
+    sizes: Callable[[Sequence[Any], Any], Sizes | None] | None
 
 
 @functools.cache
@@ -52,6 +54,7 @@ def facts(operator: OpOverload) -> OperatorFacts:
         and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA),
         updates_lists=schema.name.startswith("aten::_foreach_") and not schema.returns,
         flops=formula(operator),
+        sizes=sizes_of(operator),
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What torch itself and torchvision define. Their operators have rules, or rules of ours.
 _OF_TORCH = frozenset(
-    ("aten", "prim", "prims", "c10d", "inductor", "mkldnn", "onednn", "quantized", "torchvision", "triton")
+    ("aten", "prim", "prims", "c10d", "fsdp", "inductor", "mkldnn", "onednn", "quantized", "torchvision", "triton")
 )
 # "c10d_functional", and the same with an underscore.
 _COLLECTIVES = ("c10d_", "_c10d")

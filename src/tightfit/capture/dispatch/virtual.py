@@ -5,6 +5,7 @@ own fake tensors, on the device type `cuda` itself, so that C++ composites, auto
 new storage is recorded, and recorded as freed when Python and autograd have dropped their last reference.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,12 @@ Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]],
 def _names_the_card(args: Sequence[Any]) -> bool:
     """Whether a device among the positional arguments is the card: `aten.to.device` has it there."""
     return any(isinstance(a, torch.device) and a.type == "cuda" for a in args)
+
+
+@functools.cache
+def _is_wrapper(kind: type) -> bool:
+    module = kind.__module__
+    return module.partition(".")[0] not in ("torch", "tightfit") or module.startswith("torch.distributed.")
 
 
 class _DtypeNames(dict["torch.dtype | None", int]):
@@ -82,7 +89,11 @@ class VirtualGpu(TorchDispatchMode):
         self.storages = DeviceStorages(recorder, self.shadows, self.truths)
         self.has_side_streams = False
         self.progress: Callable[[str, int], None] | None = None
+        self.on_backward_end: Callable[[], None] | None = None
         self.on_write: Callable[[Iterable[torch.Tensor]], None] | None = None  # called with each operator's targets
+        self.communication: dict[
+            OpOverload, Handler
+        ] = {}  # the operators of process groups, of tensors on the host too
         self._handlers = dict(handlers)
         self._kernels = kernels
         self._composites = composites
@@ -101,6 +112,9 @@ class VirtualGpu(TorchDispatchMode):
         # time").
         if func is _DEVICE_OF:
             return args[0].fake_device
+        # Tensors of libraries that wrap others, and sharded ones, take an operator apart themselves, into operators that come here again.
+        if any(map(_is_wrapper, types)):
+            return NotImplemented
         try:
             return self._dispatch(func, types, args, kwargs or {})
         except Exception as error:
@@ -108,12 +122,15 @@ class VirtualGpu(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        # Tensors of libraries that wrap others take an operator apart themselves, into operators that come here again.
-        if any(kind.__module__.partition(".")[0] not in ("torch", "tightfit") for kind in types):
-            return NotImplemented
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if fake is not None and fake is not self.fake:
+            # The program, or DTensor, asks for shapes alone. Such a mode is below all others, whenever it was entered.
+            return func(*args, **kwargs)
+        if self.communication and func in self.communication:
+            return self.communication[func](self, func, args, kwargs)
         device = kwargs.get("device")
-        if device is not None:
-            one_card.check(device)
+        if device is not None and one_card.is_renamed(device):
+            kwargs = {**kwargs, "device": CUDA}
         if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
@@ -125,6 +142,9 @@ class VirtualGpu(TorchDispatchMode):
 
     @faults.hands_over
     def _take_apart(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is aten.dropout.default and not (args[2] and args[1]):
+            # `at::dropout` returns its input then (aten/src/ATen/native/Dropout.cpp); torch's decomposition in Python copies it.
+            return args[0]
         replaced = self._composites.get(func)
         with self:
             return replaced(*args, **kwargs) if replaced else func.decompose(*args, **kwargs)
@@ -220,6 +240,10 @@ class VirtualGpu(TorchDispatchMode):
         module, line = self.attribution.locate()
         recorder = self.recorder
         recorder.operator(name, module, line, self._dtypes[dtype], flops, bytes_read, bytes_written)
+        if known.sizes is not None:
+            sizes = known.sizes(args, out)
+            if sizes is not None:
+                recorder.geometry.append((recorder.num_operators - 1, *sizes))
         if self.on_write is not None and known.is_mutable:
             self.on_write(written(func, args, kwargs))
         if self.progress is not None and not recorder.num_operators % _OPERATORS_BETWEEN_PROGRESS:

@@ -11,6 +11,7 @@ import site
 import sys
 import sysconfig
 import weakref
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 import torch
@@ -103,6 +104,11 @@ class Attribution:
         """The user's line as text, for an assumption."""
         index = self.line() or self.locate()[1]
         return self.recorder.texts[index] or "(a library)"
+
+    def weights(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """The parameters that the modules which were called hold themselves, each with the path of its module as an index of strings."""
+        for module, path in self._paths.items():
+            yield from ((parameter, path) for parameter in module._parameters.values() if parameter is not None)
 
     def path_of(self, module: torch.nn.Module) -> int:
         """The path of `module`, which is being called, as an index of strings."""

@@ -13,10 +13,13 @@ from tightfit.allocator.settings import AllocatorSettings
 from tightfit.tape import (
     Assumption,
     Category,
+    CollectiveKind,
+    Collectives,
     Copies,
     CopyDirection,
     EventKind,
     Events,
+    Geometry,
     Operators,
     Phase,
     Source,
@@ -49,6 +52,19 @@ class HostBytes:
         self.hold(0)
 
 
+class DiskBytes:
+    """The bytes of files that techniques keep tensors in, and their peak."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.peak_bytes = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Files have grown, or shrunk, by `num_bytes`."""
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
 class Recorder:
     """The trace so far. The hot methods are `operator`, `allocate` and `free`."""
 
@@ -66,6 +82,12 @@ class Recorder:
         self.copies: dict[str, list[int]] = {
             name: [] for name in ("operator", "direction", "is_pinned", "is_blocking", "num_bytes")
         }
+        self.collectives: dict[str, list[int]] = {
+            name: [] for name in ("operator", "kind", "num_bytes", "group", "group_size", "peer")
+        }
+        self.communicators: list[tuple[int, ...]] = []
+        self.world = (0, 1, 1)  # the rank that is traced, of how many, on how many nodes
+        self.geometry: list[tuple[int, ...]] = []  # rows of `Geometry`
         self.waits: dict[str, list[int]] = {name: [] for name in ("kind", "operator", "stream", "event")}
         self.spans: list[tuple[str, SpanKind, int, int]] = []  # name, kind, first event, first operator
         self.assumptions: dict[tuple[str, str], None] = {}
@@ -75,6 +97,7 @@ class Recorder:
         self.stream = 0
         self.is_in_thread = False  # of the program's own, beside the main one
         self.host = HostBytes()
+        self.disk = DiskBytes()
         self.loops: set[str] = set()  # whose loops ran backward passes; empty is the program's own
         # Bound once: dict lookups by name would be a good part of what a row costs.
         self._operator_columns = tuple(self.operators.values())
@@ -127,10 +150,21 @@ class Recorder:
         self._event(EventKind.SYNCHRONIZE, -1)
 
     def copy(self, direction: CopyDirection, num_bytes: int, *, is_pinned: bool, is_blocking: bool) -> None:
-        """The last operator is a copy between host and card."""
+        """The last operator is a copy between host and card, or between host and disk."""
         # What waits in a thread of the program's own keeps the main one from nothing.
         row = (self.num_operators - 1, direction, is_pinned, is_blocking and not self.is_in_thread, num_bytes)
         for column, value in zip(self.copies.values(), row, strict=True):
+            column.append(value)
+
+    def communicator(self, ranks: tuple[int, ...]) -> int:
+        """Notes that a group of these ranks communicates on cards; returns its number."""
+        self.communicators.append(ranks)
+        return len(self.communicators) - 1
+
+    def collective(self, kind: CollectiveKind, num_bytes: int, group: int, group_size: int, peer: int) -> None:
+        """The last operator is a collective."""
+        row = (self.num_operators - 1, kind, num_bytes, group, group_size, peer)
+        for column, value in zip(self.collectives.values(), row, strict=True):
             column.append(value)
 
     def wait(self, kind: WaitKind, *, stream: int = -1, event: int = -1) -> None:
@@ -191,9 +225,16 @@ def tape_of(recorder: Recorder, *, target: str, versions: Mapping[str, str], tra
         spans=Spans.from_columns(dict(zip(("name", "kind", "begin", "end"), columns, strict=True))),
         operators_of_steps=tuple(operators for _, kind, _, _, operators in kept if kind == SpanKind.STEP),
         copies=Copies.from_columns(recorder.copies),
+        geometry=Geometry.from_rows(recorder.geometry),
         waits=Waits.from_columns(recorder.waits),
+        collectives=Collectives.from_columns(recorder.collectives),
+        rank=recorder.world[0],
+        num_ranks=recorder.world[1],
+        num_nodes=recorder.world[2],
+        communicators=tuple(recorder.communicators),
         assumptions=tuple(Assumption(where=where, what=what) for where, what in recorder.assumptions),
         host_peak_bytes=recorder.host.peak_bytes,
+        disk_peak_bytes=recorder.disk.peak_bytes,
         pinned_peak_bytes=recorder.host.pinned.peak_reserved_bytes,
         pinned_tensor_bytes=recorder.host.pinned.peak_requested_bytes,
         # A program with both a framework's loop and its own has no one loop whose step a plan could split.

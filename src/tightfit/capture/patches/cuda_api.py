@@ -122,12 +122,16 @@ class MemoryApi:
 
 
 class CudaApi:
-    """The answers, as methods; `install` replaces torch's functions with them. `used_bytes` of the card are held by other processes."""
+    """The answers, as methods; `install` replaces torch's functions with them. `used_bytes` of the card are held by other processes;
+    the machine has `num_cards` of them, of which this process has one."""
 
-    def __init__(self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0) -> None:
+    def __init__(
+        self, recorder: Recorder, live: LiveMemory, device: Device, used_bytes: int = 0, num_cards: int = 1
+    ) -> None:
         self.memory = MemoryApi(recorder, live, device, used_bytes)
         self.recorder = recorder
         self.device = device
+        self.num_cards = num_cards
         self.properties = DeviceProperties(
             name=device.name if device.name.startswith(("NVIDIA", "AMD")) else f"NVIDIA {device.name}",
             major=device.compute_capability[0],
@@ -169,7 +173,7 @@ class CudaApi:
             # torch defers calls such as seeding until CUDA is initialised; here there is nothing to seed.
             "_lazy_call": lambda function, **_: None,
             "init": lambda: None,
-            "device_count": lambda: 1,
+            "device_count": lambda: self.num_cards,
             "current_device": lambda: 0,
             "set_device": one_card.check,
             "get_device_name": self.get_device_name,
@@ -203,7 +207,7 @@ class CudaApi:
     def _accelerator_answers(self) -> dict[str, Callable[..., Any]]:
         return {
             "is_available": lambda: True,
-            "device_count": lambda: 1,
+            "device_count": lambda: self.num_cards,
             "current_device_index": lambda: 0,
             "current_device_idx": lambda: 0,
             "current_accelerator": lambda check_available=False: torch.device("cuda"),

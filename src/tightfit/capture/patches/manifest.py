@@ -66,7 +66,15 @@ RUN_BACKWARD = known(
     "torch.autograd:_engine_run_backward", "to see backward passes begin and end", "capture/steps torch_hooks"
 )
 STORAGE_USES = known(
-    "torch._C:_storage_Use_Count", "to tell memory that somebody else has a view of", "capture/dispatch techniques"
+    "torch._C:_storage_Use_Count",
+    "to tell memory that somebody else has a view of",
+    "capture/dispatch engine techniques",
+)
+
+MODULE_APPLY = known(
+    "torch.nn:Module._apply",
+    "to keep parameters the same objects when a module moves, and at the host what a plan streams from there",
+    "capture/patches torch_hooks",
 )
 
 GRAPH_TASK_ID = known(
@@ -76,12 +84,13 @@ GRAPH_TASK_ID = known(
 IN_BOTH: tuple[Name, ...] = (
     RUN_BACKWARD,
     GRAPH_TASK_ID,
+    MODULE_APPLY,
     STORAGE_USES,
     # Tensors among arguments.
     known(
         "torch.utils._pytree:tree_leaves",
         "to find tensors among arguments",
-        "capture/dispatch capture/steps effects techniques",
+        "capture/dispatch capture/steps effects guarding techniques",
     ),
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
@@ -91,7 +100,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._ops:OpOverload",
         "to tell operators apart",
-        "capture/dispatch capture/kernels capture/observe capture/patches effects techniques",
+        "capture/collectives capture/dispatch capture/kernels capture/observe capture/patches effects techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",
@@ -101,7 +110,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch._subclasses.fake_tensor:FakeTensor",
         "to have tensors without data",
-        "capture/dispatch capture/patches capture/steps effects techniques",
+        "capture/collectives capture/dispatch capture/patches capture/steps effects engine techniques",
     ),
     known(
         "torch._subclasses.fake_tensor:FakeTensorMode",
@@ -115,7 +124,11 @@ IN_BOTH: tuple[Name, ...] = (
     ),
     known("torch.overrides:_get_current_function_mode_stack", "to see the modes around a call", "effects techniques"),
     known("torch.utils._device:DeviceContext", "to tell the mode of a default device", "effects"),
-    known("torch.utils._python_dispatch:TorchDispatchMode", "to see operators", "capture/dispatch effects runtime"),
+    known(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "to see operators",
+        "capture/dispatch effects guarding runtime",
+    ),
     known(
         "torch.utils._python_dispatch:_disable_current_modes",
         "to run operators of our own that no mode sees",
@@ -124,12 +137,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "to tell sharded and quantised tensors",
-        "capture/patches capture/steps effects techniques",
+        "capture/patches capture/steps effects engine guarding techniques",
     ),
     known(
         "torch:ops.aten.add.Tensor._schema",
         "to see what an operator reads and writes",
-        "capture/dispatch capture/kernels effects techniques",
+        "capture/collectives capture/dispatch capture/kernels effects guarding techniques",
     ),
     # Autograd.
     known(
@@ -151,13 +164,27 @@ IN_BOTH: tuple[Name, ...] = (
         "to find the autograd function of a node",
         "effects techniques",
     ),
+    known(
+        "torch._C:_functions.AccumulateGrad._sequence_nr",
+        "to find the forward operator of a backward node",
+        "capture/observe capture/steps techniques",
+    ),
+    known(
+        "torch.autograd:_get_sequence_nr",
+        "to find the forward operator of a backward node",
+        "capture/observe capture/steps techniques",
+    ),
     # Tensors and storages.
-    known("torch:Tensor._is_zerotensor", "to tell tensors without a storage", "effects"),
-    known("torch:Tensor._version", "to see whether a tensor was written to", "capture/steps effects techniques"),
+    known("torch:Tensor._is_zerotensor", "to tell tensors without a storage", "effects engine"),
+    known(
+        "torch:Tensor._version",
+        "to see whether a tensor was written to",
+        "capture/steps effects engine guarding techniques",
+    ),
     known(
         "torch:UntypedStorage._cdata",
         "to tell storages apart",
-        "capture/dispatch capture/patches capture/steps effects runtime techniques",
+        "capture/collectives capture/dispatch capture/patches capture/steps effects engine guarding runtime techniques",
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.module:_global_backward_hooks", "to see hooks on all modules", "effects"),
@@ -180,7 +207,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.nn:Module._parameters",
         "to see a module's own parameters",
-        "capture/patches capture/steps effects runtime techniques",
+        "capture/observe capture/patches capture/steps effects runtime techniques",
     ),
     known(
         "torch.optim.optimizer:Optimizer._optimizer_step_post_hooks",
@@ -256,16 +283,6 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch:ops.aten.add.Tensor._overloadpacket", "to count the FLOPs of an operator", "capture/dispatch"),
     # Autograd.
     known("torch._C:_current_autograd_node", "to find the backward node that is running", "capture/observe"),
-    known(
-        "torch._C:_functions.AccumulateGrad._sequence_nr",
-        "to find the forward operator of a backward node",
-        "capture/observe capture/steps",
-    ),
-    known(
-        "torch.autograd:_get_sequence_nr",
-        "to find the forward operator of a backward node",
-        "capture/observe capture/steps",
-    ),
     # Tensors and storages.
     known("torch._C:Generator", "to have random generators of a card", "capture/patches"),
     known("torch._C:TensorBase.data", "to keep a parameter the same object when it moves", "capture/patches"),
@@ -280,7 +297,6 @@ IN_CHILD: tuple[Name, ...] = (
     ),
     # Hooks and parts of modules, tensors and optimizers.
     known("torch.nn.modules.batchnorm:_NormBase", "to tell norms with running statistics", "capture/steps"),
-    known("torch.nn:Module._apply", "to keep parameters the same objects when a module moves", "capture/patches"),
     known(
         "torch.optim.optimizer:_foreach_supported_types",
         "to have virtual tensors updated as real ones are",
@@ -328,6 +344,27 @@ IN_CHILD: tuple[Name, ...] = (
         "to load the compiler only where it compiles",
         "capture/dispatch capture/patches",
         is_checked=False,
+    ),
+    # Process groups of a distributed program.
+    known("torch._C:_get_dispatch_mode", "to tell operators that only ask for shapes", "capture/dispatch"),
+    known("torch._C:_TorchDispatchModeKey.FAKE", "to tell operators that only ask for shapes", "capture/dispatch"),
+    *(
+        known(path, purpose, "capture/collectives", is_checked=False)
+        for path, purpose in (
+            ("torch._C:_jit_get_all_schemas", "to find the operators of collectives"),
+            ("torch._C._distributed_c10d:_create_work_from_future", "to return what a collective is waited for with"),
+            (
+                "torch.distributed.distributed_c10d:_new_process_group_helper",
+                "to have every process group be a fake one",
+            ),
+            ("torch.distributed.distributed_c10d:_resolve_process_group", "to find the group of a collective"),
+            ("torch.distributed.distributed_c10d:_world.pg_map", "to tell a program the backend that it asked for"),
+            ("torch.distributed:ProcessGroup._set_default_backend", "to have every process group be a fake one"),
+            ("torch.testing._internal.distributed:fake_pg", "to have every process group be a fake one"),
+            ("torch:ops._c10d_functional", "to follow collectives"),
+            ("torch:ops.c10d._allgather_base_", "to follow collectives"),
+            ("torch:ops.c10d._reduce_scatter_base_", "to follow collectives"),
+        )
     ),
     # Operators.
     *operators(

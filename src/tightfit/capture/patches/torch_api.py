@@ -222,6 +222,17 @@ def _install_tensor_methods(gpu: VirtualGpu) -> None:
         is_pinned=lambda self, *_args, **_kwargs: gpu.host.is_pinned(self),
     )
     replace(torch, Generator=Generator)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        resized = resize(self, size)
+        # No operator, so that no mode sees it.
+        if self.device.type == "meta" and self.nbytes() != before:
+            gpu.storages.resize_storage(self, self.nbytes())
+        return resized
+
+    replace(torch.UntypedStorage, resize_=resize_)
 
 
 def _install_reading(gpu: VirtualGpu) -> None:

@@ -28,9 +28,10 @@ class CategoryMarks:
     def _mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         categories, index_of = self._gpu.recorder.storages["category"], self._gpu.storages.index_of
         for tensor in tensors:
-            index = None if tensor is None else index_of(tensor)
-            if index is not None:
-                categories[index] = category
+            for part in () if tensor is None else _with_inner(tensor):
+                index = index_of(part)
+                if index is not None:
+                    categories[index] = category
 
     def watch_leaves(self, losses: Iterable[torch.Tensor]) -> None:
         """A script without optimizers and modules has parameters too: the leaves that its gradients are accumulated in."""
@@ -65,8 +66,7 @@ class CategoryMarks:
         """Marks the states of an optimizer."""
         # Of the dict's own class: states that are kept in another form would be made ordinary ones by who asks their own class.
         values = itertools.chain.from_iterable(dict.values(s) for s in optimizer.state.values() if isinstance(s, dict))
-        tensors = (v for v in values if isinstance(v, torch.Tensor))
-        self._mark(itertools.chain.from_iterable(map(_with_inner, tensors)), Category.OPTIMIZER_STATE)
+        self._mark((v for v in values if isinstance(v, torch.Tensor)), Category.OPTIMIZER_STATE)
 
     def mark_all(self) -> None:
         """Marks the parameters of all modules that there are, the states of optimizers, and gradients."""

@@ -79,6 +79,8 @@ class StepHooks:
                 return run_backward(*args, **kwargs)
             finally:
                 modules[:] = around
+                if self._gpu.on_backward_end is not None:
+                    self._gpu.on_backward_end()
                 goes_on = outer == Phase.OPTIMIZER or (outer == Phase.FORWARD and bool(around))
                 recorder.phase = outer if goes_on else Phase.OTHER
                 self._marks.begin_forward()

@@ -6,7 +6,7 @@ import numpy as np
 
 from tightfit.analysis.accumulations import ADVICE_ON_GROWTH, Accumulation, accumulations_from, advice_on_accumulation
 from tightfit.diagnosis.growth import growing_sites
-from tightfit.diagnosis.timeline import saved_bytes, steps_of
+from tightfit.diagnosis.step_spans import saved_bytes, steps_of
 from tightfit.planner.suggestion import Suggestion
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import History

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tightfit.diagnosis.step_spans import NO_STEP, saved_bytes, step_numbers, steps_of
 from tightfit.diagnosis.suggestions.from_growth import suggestions_on_growth
-from tightfit.diagnosis.timeline import NO_STEP, saved_bytes, step_numbers, steps_of
 from tightfit.planner.suggestion import Suggestion
 from tightfit.recordings.frames import AllocationSite
 from tightfit.simulate.history import CATEGORIES, History

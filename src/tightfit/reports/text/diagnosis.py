@@ -42,6 +42,7 @@ class DiagnosisText:
             *_holders(diagnosis, width),
             *_steps(diagnosis, width),
             *_growth(diagnosis, width),
+            *_leaks(diagnosis),
             *_fragmentation(diagnosis, width),
             *_settings(diagnosis, width),
             *_remedies(diagnosis),
@@ -187,6 +188,13 @@ def _steps(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if len(steps) > NUM_STEPS:
         rows.append((f"and {len(steps) - NUM_STEPS} more", "", "", ""))
     yield fitted(columns, rows, width, title="step by step")
+
+
+def _leaks(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Who holds what grows."""
+    shown = _stripped(diagnosis)
+    for leak in diagnosis.leaks:
+        yield Text.assemble((leak.cause, "bold"), leak.explain(shown).removeprefix(leak.cause))
 
 
 def _growth(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type of as many bytes as an element has."""
@@ -38,7 +39,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
 
 def _sums(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.Tensor]:
     found: dict[torch.device, list[torch.Tensor]] = {}
-    with torch.no_grad(), torch.inference_mode(mode=False):
+    # A mode sees a number that autograd has saved (`2.5 * hidden`) as that number, of which there is no sum.
+    with _disable_current_modes(), torch.no_grad(), torch.inference_mode(mode=False):
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta" and not tensor.is_nested:
                 found.setdefault(tensor.device, []).append(_sum_of_bits(tensor))

@@ -16,7 +16,7 @@ from tightfit.techniques.lazy_tensors.deferred_gradients import (
 )
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import told_of_gradients
-from tightfit.techniques.optimizer.optimizer_steps import update_within_step
+from tightfit.techniques.optimizer.updates.optimizer_steps import update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 from tightfit.torch_hooks.backward import BackwardPass, on_backward

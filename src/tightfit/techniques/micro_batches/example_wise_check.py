@@ -17,11 +17,10 @@ from tightfit.effects.independence.row_proof import Computation, FollowedRun, Le
 from tightfit.effects.independence.row_states import Mixed, loss_state
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.totals import ROWS, Total
-from tightfit.effects.state import RegionState, Snapshot, differences, restore
+from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
 from tightfit.techniques.micro_batches.loss_means import LossWatch, Term
 from tightfit.techniques.micro_batches.split_outputs import find_loss, items_of
-from tightfit.techniques.tiling.tile_checks import structural
 from tightfit.techniques.wrappers.first_order import Refuse
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
@@ -86,7 +85,7 @@ class BatchProofs:
         return found
 
     def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
-        found = structural(before, now)
+        found = structural_differences(before, now)
         if not found:
             return False
         model = self._owner()

@@ -1,21 +1,24 @@
-"""Activation offload: what a block saves for backward waits in host memory, and comes back before its backward pass.
+"""Activation offload: what a block saves for backward waits in host memory or on disk, and comes back before its backward pass.
 
 Rhu et al., "vDNN" (arXiv:1602.08124), per block of the module tree and by storage: a storage that is saved several times, or as views, moves once, and
-parameters not at all. The copies run beside the blocks that follow and precede, so they cost time only where the link is slower than a block.
+parameters not at all. The copies run beside the blocks that follow and precede, so they cost time only where the link is slower than a block: each
+block has an option that moves all of it, and where that does not hide, one that moves as much as does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from tightfit.analysis.modules import ModuleCall, ModuleCalls
+from tightfit.analysis.hidden_copies import copy_time, following_block, movable
+from tightfit.analysis.moved_sizes import MovedSizes, Sizes, bytes_of, largest_hidden, selection_settings
 from tightfit.analysis.profile import Profile
 from tightfit.analysis.recomputable import RecomputableBlock
-from tightfit.cost.copies import copy_seconds
-from tightfit.planner.option import Change, Option
+from tightfit.analysis.relative_places import relative_place
+from tightfit.engine.disk_sizes import buffer_bytes_for, in_pages
+from tightfit.planner.option import Option
 from tightfit.tape import Column
-from tightfit.techniques.offload.relative_places import relative_place
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 if TYPE_CHECKING:
@@ -24,26 +27,23 @@ if TYPE_CHECKING:
 # Storages below these, together, are not worth a copy each.
 _SMALLEST_SHARE = 0.02
 _SMALLEST_BYTES = 1 << 20
-# Parts of the slab begin at multiples of this.
-_ALIGNMENT = 512
 
 
 @final
 class ActivationOffload(AbstractTechnique):
-    """Trades host memory and traffic on the link for everything that a block saves for backward."""
+    """Trades host memory or disk, and traffic on the link, for what a block saves for backward, or for as much of it as the next block hides."""
 
     name = "activation_offload"
     exact = True
     exactness = "bit for bit: the same values are copied to the host and back"
 
     def options(self, profile: Profile) -> Iterable[Option]:
-        """One option for each block that another one follows; it shares slots with the modules inside and around it."""
+        """For each block that another one follows, all of it and what hides, to the host and to disk; they share slots with the modules inside and around it."""
         for block in profile.blocks:
-            following = _following(profile, block)
+            following = following_block(profile, block)
             if following is not None:
-                found = _option(self.name, profile, block, following)
-                if found is not None:
-                    yield found
+                for to_disk in (False, True):
+                    yield from _options(self.name, profile, block, following, to_disk=to_disk)
 
     def apply(self, session: "Session", chosen: Sequence[Choice]) -> None:
         """Wraps the forward of each block, and of each that follows one."""
@@ -52,51 +52,59 @@ class ActivationOffload(AbstractTechnique):
         apply_activation_offload(session, chosen)
 
 
-def _following(profile: Profile, block: RecomputableBlock) -> RecomputableBlock | None:
-    """The block whose calls come next after those of `block` and contain none of them; the outermost one."""
-    found, begins = None, None
-    for other in profile.blocks:
-        if len(other.calls) != len(block.calls) or other.slots & block.slots:
-            continue
-        pairs = list(zip(block.calls, other.calls, strict=True))
-        if not all(one.end <= after.begin and after.back_begin < one.back_begin for one, after in pairs):
-            continue
-        # Blocks are in order, the outermost first.
-        if begins is None or other.calls[0].begin < begins:
-            found, begins = other, other.calls[0].begin
-    return found
+def _options(
+    technique: str, profile: Profile, block: RecomputableBlock, following: RecomputableBlock, *, to_disk: bool
+) -> Iterator[Option]:
+    sizes = profile.tape.storages.num_bytes
+    smallest = _smallest(sizes[block.calls[-1].saved])
+    pairs = list(zip(block.calls, following.calls, strict=True))
+    there = [_large(sizes[movable(profile, call, after)], smallest) for call, after in pairs]
+    if not any(there):
+        return
+    yield _option(technique, profile, block, following, there, smallest, 1.0, to_disk=to_disk)
+    hidden = largest_hidden(there[-1], [copy_time(profile, after, to_disk=to_disk) for after in following.calls])
+    if hidden.total() and hidden != there[-1]:
+        # Calls of one block that save other sizes move as many of those as there are.
+        found = [hidden & each for each in there]
+        saved = bytes_of(_large(sizes[block.calls[-1].saved], smallest))
+        share = bytes_of(hidden) / max(1, saved)
+        yield _option(technique, profile, block, following, found, smallest, share, to_disk=to_disk)
 
 
-def _option(technique: str, profile: Profile, block: RecomputableBlock, following: RecomputableBlock) -> Option | None:
-    modules, tape = profile.modules, profile.tape
-    smallest = _smallest(tape.storages.num_bytes[block.calls[-1].saved])
-    changes: list[Change] = []
-    seconds, host_bytes = 0.0, 0
-    for call, after in zip(block.calls, following.calls, strict=True):
-        moved = _moved(modules, call, smallest)
-        num_bytes = modules.bytes_of(moved)
-        # Its memory is free once the block that follows is over, and taken again when the backward pass comes to that one.
-        changes.append(Change(begin=after.end_event, end=after.back_event, num_bytes=-num_bytes))
-        seconds += _not_hidden(profile, num_bytes, after)
-        host_bytes += int((-(-tape.storages.num_bytes[moved] // _ALIGNMENT) * _ALIGNMENT).sum())
-    if not any(change.num_bytes for change in changes):
-        return None
-    # Of several rounds of a step each gives its host memory back before the next.
-    calls_at_once = -(-len(block.calls) // max(1, modules.num_rounds))
+def _option(
+    technique: str,
+    profile: Profile,
+    block: RecomputableBlock,
+    following: RecomputableBlock,
+    sizes: Sequence[Sizes],
+    smallest: int,
+    share: float,
+    *,
+    to_disk: bool,
+) -> Option:
+    """The option of moving these sizes of each call."""
+    moved = MovedSizes(profile, block, following, sizes, to_disk=to_disk)
+    host_bytes, disk_bytes = moved.bytes_away(), 0
+    if to_disk:
+        host_bytes, disk_bytes = buffer_bytes_for(host_bytes), in_pages(host_bytes)
+    kind = "all" if share == 1.0 else "hidden"
     return Option(
         technique=technique,
         where=block.path,
-        equivalence_class=f"{technique}:{block.equivalence_class}:{following.equivalence_class}",
+        equivalence_class=f"{technique}:{kind}:{block.equivalence_class}:{following.equivalence_class}:{'disk' * to_disk}",
         settings={
             "following": relative_place(block.path, following.path),
             "smallest_bytes": smallest,
-            "host_bytes": -(-host_bytes * calls_at_once // len(block.calls)),
+            **selection_settings(sizes[-1], share),
+            "host_bytes": host_bytes,
+            **({"tier": "disk", "disk_bytes": disk_bytes} if to_disk else {}),
         },
-        changes=tuple(changes),
-        seconds=seconds / profile.num_steps,
+        changes=tuple(moved.changes()),
+        seconds=moved.exposed_seconds(),
         exact=True,
         slots=block.slots,
-        host_bytes=-(-host_bytes * calls_at_once // len(block.calls)),
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
     )
 
 
@@ -109,17 +117,5 @@ def _smallest(num_bytes: Column) -> int:
     return min(_SMALLEST_BYTES, int(ordered[min(left, len(ordered) - 1)]))
 
 
-def _moved(modules: ModuleCalls, call: ModuleCall, smallest: int) -> Column:
-    """The storages that move: what the call saves, and its input, where nothing else has them when the next block is over."""
-    moved = call.saved[modules.tape.storages.num_bytes[call.saved] >= smallest]
-    # What lives on after the backward pass of the call is the program's own.
-    return moved[modules.freed_at[moved] <= call.back_end_event]
-
-
-def _not_hidden(profile: Profile, num_bytes: int, after: ModuleCall) -> float:
-    """Seconds of the copies to the host and back that the block beside them does not hide."""
-    out = copy_seconds(num_bytes, profile.device, to_card=False)
-    back = copy_seconds(num_bytes, profile.device, to_card=True)
-    forward = float(profile.seconds[after.begin : after.end].sum())
-    backward = float(profile.seconds[after.back_begin : after.back_end].sum())
-    return max(0.0, out - forward) + max(0.0, back - backward)
+def _large(num_bytes: Column, smallest: int) -> Sizes:
+    return Counter(num_bytes[num_bytes >= smallest].tolist())

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tightfit.techniques.optimizer.quantized_states import encode_states
-from tightfit.techniques.optimizer.state_codecs import FactoredCodec
+from tightfit.techniques.optimizer.states.quantized_states import encode_states
+from tightfit.techniques.optimizer.states.state_codecs import FactoredCodec
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 

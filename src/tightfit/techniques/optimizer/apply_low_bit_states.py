@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from tightfit.techniques.optimizer.bitsandbytes_codec import BitsandbytesCodec
-from tightfit.techniques.optimizer.quantized_states import encode_states
-from tightfit.techniques.optimizer.state_codecs import AbstractCodec, BlockCodec
+from tightfit.techniques.optimizer.states.bitsandbytes_codec import BitsandbytesCodec
+from tightfit.techniques.optimizer.states.quantized_states import encode_states
+from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, BlockCodec
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 

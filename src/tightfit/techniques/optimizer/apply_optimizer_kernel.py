@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tightfit.techniques.optimizer.optimizer_kernels import Kernel, check_kernel, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel, check_kernel, set_kernel
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 

@@ -2,22 +2,30 @@
 
 from collections.abc import Sequence
 
-from tightfit.engine.host_slab import unregister_gone
+from tightfit.engine.disk_file import close_gone
+from tightfit.engine.host_slab import HostSlab, unregister_gone
+from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
-from tightfit.techniques.optimizer.host_codec import HostCodec
-from tightfit.techniques.optimizer.quantized_states import encode_states
-from tightfit.techniques.optimizer.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
+from tightfit.techniques.optimizer.at_host.host_updates import HostUpdates
+from tightfit.techniques.optimizer.states.quantized_states import encode_states
+from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
+from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
+_LOST = "; the step is not complete, and what the optimizer had there is lost: load the last checkpoint"
+UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 
 def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
     """Replaces the optimizers' steps.
 
     Raises:
-        ApplyError: the parameters are on several devices, the host has too little memory, or an optimizer cannot be stepped parameter by parameter.
+        ApplyError: the parameters are on several devices, the host has too little memory or the disk too little space, or an optimizer cannot be stepped parameter by
+            parameter.
     """
     (choice,) = chosen
     held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -26,12 +34,43 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")
     device = devices.pop()
+    on_host = choice.settings.get("executor", "card") == "host"
+    if on_host:
+        _check_updates_on_host(session, choice)
     least = int(choice.settings.get("least_elements", MIN_NUMBERS))
-    codec = HostCodec(device, int(choice.settings["host_bytes"]), least_elements=least)
-    # Undone last, when no state is at the host any more.
+    _, on_disk = by_tier(chosen)
+    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", _LOST)
+    codec = HostCodec(device, int(choice.settings["host_bytes"]), least_elements=least, disk=disk)
+    slab = codec.slab
+    # Undone last, when no state is at the host or on disk any more.
     session.when_undone(unregister_gone)
-    encode_states(session, codec, _NAME, choice.settings)
-    if device.type == "cuda" and not codec.slab.is_registered:
-        session.notes.append(
-            "the host memory for optimizer states could not be page-locked (a limit on locked memory?): copies will be slow"
+    session.when_undone(close_gone)
+    # Plans of before have no window: nothing is brought ahead.
+    window = choice.settings.get("window_bytes")
+    encode_states(
+        session,
+        codec,
+        _NAME,
+        choice.settings,
+        window_bytes=None if window is None else int(window),
+        elsewhere=(lambda optimizer: HostUpdates(optimizer, slab, codec.copies))
+        if isinstance(slab, HostSlab) and on_host
+        else None,
+    )
+    session.notes.extend(notes_on(device, [slab], "optimizer states"))
+
+
+def _check_updates_on_host(session: Session, choice: Choice) -> None:
+    for optimizer in session.optimizers:
+        if type(optimizer).__name__ not in UPDATED_ON_HOST:
+            raise ApplyError(
+                f"{type(optimizer).__name__} has no fused implementation for the host's processor; leave executor=host out of the plan"
+            )
+    if choice.settings.get("tier") == "disk":
+        raise ApplyError(
+            "parameters are updated on the host where their states are in its memory, not on disk; leave executor=host or tier=disk out of the plan"
+        )
+    if UpdateSettings.of(choice.settings).in_backward:
+        raise ApplyError(
+            "parameters that are updated on the host are not updated in the backward pass; leave one of the two out of the plan"
         )

@@ -10,7 +10,7 @@ from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
+from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:

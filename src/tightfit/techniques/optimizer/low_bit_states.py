@@ -1,4 +1,4 @@
-"""Quantised optimizer states: 8 or 4 bits between steps; see `tightfit.techniques.optimizer.state_codecs` for the format and its sources.
+"""Quantised optimizer states: 8 or 4 bits between steps; see `tightfit.techniques.optimizer.states.state_codecs` for the format and its sources.
 
 Nothing has to be installed: quantisation uses torch operators. If bitsandbytes is installed, its kernels can be used for 8 bits.
 """
@@ -10,8 +10,8 @@ from tightfit.analysis.gradient_readers import updates_in_backward
 from tightfit.analysis.optimizer_algorithm import family_of
 from tightfit.analysis.profile import Profile
 from tightfit.planner.option import Option
-from tightfit.techniques.optimizer.quantized_state_options import Coding, coded_options
-from tightfit.techniques.optimizer.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
+from tightfit.techniques.optimizer.states.quantized_state_options import Coding, coded_options
+from tightfit.techniques.optimizer.states.state_sizes import BLOCK_SIZE, LIBRARY, is_installed
 from tightfit.techniques.technique import AbstractTechnique, Choice, Needs
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tightfit.planner.option import Change, Option
 from tightfit.techniques.technique import AbstractTechnique, Choice
 
 if TYPE_CHECKING:
-    from tightfit.techniques.optimizer.optimizer_kernels import Kernel
+    from tightfit.techniques.optimizer.updates.optimizer_kernels import Kernel
     from tightfit.techniques.session import Session
 
 # A fused kernel takes the addresses of a limited number of tensors (ATen/native/cuda/MultiTensorApply.cuh: 30 to 110, by how many lists).

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from tightfit.effects.reach import reach_of
+from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
-from tightfit.techniques.optimizer.optimizer_steps import check_separable, update_within_step
+from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_within_step
 from tightfit.techniques.precision.casts import cast, cast_results
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session
@@ -36,6 +39,10 @@ def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
     if any(p.grad is not None and p.grad._is_view() for p in lowered):
         raise ApplyError(
             "gradients are views of a buffer of the script's own, which stays in float32; leave pure_bf16 out of the plan"
+        )
+    if shared := _shared(session, lowered):
+        raise ApplyError(
+            f"{shared} shares its memory with a tensor that is not cast with it; leave pure_bf16 out of the plan"
         )
     # Setting `.data` of another dtype drops the parameter's AccumulateGrad node (`VariableHooks::set_data`,
     # torch/csrc/autograd/variable.cpp): hooks on the old one would never be called again.
@@ -63,6 +70,23 @@ def apply_pure_bf16(session: Session, chosen: Sequence[Choice]) -> None:
         session.set(optimizer, "__deepcopy__", _refuse_copy)
         session.set(optimizer, "__reduce_ex__", _refuse_copy)
     session.notes.append("checkpoints of the model are in bfloat16 while pure_bf16 is on")
+
+
+def _shared(session: Session, lowered: Mapping[torch.Tensor, None]) -> str:
+    """The first parameter or buffer whose memory another tensor reads: an optimizer's flat parameter, or a view that the model keeps."""
+    model = session.model
+    cast_too = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    held = [p for o in session.optimizers for group in o.param_groups for p in group["params"]]
+    held += reach_of(model).tensors
+    others = {_address(tensor) for tensor in held if id(tensor) not in cast_too and has_values(tensor)} - {0}
+    named = [(n, p) for n, p in model.named_parameters() if p in lowered]
+    named += [(n, b) for n, b in model.named_buffers() if b.dtype == torch.float32]
+    return next((n for n, tensor in named if has_values(tensor) and _address(tensor) in others), "")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the storage of a tensor lies; 0 for what has none of torch's own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and not is_lazy(tensor) else 0
 
 
 def _in_bfloat16(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

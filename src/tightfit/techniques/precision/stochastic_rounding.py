@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tightfit.techniques.optimizer.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
+from tightfit.techniques.optimizer.updates.optimizer_steps import beside, groups_by_parameter, step_of, update_alone
 from tightfit.techniques.precision.lower_precision import Rounding
 
 _BITS_CUT_OFF = 16  # float32 has 24 significant bits, bfloat16 the upper 8 of them

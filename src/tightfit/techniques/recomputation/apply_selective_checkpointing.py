@@ -23,7 +23,7 @@ def apply_selective_checkpointing(session: Session, chosen: Sequence[Choice]) ->
     """Wraps the forward of each block."""
     modules = check_each(chosen, lambda c: (session.module(c.where), frozenset(c.settings["keep"])))
     for choice, (module, keep) in zip(chosen, modules, strict=True):
-        contexts = functools.partial(_contexts, keep)
+        contexts = functools.partial(keeping_contexts, keep)
         around = Recomputed(
             module,
             where=choice.where,
@@ -35,7 +35,7 @@ def apply_selective_checkpointing(session: Session, chosen: Sequence[Choice]) ->
         session.wrap_forward(module, around)
 
 
-def _contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def keeping_contexts(keep: frozenset[int]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a forward and its second run: each counts its products, and those whose number is in `keep` are saved."""
     counts: Counter[bool] = Counter()
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from tightfit.techniques.recomputation.recompute import Recomputed
-from tightfit.techniques.recomputation.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.wrappers.sequential_ranges import MakeRunner, Runner, check_sequential, put_range
 
 _NAME = "sequential_checkpointing"
 

@@ -38,6 +38,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
     with_replaced,
 )
+from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.recompute_checks import CheckSchedule, InnerModules, StoredTensors
 from tightfit.techniques.session import CHECK_STEPS, Verdict
@@ -421,9 +422,18 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _is_replaceable(before: Snapshot, tensor: torch.Tensor) -> bool:
-    """Whether a restorable container holds the tensor, so that a second run can be given another one."""
+    """Whether a restorable container holds the tensor, so that a second run can be given another one; not if numpy sees its memory too."""
+    if any(_shares(tensor, *each.memory) for each in before.reach.drawn):
+        return False
     contents = (content.values() if isinstance(content, dict) else content for content in before.contents)
     return any(value is tensor for values in contents for value in values)
+
+
+def _shares(tensor: torch.Tensor, address: int, num_bytes: int) -> bool:
+    if not num_bytes or tensor.device.type != "cpu" or not has_values(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    return address < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < address + num_bytes
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 
 from tightfit.effects.fingerprints import paused
-from tightfit.effects.state import RegionState, Snapshot
+from tightfit.effects.state import RegionState, Snapshot, structural_differences
 from tightfit.effects.value_checks import bound_for, difference, has_values
 from tightfit.errors import ApplyError
-from tightfit.techniques.recomputation.sequential_ranges import check_sequential, put_range
 from tightfit.techniques.session import Session, Verdict
 from tightfit.techniques.technique import Choice, check_each
 from tightfit.techniques.tiling.halos import AxisLayer, flat, layers_along, length_within, paths, run_step
-from tightfit.techniques.tiling.tile_checks import structural
 from tightfit.techniques.tiling.tile_function import Tile, Tiling, run_tiled
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import are_forwards_plain
+from tightfit.techniques.wrappers.sequential_ranges import check_sequential, put_range
 
 _NAME = "tiled_convolutions"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -140,7 +139,7 @@ class _Slabs:
             raise self._refusal(f"a slab of a chain differs from the chain itself by {differs:.2g} of its norm")
 
     def _changed(self, before: Snapshot) -> str:
-        found = structural(before, self._state.snapshot(self._chain, is_kept=True))
+        found = structural_differences(before, self._state.snapshot(self._chain, is_kept=True))
         return str(found[0]) if found else ""
 
     def _refusal(self, why: str) -> ApplyError:

@@ -9,7 +9,7 @@ import torch
 from tightfit.effects.code import Code
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.independence.rows import Mixes
-from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
+from tightfit.effects.state import RegionState, Snapshot, structural_differences
 from tightfit.effects.value_checks import halves_differ, has_values
 from tightfit.techniques.tiling.tile_function import Tile
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
@@ -48,7 +48,7 @@ class TileProofs:
         if hooked:
             raise self._refuse(f"has a hook on the gradient of {hooked[0]}, which would see each tile's")
         is_new = self._code is None or not self._code.is_same()
-        if is_new or key != self._key or self._before is None or structural(self._before, now):
+        if is_new or key != self._key or self._before is None or structural_differences(self._before, now):
             part = tiles[0].of(value.detach(), dim)
 
             def first_call() -> None:
@@ -75,18 +75,13 @@ class TileProofs:
             return "the code of the module was replaced"
         if any(p._backward_hooks for p in self._owner().parameters()):
             return "a hook was put on a gradient"
-        found = structural(then, self._state.snapshot(self._owner(), is_kept=True))
+        found = structural_differences(then, self._state.snapshot(self._owner(), is_kept=True))
         return str(found[0]) if found else ""
 
     def _owner(self) -> torch.nn.Module:
         module = self._module()
         assert module is not None
         return module
-
-
-def structural(before: Snapshot, after: Snapshot) -> list[StateDifference]:
-    """The changes except values of tensors, which an optimizer changes in every step, and random states, which other code draws from."""
-    return [d for d in differences(before, after) if not d.is_in_place and d.what != "was drawn from"]
 
 
 def _key(value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any) -> Any:

@@ -1,0 +1,106 @@
+"""When the blocks of a model use their weights, in a run whose weights come one block ahead and leave afterwards.
+
+A block is a numbered module (a layer of a list), the outermost one. Its uses are the ranges of operators of its forward passes and of its part of the
+backward passes. Weights that are trained, or that other modules hold too, are none of the block's.
+"""
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tightfit.tape import Column, Phase
+
+if TYPE_CHECKING:
+    from tightfit.analysis.profile import Profile
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUse:
+    """The operators `[begin, end)` that use the weights of the block number `block`. With `is_ahead` they come beside the use before, which is one of
+    another block; otherwise they come when this begins."""
+
+    block: int
+    is_backward: bool
+    begin: int
+    end: int
+    is_ahead: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBlock:
+    """A block that has weights which are not trained: their storages, and its place."""
+
+    path: str
+    storages: Column
+
+
+class StreamedUses:
+    """The blocks of a run in the order of their first forward pass, and the uses of their weights in order."""
+
+    def __init__(self, profile: "Profile") -> None:
+        self._tape = tape = profile.tape
+        paths = list(dict.fromkeys(filter(None, (_block_of(tape.strings[m]) for m in tape.weights.module.tolist()))))
+        number_of = {path: number for number, path in enumerate(paths)}
+        # The block of each string that is a module, -1 for none.
+        of_string = np.array([number_of.get(_block_of(text), -1) for text in tape.strings], dtype=np.int64)
+        block, phase = of_string[tape.operators.module], tape.operators.phase
+        at = np.flatnonzero((block >= 0) & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)))
+        self.uses = tuple(_ordered(_runs(at, block[at], phase[at] == Phase.BACKWARD)))
+        order = list(dict.fromkeys(use.block for use in self.uses if not use.is_backward))
+        self.blocks = {number: self._weights(paths[number], number, of_string) for number in order}
+
+    def _weights(self, path: str, number: int, of_string: Column) -> WeightBlock:
+        weights = self._tape.weights
+        inside = of_string[weights.module] == number
+        others = set(weights.storage[~inside | weights.is_trained].tolist())
+        own = [storage for storage in np.unique(weights.storage[inside]).tolist() if storage not in others]
+        return WeightBlock(path=path, storages=np.array(own, dtype=np.int64))
+
+    def on_card(self, block: int) -> list[tuple[int, int]]:
+        """The operators `[begin, end)` during which the weights of a block are on the card or on their way to it."""
+        found: list[tuple[int, int]] = []
+        for index, use in enumerate(self.uses):
+            if use.block != block:
+                continue
+            begin = self.uses[index - 1].begin if use.is_ahead else use.begin
+            end = use.end
+            following = self.uses[index + 1] if index + 1 < len(self.uses) else None
+            if use.is_backward:
+                # Until the backward pass comes to another block, or is over.
+                rest = self._tape.operators.phase[use.end :] != Phase.BACKWARD
+                end += int(rest.argmax()) if rest.any() else len(rest)
+                end = min(end, following.begin) if following is not None else end
+            found.append((begin, end))
+        return found
+
+
+def _block_of(module: str) -> str:
+    """The path of the outermost numbered module that `module` is in, or is; empty where it is in none."""
+    parts = module.split(".")
+    at = next((i for i, part in enumerate(parts) if i and part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def _runs(at: Column, block: Column, is_backward: Column) -> list[WeightUse]:
+    """The ranges in which one block follows itself in one direction."""
+    if not len(at):
+        return []
+    changes = np.flatnonzero((np.diff(block) != 0) | (np.diff(is_backward) != 0))
+    begins, ends = np.r_[0, changes + 1].tolist(), np.r_[changes, len(at) - 1].tolist()
+    return [
+        WeightUse(block=int(block[b]), is_backward=bool(is_backward[b]), begin=int(at[b]), end=int(at[e]) + 1)
+        for b, e in zip(begins, ends, strict=True)
+    ]
+
+
+def _ordered(uses: list[WeightUse]) -> list[WeightUse]:
+    """The uses with what the one before says about them: a pass that begins, in either direction, is not waited for."""
+    first = {number: place for place, number in enumerate(dict.fromkeys(use.block for use in uses))}
+    found = uses[:1]
+    for before, use in itertools.pairwise(uses):
+        is_further = use.is_backward or first[use.block] > first[before.block]
+        is_ahead = use.is_backward == before.is_backward and use.block != before.block and is_further
+        found.append(dataclasses.replace(use, is_ahead=is_ahead))
+    return found

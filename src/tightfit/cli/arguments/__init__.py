@@ -1,0 +1,1 @@
+"""Arguments that several commands take, and how they are read."""

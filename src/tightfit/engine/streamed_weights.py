@@ -1,0 +1,232 @@
+"""Brings the weights of blocks to the card when they are used, one block ahead, and drops them afterwards.
+
+Uses are places in the program: a block's forward begins, the backward pass comes to its outputs. Which use follows which is taken from the order of the
+blocks first, and from what was seen since; the following block comes while a block computes. Where another one follows than was expected, it is brought
+when it is needed. So the memory that is held does not depend on how fast the copies are.
+"""
+
+import enum
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.engine.copy_engines import CopyEngine, copies_for
+from tightfit.engine.host_slab import HostSlab, unregister_gone
+from tightfit.engine.streamed_weight import Residence, StreamedWeight
+
+
+class Pass(enum.Enum):
+    """What uses a block: a forward pass with gradients, one without, a backward pass, or a forward pass inside of that."""
+
+    FORWARD = enum.auto()
+    ALONE = enum.auto()
+    BACKWARD = enum.auto()
+    AGAIN = enum.auto()
+
+
+Use = tuple[Pass, int]
+# What is learned of the order. Between a forward and a backward pass, and after either, nothing is on the card or on its way: whatever the program does
+# there to weights, also without a version that would tell (`weight.data`), it does to those at the host.
+_MAY_FOLLOW = {
+    Pass.FORWARD: (Pass.FORWARD,),
+    Pass.ALONE: (Pass.ALONE,),
+    Pass.BACKWARD: (Pass.BACKWARD, Pass.AGAIN),
+    Pass.AGAIN: (Pass.BACKWARD, Pass.AGAIN),
+}
+
+
+class StreamedBlock:
+    """A block with its weights, the `number`-th in the order of a forward pass; one without weights only counts for the order."""
+
+    def __init__(self, number: int, weights: Sequence[StreamedWeight]) -> None:
+        self.number = number
+        self.weights = list(weights)
+        self.num_calls = 0
+        """How many calls of it are under way."""
+
+
+class SavedWeight:
+    """What autograd holds in place of a tensor of a streamed weight that it saves: a view of the weight's bytes, and how often it was written to."""
+
+    __slots__ = ("dtype", "num_writes", "offset", "shape", "stride", "weight")
+
+    def __init__(self, weight: StreamedWeight, tensor: torch.Tensor) -> None:
+        self.weight = weight
+        self.num_writes = weight.num_writes
+        self.dtype, self.shape, self.stride, self.offset = (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor; the weight has to be on the card.
+
+        Raises:
+            RuntimeError: it was written to since, as autograd has it (torch/csrc/autograd/saved_variable.cpp).
+        """
+        if self.weight.num_writes != self.num_writes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {tuple(self.weight.parameter.shape)} that was saved for the backward pass"
+            )
+        whole = self.weight.on_card
+        usable = whole[: len(whole) // self.dtype.itemsize * self.dtype.itemsize]
+        return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class StreamedWeights:
+    """The weights of blocks of one model. `statistics` counts what is moved; `when_unchanged` is called with a weight that is about to leave the card
+    without having been written to."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_bytes: int,
+        *,
+        statistics: Counter[str],
+        when_unchanged: Callable[[StreamedWeight], object] = lambda _: None,
+    ) -> None:
+        self.slab = HostSlab(host_bytes, device)
+        self._device = device
+        self._copies: CopyEngine = copies_for(device)
+        self._statistics = statistics
+        self._when_unchanged = when_unchanged
+        self._blocks: list[StreamedBlock] = []
+        self._following: dict[Use, Use] = {}
+        self._last: Use | None = None
+        # The backward pass runs in threads of autograd's own.
+        self._lock = threading.RLock()
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> StreamedBlock:
+        """A block with these parameters, each alone in its storage, on the card or at the host; they leave the card at once."""
+        with self._lock:
+            weights = [
+                StreamedWeight(p, self.slab.take(p.untyped_storage().nbytes()), self._device) for p in parameters
+            ]
+            block = StreamedBlock(len(self._blocks), weights)
+            self._blocks.append(block)
+            self._expect_in_order(block.number)
+            for weight in weights:
+                weight.leave(self._copies)
+            return block
+
+    def _expect_in_order(self, number: int) -> None:
+        if number:
+            for kind in (Pass.FORWARD, Pass.ALONE):
+                self._following[kind, number - 1] = kind, number
+            self._following[Pass.BACKWARD, number] = Pass.BACKWARD, number - 1
+
+    @contextmanager
+    def call(self, block: StreamedBlock, kind: Pass) -> Iterator[None]:
+        """Runs a call of `block` with its weights on the card."""
+        with self._lock:
+            block.num_calls += 1
+        try:
+            self.use(block, kind)
+            yield
+        finally:
+            with self._lock:
+                block.num_calls -= 1
+                self._after_call(block, kind)
+
+    def use(self, block: StreamedBlock, kind: Pass) -> None:
+        """Has the weights of `block` on the card for what is computed from now on, and begins to bring those of the block that follows."""
+        use = (kind, block.number)
+        with self._lock:
+            # Where the program has set other data (another dtype, another device), that is the weight from now on.
+            block.weights = [weight for weight in block.weights if weight.is_ours()]
+            self._learn(use)
+            following = self._following.get(use)
+            ahead = block if following is None else self._blocks[following[1]]
+            self._drop_all_but((block, ahead))
+            for weight in (*block.weights, *ahead.weights):
+                if weight.residence is Residence.HOST:
+                    self._fetch(weight)
+            for weight in block.weights:
+                self._have(weight)
+
+    def _learn(self, use: Use) -> None:
+        last, self._last = self._last, use
+        if last is None or use[0] not in _MAY_FOLLOW[last[0]]:
+            return
+        # A forward pass that begins anew is not waited for: the program may do anything before.
+        is_new_pass = use[0] is last[0] and use[0] in (Pass.FORWARD, Pass.ALONE) and use[1] < last[1]
+        if not is_new_pass:
+            self._following[last] = use
+
+    def end_pass(self) -> None:
+        """A backward pass is over: what it needed is dropped."""
+        with self._lock:
+            self._last = None
+            self._drop_all_but(())
+
+    def stay(self, block: StreamedBlock) -> None:
+        """Brings the weights of `block` to the card for good."""
+        with self._lock:
+            for weight in block.weights:
+                self._have(weight)
+            block.weights.clear()
+
+    def end(self) -> None:
+        """Brings all weights back for good."""
+        with self._lock:
+            for block in self._blocks:
+                block.weights = [weight for weight in block.weights if weight.is_ours()]
+                self.stay(block)
+        unregister_gone()
+
+    def saved(self, block: StreamedBlock, tensor: torch.Tensor) -> SavedWeight | None:
+        """What to save in place of `tensor`; None where it is not of a weight of `block`. The block is being called."""
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            return None
+        key = tensor.untyped_storage()._cdata
+        weight = next((w for w in block.weights if w.residence is Residence.CARD and w.key == key), None)
+        return None if weight is None else SavedWeight(weight, tensor)
+
+    def restored(self, saved: SavedWeight) -> torch.Tensor:
+        """The tensor that was saved.
+
+        Raises:
+            RuntimeError: it was written to since.
+        """
+        with self._lock:
+            self._have(saved.weight)
+            return saved.tensor()
+
+    def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
+        # What runs again in a backward pass is used there next.
+        if block.num_calls or kind is Pass.AGAIN:
+            return
+        following = self._following.get((kind, block.number))
+        self._drop_all_but(() if following is None else (self._blocks[following[1]],))
+
+    def _drop_all_but(self, kept: Collection[StreamedBlock]) -> None:
+        for block in self._blocks:
+            if block not in kept and not block.num_calls:
+                for weight in block.weights:
+                    self._drop(weight)
+
+    def _drop(self, weight: StreamedWeight) -> None:
+        if weight.residence is Residence.COMING:
+            weight.forget_copy(self._copies)
+        if weight.residence is Residence.CARD:
+            if not weight.was_written:
+                self._when_unchanged(weight)
+            if weight.leave(self._copies):
+                self._statistics["weight bytes to the host"] += weight.num_bytes
+
+    def _fetch(self, weight: StreamedWeight) -> None:
+        weight.fetch(self._copies)
+        self._statistics["weight bytes to the card"] += weight.num_bytes
+
+    def _have(self, weight: StreamedWeight) -> None:
+        if weight.residence is Residence.HOST:
+            self._fetch(weight)
+        if weight.residence is Residence.COMING:
+            weight.arrive(self._copies)

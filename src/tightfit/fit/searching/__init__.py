@@ -1,0 +1,1 @@
+"""The search for a plan: options solved for, traced again, corrected, among variants of the workload."""

@@ -1,0 +1,192 @@
+"""Candidates for a plan: from a traced run with its problem to the choice whose own traced run just fits, or else holds least.
+
+The solver is asked for the fastest choice within a limit, the workload is traced with it, and the limit is moved until the trace just fits.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tightfit.errors import ApplyError, CaptureError
+from tightfit.fit.searching.allocator_choice import AllocatorChoice
+from tightfit.fit.searching.bisection import Bisection
+from tightfit.fit.searching.offers import Offers
+from tightfit.fit.searching.variants import Variant, Variants
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.planner.option import Option
+from tightfit.planner.problem import Problem
+from tightfit.planner.solution import Solution, validate
+from tightfit.planner.solve import least, solve
+from tightfit.units import format_bytes, format_seconds
+
+MAX_LIMITS = 16
+SOLVER_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A traced run, with the variant and the solution that it was made from."""
+
+    run: TracedRun
+    variant: Variant
+    solution: Solution
+
+
+class Candidates:
+    """Makes candidates within `budget_bytes`."""
+
+    def __init__(
+        self, runs: TracedRuns, offers: Offers, budget_bytes: int, *, host_bytes: int = 0, disk_bytes: int = 0
+    ) -> None:
+        self._runs = runs
+        self._offers = offers
+        self._budget_bytes = budget_bytes
+        self._settings = AllocatorChoice(runs, offers, self.fits)
+        variants = Variants(runs, offers, self._settings, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        self.variant = variants.of
+        self.best_seen: Candidate | None = None
+        """The best of all candidates so far: what is left of a search that is interrupted."""
+
+    def fits(self, run: TracedRun) -> bool:
+        """Whether `run` is within the budget, at the upper end of its range."""
+        return run.needed_bytes <= self._budget_bytes
+
+    def best_of(
+        self, coarse: Sequence[Option], base: TracedRun, max_traces: int, *, is_last: bool = False
+    ) -> Candidate | None:
+        """The best candidate with the coarse options on it: the first that fits, or, where it `is_last`, the fastest, or else the one that holds
+        least."""
+        traced, retaining = _split(coarse)
+        run = self.traced(traced) if traced else base
+        if run is None:
+            return None
+        best = self._bisected(run, retaining, max_traces, only_free=True, is_last=is_last)
+        # Emptying the allocator's cache takes time at each step, so the limits are narrowed with it only where nothing fits without.
+        if best is not None and not self.fits(best.run):
+            best = self.better(best, self._bisected(run, retaining, max_traces, only_free=False, is_last=is_last))
+        return best
+
+    def _bisected(
+        self, run: TracedRun, retaining: Sequence[Option], max_traces: int, *, only_free: bool, is_last: bool
+    ) -> Candidate | None:
+        """The best of the runs on the way to the limit at which a trace just fits, with settings of the allocator that are free, or with any.
+
+        Not `is_last`: the first that fits ends it.
+        """
+        variant = self.variant(run, retaining)
+        settings = {option.technique for option in self._offers.options(run.profile) if option.is_of_the_allocator}
+        limits = Bisection(budget_bytes=self._budget_bytes, limit=self._budget_bytes - variant.gap_bytes)
+        best: Candidate | None = None
+        if run.options and not variant.is_predicted:
+            best = self._seen(self._settings.best(run, settings), variant, _nothing_more(variant))
+        traced_for: dict[tuple[int, ...], TracedRun] = {}
+        for _ in range(MAX_LIMITS):
+            if len(traced_for) == max_traces:
+                break
+            is_last_trace = len(traced_for) == max_traces - 1
+            nothing_fits = best is None or not self.fits(best.run)
+            # The last trace of a search in vain is of what holds least.
+            solution = _solve(variant.problem, 0 if is_last_trace and nothing_fits else limits.limit)
+            found = traced_for.get(solution.chosen)
+            if found is None:
+                traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
+                if traced is None:
+                    # What was refused changes the problem, and the numbers of its options.
+                    variant, traced_for = self.variant(run, retaining), {}
+                    continue
+                free = self._settings.best(traced, settings, only_free=True)
+                fastest = free if self.fits(free) else self._settings.best(traced, settings)
+                found = traced_for[solution.chosen] = free if only_free else fastest
+                best = self.better(best, self._seen(fastest, variant, solution))
+            fits = self.fits(found)
+            if (fits and not (is_last and solution.chosen)) or not (fits or solution.fits):
+                break
+            if not limits.narrow(promised=solution.peak_bytes, traced=found.needed_bytes):
+                break
+        return best
+
+    def least_of(self, coarse: Sequence[Option], base: TracedRun) -> Candidate | None:
+        """The candidate with the lowest peak with the coarse options on it, whatever the budget is."""
+        already, retaining = _split(coarse)
+        run = self.traced(already) if already else base
+        if run is None:
+            return None
+        best: Candidate | None = None
+        for _ in range(MAX_LIMITS):
+            variant = self.variant(run, retaining)
+            if run.options and not variant.is_predicted:
+                best = self._seen(self._settings.smallest(run), variant, _nothing_more(variant))
+            solution = _solve(variant.problem, 0)
+            if not solution.chosen and not variant.is_predicted:
+                return best
+            traced = self.traced((*variant.run.options, *(variant.problem.options[i] for i in solution.chosen)))
+            # What was refused changes the problem.
+            if traced is None:
+                continue
+            # The fastest of those with the lowest peak: nothing is known of what is faster and holds more.
+            unbound = dataclasses.replace(solution, bound_seconds=min(0.0, solution.seconds), is_proven=False)
+            found = self._seen(self._settings.smallest(traced), variant, unbound)
+            return found if best is None or found.run.needed_bytes < best.run.needed_bytes else best
+        return best
+
+    def with_solution(self, variant: Variant, solution: Solution) -> Candidate | None:
+        """The candidate that `solution` is traced to be; None if the workload does not run with it."""
+        chosen = (variant.problem.options[i] for i in solution.chosen)
+        traced = self.traced((*variant.run.options, *chosen))
+        if traced is None:
+            return None
+        names = {option.technique for option in self._offers.options(traced.profile) if option.is_of_the_allocator}
+        return self._seen(self._settings.best(traced, names), variant, solution)
+
+    def _seen(self, run: TracedRun, variant: Variant, solution: Solution) -> Candidate:
+        """A candidate, which is remembered if it is the best so far."""
+        found = Candidate(run=run, variant=variant, solution=solution)
+        self.best_seen = self.better(self.best_seen, found)
+        best = self.best_seen.run if self.best_seen is not None else run
+        size, seconds = format_bytes(best.needed_bytes), format_seconds(best.seconds)
+        self._runs.log.best(f"{'fits' if self.fits(best) else 'does not fit'}: {size}, {seconds} per step")
+        return found
+
+    def traced(self, options: Sequence[Option]) -> TracedRun | None:
+        """The traced run with `options`; None, with what is to blame refused from now on, if the workload does not run with them."""
+        try:
+            return self._runs.run_with(options)
+        except (ApplyError, CaptureError) as error:
+            self._offers.refuse(options, error)
+            return None
+
+    def better(self, one: Candidate | None, other: Candidate | None) -> Candidate | None:
+        """The faster of those that fit, else the smaller one; the first where they are alike."""
+        if one is None or other is None:
+            return one or other
+        ranks = [
+            (0, each.run.seconds, each.run.needed_bytes)
+            if self.fits(each.run)
+            else (1, each.run.needed_bytes, each.run.seconds)
+            for each in (one, other)
+        ]
+        return one if ranks[0] <= ranks[1] else other
+
+
+def _solve(problem: Problem, limit: int) -> Solution:
+    """The fastest choice within `limit`, or, said not to fit, the fastest of those that hold least."""
+    solution = solve(problem, limit, time_limit_seconds=SOLVER_SECONDS)
+    if solution.fits:
+        faults = validate(problem, solution, limit)
+        assert not faults, faults
+        return solution
+    smallest = least(problem, time_limit_seconds=SOLVER_SECONDS)
+    faults = validate(problem, smallest, smallest.peak_bytes)
+    assert not faults, faults
+    return dataclasses.replace(smallest, fits=smallest.peak_bytes <= limit)
+
+
+def _split(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    """Options that need a trace, and those that only retain the graph."""
+    traced = [option for option in options if option.needs_new_trace]
+    return traced, [option for option in options if not option.needs_new_trace]
+
+
+def _nothing_more(variant: Variant) -> Solution:
+    """The choice of none of a variant's options."""
+    peak = variant.problem.peak_bytes(())
+    return Solution(chosen=(), fits=True, seconds=0.0, peak_bytes=peak, bound_seconds=0.0, is_proven=False)

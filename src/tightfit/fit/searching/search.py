@@ -1,0 +1,207 @@
+"""Plans: from a workload to the fastest combination of techniques that fits, checked by tracing the workload with it.
+
+The plain run is traced. If it fits, there is nothing to do. If not, the techniques say what they could do, as numbers; a solver takes the
+fastest combination that promises to fit; the workload is traced again with that combination on it. If the trace holds more than was promised,
+the limit is lowered by the difference and the solver asked again. So a plan's figures are a trace's, never a promise's.
+
+Techniques that change a run so much that the others' numbers no longer hold (another attention kernel, another precision) are traced first, one
+variant of the workload each, and the rest is solved on top.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from tightfit.fit.searching.allowed import Allowed
+from tightfit.fit.searching.candidates import Candidate, Candidates
+from tightfit.fit.searching.corrected_seconds import looked_again
+from tightfit.fit.searching.least_peak import LeastPeak, compatible, kind_of, saved_bytes
+from tightfit.fit.searching.offers import Offers
+from tightfit.fit.searching.variants import Variant, gap_after
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.planner import problem as problems
+from tightfit.planner.option import Option
+from tightfit.planner.solution import Solution
+from tightfit.planner.solve import solve
+
+# Traces of one search: a limit whose answer was traced before costs no trace.
+MAX_CORRECTIONS = 5
+MAX_CORRECTIONS_OF_A_VARIANT = 3
+MAX_CORRECTIONS_OF_THE_BEST = 7
+MAX_CORRECTIONS_OF_A_ROUGH_SEARCH = 2
+# What a variant is promised to take before it is traced is taken to be too high by this share, so that it is tried rather than not.
+_DOUBT_OF_A_VARIANT = 0.01
+# Where nothing fits, a variant that could hold less by less than this share of it is not worth its traces.
+_WORTH_A_VARIANT = 0.002
+_SECONDS_TO_RELAX = 3.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has found. `best` fits, or else holds least; `variant` and `solution` are what it was made from, None for the plain run.
+    `is_interrupted`: the search was ended before its time."""
+
+    base: TracedRun
+    best: TracedRun
+    fits: bool
+    variant: Variant | None
+    solution: Solution | None
+    forbidden: tuple[Option, ...]
+    refused: tuple[tuple[str, str], ...]
+    is_interrupted: bool = False
+
+
+class Search:
+    """One search for a plan within `budget_bytes`. `offers` knows what was refused; it may be told of more, and the search be run again.
+
+    `is_rough`: with few traces; whether something fits is as certain, the plan may be a little slower than it has to be.
+    """
+
+    def __init__(
+        self,
+        runs: TracedRuns,
+        budget_bytes: int,
+        allowed: Allowed,
+        *,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
+        is_rough: bool = False,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.offers = Offers(runs, allowed)
+        self.candidates = Candidates(runs, self.offers, budget_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        self._runs = runs
+        self._fits = self.candidates.fits
+        self._is_rough = is_rough
+
+    def run(self) -> Found:
+        """Searches. Interrupted (Ctrl-C), it is over, with the best candidate so far.
+
+        Raises:
+            KeyboardInterrupt: interrupted before there was one that is better than the plain run.
+        """
+        base = self._runs.run_with(())
+        if self._fits(base):
+            return self._found(base, None)
+        self.candidates.best_seen = None
+        try:
+            best = self._best(base)
+        except KeyboardInterrupt:
+            best = self.candidates.best_seen
+            if best is None or not (self._fits(best.run) or best.run.needed_bytes < base.needed_bytes):
+                raise
+            return dataclasses.replace(self._found(base, best), is_interrupted=True)
+        if best is None or (not self._fits(best.run) and base.needed_bytes <= best.run.needed_bytes):
+            return self._found(base, None)
+        return self._found(base, best)
+
+    def _best(self, base: TracedRun) -> Candidate | None:
+        """The best candidate, where the plain run does not fit. Where none does, it is the one with the lowest peak, which no budget changes."""
+        coarse = self._bundles(base)
+        free = [
+            o
+            for bundle in coarse
+            for o in bundle
+            if _seconds(bundle) <= 0 and all(o.exact and not o.retains for o in bundle)
+        ]
+        rest = [bundle for bundle in coarse if not set(_keys(bundle)) <= set(_keys(free))]
+        start = self.candidates.traced(free)
+        if start is None:
+            free, start = [], base
+        least = LeastPeak(self._runs, self.offers, self.candidates, free=free, bundles=rest)
+        smallest = None
+        if not least.could_reach(self.budget_bytes, start):
+            smallest = least.search(base, start)
+            if smallest is None or not self._fits(smallest.run):
+                return smallest
+        results = [*self._results(base, start, free, rest), *([] if smallest is None else [smallest])]
+        if not any(self._fits(each.run) for each in results):
+            return least.search(base, start)
+        best = self._refined(results, base)
+        return best if best is None or self._is_rough else looked_again(best, self.candidates)
+
+    def _results(
+        self, base: TracedRun, start: TracedRun, free: Sequence[Option], rest: Sequence[Sequence[Option]]
+    ) -> list[Candidate]:
+        """The best candidate of each variant that is worth its traces; `start` is the run with the `free` options, `rest` are the other bundles."""
+        most = MAX_CORRECTIONS_OF_A_ROUGH_SEARCH if self._is_rough else MAX_CORRECTIONS
+        of_a_variant = min(most, MAX_CORRECTIONS_OF_A_VARIANT)
+        results = [self.candidates.best_of(free, base, most)]
+        settled: set[str] = set()
+        for bundle in sorted(rest, key=_seconds):
+            # Of one technique's settings, a slower one is not tried when a faster one was found to fit.
+            if bundle[0].technique not in settled and self._could_help(bundle, start, results):
+                results.append(self.candidates.best_of((*free, *bundle), base, of_a_variant))
+                if results[-1] is not None and self._fits(results[-1].run):
+                    settled.add(bundle[0].technique)
+        if not any(r is not None and self._fits(r.run) for r in results):
+            everything = [o for bundle in compatible(sorted(rest, key=saved_bytes, reverse=True)) for o in bundle]
+            held = min((r.run.needed_bytes for r in results if r is not None), default=base.needed_bytes)
+            if saved_bytes(everything) > _WORTH_A_VARIANT * held:
+                results.append(self.candidates.best_of((*free, *everything), base, of_a_variant))
+        return [result for result in results if result is not None]
+
+    def _refined(self, results: Sequence[Candidate], base: TracedRun) -> Candidate | None:
+        """The best of the results, after a closer look at those that fit and are nearly as fast as the fastest."""
+        better, best = self.candidates.better, None
+        for result in results:
+            best = better(best, result)
+        if best is None or not self._fits(best.run) or self._is_rough:
+            return best
+        fastest = best.run.seconds
+        for result in results:
+            if self._fits(result.run) and result.run.seconds <= (1 + _DOUBT_OF_A_VARIANT) * fastest:
+                options = result.variant.run.options
+                best = better(best, self.candidates.best_of(options, base, MAX_CORRECTIONS_OF_THE_BEST, is_last=True))
+        return best
+
+    def _could_help(self, bundle: Sequence[Option], start: TracedRun, made: Sequence[Candidate | None]) -> bool:
+        """Whether a variant with `bundle` is worth its traces: it could be faster than what fits, or, if nothing does, could fit."""
+        runs = [candidate.run for candidate in made if candidate is not None]
+        fitting = [run.seconds for run in runs if self._fits(run)]
+        if fitting:
+            return self._seconds_at_best(bundle, start) < (1 + _DOUBT_OF_A_VARIANT) * min(fitting)
+        min_bytes = min((run.needed_bytes for run in runs), default=start.needed_bytes)
+        return min_bytes - saved_bytes(bundle) <= self.budget_bytes
+
+    def _seconds_at_best(self, bundle: Sequence[Option], start: TracedRun) -> float:
+        """What the best plan with `bundle` would take, as far as that can be told without a trace of it."""
+        kind = kind_of(bundle[0])
+        own = [o for o in self.offers.options(start.profile) if o.needs_new_trace and kind_of(o) == kind]
+        variant = self.candidates.variant(start, [option for option in bundle if option.retains])
+        left = problems.with_taken(variant.problem, own)
+        gap = gap_after(own, variant, left)
+        found = solve(left, self.budget_bytes - gap, time_limit_seconds=_SECONDS_TO_RELAX)
+        return variant.run.seconds + _seconds(own) + found.seconds if found.fits else math.inf
+
+    def _bundles(self, base: TracedRun) -> list[list[Option]]:
+        """The coarse options, each technique's with the same settings together, and of each technique that retains the graph the one that saves most."""
+        bundles: dict[tuple[str, str], list[Option]] = {}
+        retaining: dict[str, Option] = {}
+        for option in self.offers.options(base.profile):
+            if option.needs_new_trace:
+                bundles.setdefault(kind_of(option), []).append(option)
+            elif option.retains:
+                other = retaining.setdefault(option.technique, option)
+                retaining[option.technique] = max(other, option, key=lambda o: (saved_bytes([o]), -o.seconds))
+        return [*bundles.values(), *([option] for option in retaining.values())]
+
+    def _found(self, base: TracedRun, best: Candidate | None) -> Found:
+        run = base if best is None else best.run
+        return Found(
+            base=base,
+            best=run,
+            fits=self._fits(run),
+            variant=None if best is None else best.variant,
+            solution=None if best is None else best.solution,
+            forbidden=self.offers.forbidden,
+            refused=self.offers.refused_rows(),
+        )
+
+
+def _seconds(bundle: Iterable[Option]) -> float:
+    return sum(option.seconds for option in bundle)
+
+
+def _keys(options: Iterable[Option]) -> list[str]:
+    return [option.key for option in options]

@@ -1,0 +1,117 @@
+"""Variants of a workload: a run, traced or predicted, with the problem of what else to do to it."""
+
+import dataclasses
+from collections.abc import Sequence, Set
+
+from tightfit.allocator.settings import AllocatorSettings
+from tightfit.fit.searching.allocator_choice import AllocatorChoice
+from tightfit.fit.searching.offers import Offers
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
+from tightfit.planner import problem as problems
+from tightfit.planner.option import Option
+from tightfit.planner.problem import Bytes, Problem, total_changes
+from tightfit.planner.retained import with_retained
+from tightfit.simulate.timeline_bytes import replay_timeline
+from tightfit.simulate.workspaces import with_workspaces_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A run with the problem of what else to do to it. `gap_bytes`: what its card needs beyond the bytes that are allocated.
+
+    The run was traced, but for options that retain the graph (`tightfit.planner.retained`): with one of these, its figures are predictions.
+    """
+
+    run: TracedRun
+    problem: Problem
+    gap_bytes: int
+    is_predicted: bool = False
+
+
+class Variants:
+    """Makes the variants of one search."""
+
+    def __init__(
+        self,
+        runs: TracedRuns,
+        offers: Offers,
+        settings: AllocatorChoice,
+        *,
+        host_bytes: int = 0,
+        disk_bytes: int = 0,
+    ) -> None:
+        self._runs = runs
+        self._offers = offers
+        self._settings = settings
+        self._host_bytes = host_bytes
+        self._disk_bytes = disk_bytes
+        self._made: dict[tuple[str, ...], Variant] = {}
+
+    def of(self, run: TracedRun, taken: Sequence[Option] = ()) -> Variant:
+        """The problem of what else to do to `run` with `taken`, options that retain the graph, on it too; worked out once."""
+        key = (*sorted(option.key for option in (*run.options, *taken)), "refused:", *self._offers.refusals)
+        if key not in self._made:
+            self._made[key] = self._variant(run, {option.key for option in taken})
+        return self._made[key]
+
+    def _variant(self, run: TracedRun, keys: Set[str]) -> Variant:
+        names = {option.technique for option in run.options}
+        options = self._offers.options(run.profile)
+        fine = [o for o in options if not o.needs_new_trace and not o.is_of_the_allocator and o.technique not in names]
+        # Without a budget for the host these would only make the problem larger.
+        fine = [o for o in fine if o.host_bytes <= self._host_bytes and o.disk_bytes <= self._disk_bytes]
+        if run.later is not None:
+            fine = self._with_later_changes(fine, run)
+        tape = with_workspaces_of(self._runs.card, run.tape, self._runs.on.calibration)
+        timeline = replay_timeline(tape, AllocatorSettings()).allocated
+        # What a run caches beyond what it holds says little of another run: to begin with, no more is counted than the allocator can be made to.
+        gaps = [t.needed_bytes - t.estimate.peak.allocated_bytes for t in self._settings.with_each(run, options)]
+        variant = Variant(run=run, problem=self._problem(timeline, fine), gap_bytes=min(gaps))
+        retaining = [option for option in fine if option.key in keys]
+        if not retaining:
+            return variant
+        passes = [each for option in retaining for each in option.retains]
+        slots = {slot for option in retaining for slot in option.slots}
+        beside = [with_retained(option, passes) for option in fine if not slots & option.slots]
+        problem = self._problem(timeline + total_changes(len(timeline), retaining), beside)
+        seconds = run.seconds + sum(option.seconds for option in retaining)
+        estimate = dataclasses.replace(run.estimate, seconds_per_step=seconds)
+        predicted = dataclasses.replace(run, options=(*run.options, *retaining), estimate=estimate)
+        gap_bytes = gap_after(retaining, variant, problem)
+        return Variant(run=predicted, problem=problem, gap_bytes=gap_bytes, is_predicted=True)
+
+    def _problem(self, timeline: Bytes, options: Sequence[Option]) -> Problem:
+        return problems.build(timeline, options, host_bytes=self._host_bytes, disk_bytes=self._disk_bytes)
+
+    def _with_later_changes(self, options: Sequence[Option], run: TracedRun) -> list[Option]:
+        """The options with what they change after the steps too, such as in an evaluation; they take the seconds that they take in a step."""
+        assert run.later is not None
+        begin = len(run.profile.tape.events)
+        later = {option.key: option.changes for option in self._offers.options(run.later)}
+        return [
+            dataclasses.replace(
+                option,
+                changes=option.changes
+                + tuple(
+                    dataclasses.replace(change, begin=max(begin, change.begin))
+                    for change in later.get(option.key, ())
+                    if change.end > begin
+                ),
+            )
+            for option in options
+        ]
+
+
+def gap_after(taken: Sequence[Option], variant: Variant, left: Problem) -> int:
+    """What a card needs beyond the bytes that are allocated once `taken` is on `variant`, whose problem is then `left`."""
+    context = context_bytes(variant.run)
+    if not taken:
+        return variant.gap_bytes
+    # All of it but the context comes and goes with what is allocated.
+    share = left.peak_bytes(()) / max(1, variant.problem.peak_bytes(()))
+    return context + round(share * max(0, variant.gap_bytes - context))
+
+
+def context_bytes(run: TracedRun) -> int:
+    """What the process holds on the card besides what its allocator has reserved."""
+    return run.estimate.peak.device_bytes - run.estimate.peak.reserved_bytes

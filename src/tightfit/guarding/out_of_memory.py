@@ -1,0 +1,43 @@
+"""Tells out-of-memory errors from others, and frees what such an error and its process hold without need."""
+
+import gc
+
+import torch
+
+# What the libraries below torch raise in place of `torch.OutOfMemoryError`: cuBLAS and cuDNN where they cannot make a handle or a workspace, the
+# host's allocator (c10/core/impl/alloc_cpu.cpp).
+_MESSAGES = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the card or the host had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return type(error) is RuntimeError and any(message in str(error) for message in _MESSAGES)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error without the frames that it went through, whose variables keep the tensors of the failed step alive."""
+    seen = set[int]()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            waiting += [each.__cause__, each.__context__]
+    return error
+
+
+def release_memory() -> None:
+    """Frees what only reference cycles hold, and gives the cached memory of every card back to the driver."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

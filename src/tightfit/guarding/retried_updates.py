@@ -1,0 +1,177 @@
+"""Runs the operators of an optimizer's step again, each by itself, where one finds no memory.
+
+An update cannot be taken back without copies of weights and states, but it need not be: an operator that found no memory for its result has changed
+nothing, and runs again when memory was freed. An operator that writes to many tensors at once may have written to some of them; it is run again only
+where it needs no memory of its own.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.techniques.session import Session
+from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
+
+
+class UpdateRetries:
+    """Puts itself around the steps of the session's optimizers. `free` is called before an operator is run again.
+
+    `is_done` is whether a step has ended since it was set to False; `half_done` says after an error which optimizer had changed some of its weights or states and not all; it is empty where none had.
+    """
+
+    def __init__(self, session: Session, free: Callable[[], object], when_begun: Callable[[], object]) -> None:
+        self.num_retries = 0
+        self.is_done = False
+        self.half_done = ""
+        self._num_modes = -1
+        self._thread = 0
+        self._rest: _Again | None = None
+        self._free = free
+        self._when_begun = when_begun
+        for optimizer in session.optimizers:
+            session.set(optimizer, "step", _GuardedStep(self, optimizer))
+
+    def begin(self) -> None:
+        """A step of the loop begins."""
+        self.is_done = False
+        self._num_modes = NUM_DISPATCH_MODES.value()()
+        self._thread = threading.get_ident()
+
+    def end(self) -> None:
+        """It is over, or has failed."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            if NUM_DISPATCH_MODES.value()() == self._num_modes + 1:
+                rest.__exit__(None, None, None)
+
+    def run(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the step; after an error that left no half of an update, the optimizer's states are those of before.
+
+        A state that was made in this step is dropped then: it would be made anew.
+        """
+        self._when_begun()
+        states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        again = _Again(self)
+        try:
+            with again:
+                result = step(*args, **kwargs)
+            self._done()
+            return result
+        except BaseException:
+            if not again.has_written:
+                for parameter in [p for p in optimizer.state if p not in states]:
+                    del optimizer.state[parameter]
+                for parameter, state in states.items():
+                    optimizer.state[parameter].clear()
+                    optimizer.state[parameter].update(state)
+            else:
+                self.half_done = f"the step of {type(optimizer).__name__} had updated some of its weights, and not all"
+            raise
+
+    def _done(self) -> None:
+        """After an update the step of the loop cannot be taken back any more: what is left of it is run like the update itself.
+
+        Not inside of a mode of the program's own that was entered since, which would be left before ours, nor in another thread than the step's, which has
+        modes of its own.
+        """
+        self.is_done = True
+        is_here = self._thread == threading.get_ident()
+        if self._rest is None and is_here and NUM_DISPATCH_MODES.value()() == self._num_modes:
+            rest = _Again(self)
+            rest.__enter__()
+            self._rest = rest
+
+    def freed(self) -> None:
+        """Frees memory for an operator that is run again."""
+        self.num_retries += 1
+        self._free()
+
+
+class _GuardedStep:
+    """The `step` of one optimizer."""
+
+    def __init__(self, retries: UpdateRetries, optimizer: torch.optim.Optimizer) -> None:
+        self._retries = retries
+        self._optimizer = weakref.ref(optimizer)
+        # That of a scheduler, which counts its calls, or of the class.
+        self._former = vars(optimizer).get("step")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return self._retries.run(optimizer, self._step(), args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step(), name)
+
+    def _step(self) -> Any:
+        optimizer = self._optimizer()
+        return self._former or type(optimizer).step.__get__(optimizer)  # type: ignore[union-attr]
+
+
+class _Again(TorchDispatchMode):
+    """`has_written`: an operator that writes to a tensor has run. Versions do not tell: those of `parameter.data` are its own."""
+
+    def __init__(self, retries: UpdateRetries) -> None:
+        super().__init__()
+        self.has_written = False
+        self._retries = retries
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _writes_lists(func):
+            with _counted_writes(args):
+                result = self._run(func, args, kwargs or {})
+        else:
+            result = self._run(func, args, kwargs or {})
+        self.has_written = self.has_written or func._schema.is_mutable
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not _may_run_again(func, args):
+                raise
+        # Outside of the handler, where the frames of the error are gone.
+        self._retries.freed()
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    """Whether an operator writes to the tensors of a list, such as `_foreach_add_` and `_fused_adamw_`."""
+    schema = func._schema
+    return schema.is_mutable and any(
+        argument.alias_info is not None and "List" in str(argument.type) for argument in schema.arguments
+    )
+
+
+@contextmanager
+def _counted_writes(args: Any) -> Iterator[None]:
+    """Below a dispatch mode torch does not count the writes of operators on lists, by which autograd and we find them."""
+    written = [
+        t for t in tree_leaves([arg for arg in args if isinstance(arg, list | tuple)]) if isinstance(t, torch.Tensor)
+    ]
+    versions = [tensor._version for tensor in written]
+    yield
+    torch.autograd.graph.increment_version([t for t, v in zip(written, versions, strict=True) if t._version == v])
+
+
+def _may_run_again(func: Any, args: Any) -> bool:
+    """Whether an operator that found no memory has changed nothing."""
+    if not func._schema.is_mutable:
+        return True
+    written = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+    if len(written) < 2:
+        return True
+    # Lists of alike tensors are updated by one kernel, without memory; others one by one (ATen/native/ForeachUtils.h, `can_use_fast_route`).
+    first = written[0]
+    return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in written)

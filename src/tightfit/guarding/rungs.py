@@ -1,0 +1,70 @@
+"""The ladder of a guarded run: plans made in advance, each of which holds less than the one before, taken in turn when memory runs out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tightfit.planner.plan import Plan
+from tightfit.runtime.apply import apply
+from tightfit.techniques.session import Session
+
+# After so many steps without an error the plan before is tried again, later each time that this fails.
+_CALM_STEPS = 100
+_MOST_CALM_STEPS = 6400
+
+
+class Rungs:
+    """`plans` for `model`, from the fastest to the one that holds least; none of them is applied at first."""
+
+    def __init__(
+        self, plans: Sequence[Plan], model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._plans = plans
+        self._model = model
+        self._optimizers = optimizers
+        self._session: Session | None = None
+        self._at = -1
+        self._calm_steps = _CALM_STEPS
+        self._num_good = 0
+        self._has_climbed = False
+
+    @property
+    def at(self) -> int:
+        """The position of the present plan; -1 without one."""
+        return self._at
+
+    def go_down(self) -> bool:
+        """Applies the next plan in place of the present one; False if there is none.
+
+        Raises:
+            ApplyError: the plan cannot be applied to this model. No plan is applied then.
+        """
+        if self._at + 1 >= len(self._plans):
+            return False
+        if self._has_climbed:
+            self._calm_steps = min(2 * self._calm_steps, _MOST_CALM_STEPS)
+        self._put(self._at + 1)
+        return True
+
+    def step_succeeded(self) -> bool:
+        """Counts a good step; after enough of them the plan before is taken again. True if that was done."""
+        self._num_good += 1
+        if self._at < 0 or self._num_good < self._calm_steps:
+            return False
+        self._put(self._at - 1)
+        self._has_climbed = True
+        return True
+
+    def end(self) -> None:
+        """Takes the present plan off."""
+        if self._session is not None:
+            self._session.undo()
+            self._session = None
+        self._at = -1
+
+    def _put(self, at: int) -> None:
+        self.end()
+        self._num_good, self._has_climbed = 0, False
+        if at >= 0:
+            self._session = apply(self._plans[at], self._model, self._optimizers)
+            self._at = at

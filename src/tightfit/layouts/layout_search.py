@@ -1,0 +1,172 @@
+"""The search for a layout: every combination of degrees that the batch allows, pruned by a lower bound of its time, with as little recomputation as fits.
+
+Layouts that use fewer cards than there are stay among the candidates, so more cards or more memory never make the answer slower; so do all of FSDP with full recomputation.
+A layout that cannot beat the best ones even if its collectives cost nothing is left out.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+
+from tightfit.devices.device import Device
+from tightfit.devices.node import Node
+from tightfit.layouts.layout import Layout, Recomputation
+from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
+from tightfit.layouts.model_parts import ModelParts
+from tightfit.layouts.part_seconds import PricedParts
+from tightfit.layouts.rank_bytes import rank_bytes
+from tightfit.layouts.rank_seconds import StepClock
+from tightfit.layouts.stages import stages_of
+
+NUM_ALTERNATIVES = 3
+_MOST_TENSOR = 8
+# Context parallelism divides sequences that are this long at least, and not into shorter pieces.
+_LEAST_PIECE = 4096
+_STAGES_PER_RANK = (2, 4)
+
+
+class LayoutSearch:
+    """Finds the fastest layout of one model on `num_gpus` cards of a kind, under `budget_bytes` a card."""
+
+    def __init__(self, model: ModelParts, device: Device, node: Node, *, budget_bytes: int) -> None:
+        self.model = model
+        self.device = device
+        self.node = node
+        self.budget_bytes = budget_bytes
+        self.priced = PricedParts(model, device)
+        self.clock = StepClock(model, self.priced, node)
+        self.num_priced = 0
+
+    def run(self, num_gpus: int, examples: int) -> LayoutPlan:
+        """The plan for `examples` in a step of all cards together."""
+        fitting: dict[str, PricedLayout] = {}
+        refused: dict[str, PricedLayout] = {}
+        best: list[float] = []
+        for bound, layout in sorted(self._degrees(num_gpus, examples), key=lambda pair: pair[0]):
+            if len(best) > NUM_ALTERNATIVES and bound >= -best[0]:
+                break
+            found = self._with_least_recomputation(layout)
+            name = str(layout)
+            if not found.fits:
+                if name not in refused or found.worst.total_bytes < refused[name].worst.total_bytes:
+                    refused[name] = found
+                continue
+            if name not in fitting or found.seconds.total < fitting[name].seconds.total:
+                fitting[name] = found
+                # The bound is the slowest of the best few different layouts; duplicates only make it looser.
+                best = [
+                    -p.seconds.total
+                    for p in sorted(fitting.values(), key=lambda p: p.seconds.total)[: NUM_ALTERNATIVES + 1]
+                ]
+                heapq.heapify(best)
+        ordered = sorted(fitting.values(), key=_preference)
+        least = sorted((p for name, p in refused.items() if name not in fitting), key=lambda p: p.seconds.total)
+        return LayoutPlan(
+            device=self.device.name,
+            node=self.node.name,
+            num_gpus=num_gpus,
+            budget_bytes=self.budget_bytes,
+            examples=examples,
+            tokens_per_example=self.model.batch.sequence_length,
+            best=ordered[0] if ordered else None,
+            alternatives=tuple(ordered[1 : NUM_ALTERNATIVES + 1]),
+            refused=tuple(least[:NUM_ALTERNATIVES]),
+            num_priced=self.num_priced,
+        )
+
+    def priced_layout(self, layout: Layout) -> PricedLayout:
+        """One layout, with its seconds and the memory of the ranks of each stage."""
+        self.num_priced += 1
+        stages = stages_of(self.model, layout)
+        ranks = tuple(rank_bytes(self.model, layout, stage, self.device, self.node) for stage in stages)
+        return PricedLayout(layout=layout, seconds=self.clock.step(layout), ranks=ranks, budget_bytes=self.budget_bytes)
+
+    def _degrees(self, num_gpus: int, examples: int) -> Iterator[tuple[float, Layout]]:
+        """Layouts without recomputation, each with a lower bound of its seconds."""
+        num_blocks = len(self.model.order)
+        # One product after another is what can be cut by columns and then by rows.
+        is_paired = num_blocks and all(part.num_products > 1 for part in self.model.blocks)
+        tensor = _powers(min(_MOST_TENSOR, self.node.num_linked)) if is_paired else [1]
+        for tp in tensor:
+            for pp in _powers(min(num_blocks, num_gpus // tp)) if num_blocks else [1]:
+                for cp in self._context(num_gpus // (tp * pp)):
+                    for dp in _divisors(examples):
+                        if dp * tp * pp * cp <= num_gpus:
+                            yield from self._batches(dp, tp, pp, cp, examples // dp)
+
+    def _context(self, most: int) -> list[int]:
+        length = self.model.batch.sequence_length
+        return [n for n in _powers(most) if n == 1 or (length % n == 0 and length // n >= _LEAST_PIECE)]
+
+    def _batches(self, dp: int, tp: int, pp: int, cp: int, per_rank: int) -> Iterator[tuple[float, Layout]]:
+        for micro_batch in _divisors(per_rank):
+            accumulation = per_rank // micro_batch
+            share = micro_batch / (self.model.batch.num_examples or 1) / cp
+            seconds = self.priced.seconds(share, tp)
+            counts = [1, *(self.model.order.count(i) for i in range(len(self.model.blocks))), 1]
+            work = sum(n * (s.forward + s.backward) for n, s in zip(counts, seconds, strict=True)) * accumulation / pp
+            for schedule, stages in self._schedules(pp, accumulation):
+                for stage, over in self._shardings(dp * cp, tp):
+                    yield work, Layout(
+                        dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
+                        accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
+                    )  # fmt: skip
+
+    def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
+        if pp == 1:
+            yield "none", 1
+            return
+        yield "1f1b", 1
+        for stages in _STAGES_PER_RANK:
+            if accumulation % pp == 0 and pp * stages <= len(self.model.order):
+                yield "interleaved", stages
+
+    def _shardings(self, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+        if ranks == 1:
+            yield 0, 1
+            return
+        yield 0, 1
+        inside = max(1, self.node.num_linked // tp)
+        for over in {ranks, inside} if 1 < inside < ranks and ranks % inside == 0 else {ranks}:
+            yield 2, over
+            yield 3, over
+        yield 1, ranks
+
+    def _with_least_recomputation(self, layout: Layout) -> PricedLayout:
+        """The fastest of: no recomputation, or the fewest blocks of either kind that make it fit. If nothing does, full recomputation."""
+        plain = self.priced_layout(layout)
+        if plain.fits or not self.model.order:
+            return plain
+        most = max(stage.num_blocks for stage in stages_of(self.model, layout))
+        kinds: tuple[Recomputation, ...] = ("selective", "full")
+        found = [self._fewest(layout, kind, most) for kind in kinds]
+        fitting = [p for p in found if p.fits]
+        return min(fitting, key=lambda p: p.seconds.total) if fitting else found[-1]
+
+    def _fewest(self, layout: Layout, kind: Recomputation, most: int) -> PricedLayout:
+        high = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=most))
+        if not high.fits:
+            return high
+        low_number, high_number = 0, most
+        while high_number - low_number > 1:
+            middle = (low_number + high_number) // 2
+            found = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=middle))
+            if found.fits:
+                high, high_number = found, middle
+            else:
+                low_number = middle
+        return high
+
+
+def _preference(found: PricedLayout) -> tuple[float, int, int]:
+    # Of two that take as long, the simpler one, on fewer cards.
+    layout = found.layout
+    return found.seconds.total, layout.num_gpus, layout.tp + layout.pp + layout.cp
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(max(1, most).bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

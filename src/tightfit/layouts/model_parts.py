@@ -1,0 +1,299 @@
+"""The parts of a traced step that a layout spreads over cards: blocks by class, and what runs before and after them.
+
+A part has its operators of a forward and a backward pass, the bytes of its weights, and the bytes that it saves for backward. Blocks are the children of the
+outermost numbered lists that run one after another; those with the same operators and bytes are one class, and count as often as they occur. Which
+bytes of an operator are weights, whose number does not depend on the batch, is known from the weights of its module; all else is proportional to the tokens.
+"""
+
+import dataclasses
+import hashlib
+import re
+
+import numpy as np
+
+from tightfit.analysis.modules import ModuleCall
+from tightfit.analysis.profile import Profile
+from tightfit.cost.classes import operator_class
+from tightfit.layouts.batches_of_tape import BatchOfTape, batch_of
+from tightfit.layouts.weights_of_tape import WeightBytes, WeightsOfTape
+from tightfit.tape import Category, Column, Operators, Phase, Tape
+
+PRODUCTS = frozenset({"matmul", "convolution", "attention"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Operators of one pass of a part. `fixed_read` and `fixed_written` are those of their bytes that are weights; `is_cast` marks conversions of weights."""
+
+    operators: Operators
+    fixed_read: Column
+    fixed_written: Column
+    is_cast: Column
+    is_product: Column
+    is_attention: Column
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A block, or what runs before or after the blocks. Bytes are those of the traced batch.
+
+    `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved. `input_bytes` is what
+    the part is given. `working_bytes` is the peak of temporaries in its backward pass. `key_value_bytes` are the keys and values of its attention.
+    `expert_bytes` are the weights (of `parameter_bytes`) that only some tokens use, `expert_share` the share of the tokens that one of them sees.
+    """
+
+    name: str
+    forward: Rows
+    backward: Rows
+    parameter_bytes: int
+    trained_bytes: int
+    saved_bytes: int
+    product_bytes: int
+    input_bytes: int
+    working_bytes: int
+    key_value_bytes: int
+    num_products: int
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+    experts_per_token: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelParts:
+    """A step of one card as parts. `order` has the place in `blocks` of each block, in the order of the forward pass.
+
+    Bytes of gradients and optimizer states are per byte of trained parameters; `gathered_per_parameter` is what a gathered byte of weights takes: 0.5 where autocast converts them.
+    `reduced_per_gathered` is what a gradient takes while it is reduced, per byte of the gathered weight. `stored_per_parameter` is above 1 where a layout stores
+    weights in a wider type than the program. `optimizer_seconds` are those of the update of all parameters on one card. `num_rounds` micro-batches of `batch` make one step of the program.
+    """
+
+    tape: Tape
+    before: Part
+    blocks: tuple[Part, ...]
+    after: Part
+    order: tuple[int, ...]
+    batch: BatchOfTape
+    num_rounds: int
+    gathered_per_parameter: float
+    gradients_per_parameter: float
+    states_per_parameter: float
+    optimizer_seconds: float
+    input_bytes: int
+    stored_per_parameter: float = 1.0
+    reduced_per_gathered: float = 2.0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Each distinct part once: before, the classes of blocks, after."""
+        return (self.before, *self.blocks, self.after)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        rest = self.before.parameter_bytes + self.after.parameter_bytes
+        return rest + sum(self.blocks[i].parameter_bytes for i in self.order)
+
+
+def model_parts(profile: Profile) -> ModelParts:
+    """The parts of the last round of the last step of `profile`, which has to be of `Tape.of_steps()`."""
+    return _Reader(profile).parts()
+
+
+class _Reader:
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.tape = profile.tape
+        self.calls = profile.modules
+        self.weights = WeightsOfTape(profile)
+        self.classes = [operator_class(name) if "." in name else "other" for name in self.tape.strings]
+
+    def parts(self) -> ModelParts:
+        tape, weights = self.tape, self.weights
+        units = self._units()
+        phase = tape.operators.phase
+        last_round = self._last_round(units)
+        inside = np.zeros(len(tape.operators), dtype=bool)
+        for call in units:
+            inside[call.begin : call.end] = inside[call.back_begin : call.back_end] = True
+        rest = last_round & ~inside
+        first = units[0].begin if units else len(phase)
+        last_back = units[0].back_end if units else len(phase)
+        at = np.arange(len(phase))
+        early = ((phase == Phase.FORWARD) & (at < first)) | ((phase == Phase.BACKWARD) & (at >= last_back))
+        taken = frozenset(p for call in units for p in self.calls.modules_inside(call.path))
+        before = self._rest("before the blocks", np.flatnonzero(rest & early), taken)
+        after = self._rest("after the blocks", np.flatnonzero(rest & ~early), taken | frozenset(before[1]))
+        blocks, order = self._classes(units)
+        trained = max(1, weights.trained_bytes)
+        of = tape.storages.num_bytes
+        gradients = self._live_bytes(Category.GRADIENTS)
+        states = int(of[tape.storages.category == Category.OPTIMIZER_STATE].sum())
+        steps = self.profile.num_steps
+        optimizer = phase == Phase.OPTIMIZER
+        rounds = max(1, round(self.calls.num_rounds / steps))
+        embedding = np.flatnonzero(last_round)
+        return ModelParts(
+            tape=tape,
+            before=before[0],
+            blocks=blocks,
+            after=after[0],
+            order=order,
+            batch=batch_of(tape, embedding, weights),
+            num_rounds=rounds,
+            gathered_per_parameter=weights.gathered_per_parameter,
+            gradients_per_parameter=gradients / trained,
+            states_per_parameter=states / trained,
+            optimizer_seconds=float(self.profile.seconds[optimizer].sum()) / steps,
+            input_bytes=self._live_bytes(Category.INPUTS),
+            # Gradients are reduced in the type that they are stored in.
+            reduced_per_gathered=1 / weights.gathered_per_parameter,
+        )
+
+    def _live_bytes(self, category: Category) -> int:
+        """The peak of what is allocated of one category."""
+        chosen = np.flatnonzero(self.tape.storages.category == category)
+        return self._peak(chosen, 0, len(self.tape.events))
+
+    def _peak(self, chosen: Column, begin: int, end: int) -> int:
+        """The peak of the bytes of `chosen` storages between two events."""
+        change = np.zeros(len(self.tape.events) + 1, dtype=np.int64)
+        np.add.at(change, self.profile.allocated_at[chosen], self.calls.block_bytes[chosen])
+        np.subtract.at(change, self.calls.freed_at[chosen], self.calls.block_bytes[chosen])
+        return int(np.cumsum(change)[begin : max(begin + 1, end)].max(initial=0))
+
+    def _units(self) -> list[ModuleCall]:
+        """The last call of each block: children of the outermost numbered lists that run one after another."""
+        lists: dict[str, int] = {}
+        for path in self.calls.paths:
+            parent, _, last = path.rpartition(".")
+            if parent and last.isdigit() and not any(part.isdigit() for part in parent.split(".")):
+                lists[parent] = max(lists.get(parent, 0), int(last) + 1)
+        found: list[ModuleCall] = []
+        for parent, number in lists.items():
+            calls = [c[-1] for i in range(number) if (c := self.calls.calls(f"{parent}.{i}"))]
+            if len(calls) >= 2:
+                found += calls
+        found.sort(key=lambda call: call.begin)
+        kept: list[ModuleCall] = []
+        for call in found:
+            if not kept or call.begin >= kept[-1].end:
+                kept.append(call)
+        return kept
+
+    def _last_round(self, units: list[ModuleCall]) -> Column:
+        phase = self.tape.operators.phase
+        busy = (phase == Phase.FORWARD) | (phase == Phase.BACKWARD)
+        kinds = phase == Phase.FORWARD
+        backward = np.flatnonzero(phase == Phase.BACKWARD)
+        mask = np.zeros(len(phase), dtype=bool)
+        if not len(backward):
+            return mask
+        end = int(backward[-1]) + 1
+        # The round begins with the first forward operator after the backward pass before it.
+        forward = np.flatnonzero(kinds[: units[-1].begin + 1 if units else end])
+        before = backward[backward < (int(forward[-1]) if len(forward) else end)]
+        begin = int(before[-1]) + 1 if len(before) else 0
+        mask[begin:end] = busy[begin:end]
+        return mask
+
+    def _classes(self, units: list[ModuleCall]) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+        found: dict[str, int] = {}
+        parts: list[Part] = []
+        order = []
+        for call in units:
+            key = self._likeness(call)
+            if key not in found:
+                found[key] = len(parts)
+                parts.append(self._block(call))
+            order.append(found[key])
+        return tuple(parts), tuple(order)
+
+    def _likeness(self, call: ModuleCall) -> str:
+        # Only the forward pass: the gradient that arrives from outside may be added up in the first block or the last.
+        rows = self.tape.operators.rows(slice(call.begin, call.end))
+        content = (
+            rows.name.tolist(),
+            rows.flops.tolist(),
+            rows.bytes_written.tolist(),
+            self.weights.inside(call.path).total,
+        )
+        return re.sub(r"\d+", "*", call.path) + hashlib.sha1(repr(content).encode()).hexdigest()
+
+    def _block(self, call: ModuleCall) -> Part:
+        forward = np.arange(call.begin, call.end)
+        backward = np.arange(call.back_begin, call.back_end)
+        name = re.sub(r"\.\d+", ".*", call.path)
+        output = [call.output] if call.output >= 0 and self.calls.saved_for_backward[call.output] else []
+        saved = np.r_[call.saved, np.array(output, dtype=np.int64)].astype(np.int64)
+        input_bytes = self.calls.bytes_of(np.array([call.input])) if call.input >= 0 else 0
+        if not input_bytes and call.output >= 0:
+            input_bytes = self.calls.bytes_of(np.array([call.output]))
+        return self._part(name, forward, backward, saved, self.weights.inside(call.path), input_bytes)
+
+    def _rest(self, name: str, rows: Column, taken: frozenset[str]) -> tuple[Part, tuple[str, ...]]:
+        phase = self.tape.operators.phase
+        forward, backward = rows[phase[rows] == Phase.FORWARD], rows[phase[rows] == Phase.BACKWARD]
+        saved = np.flatnonzero(np.isin(self.tape.storages.operator, forward) & self.calls.saved_for_backward)
+        modules = dict.fromkeys(self.tape.strings[m] for m in self.tape.operators.module[rows].tolist())
+        paths = tuple(p for p in modules if p and p not in taken)
+        return self._part(name, forward, backward, saved, self.weights.of_modules(paths), 0), paths
+
+    def _part(
+        self, name: str, forward: Column, backward: Column, saved: Column, weights: WeightBytes, input_bytes: int
+    ) -> Part:
+        rows, rows_back = self._rows(forward), self._rows(backward)
+        storages = self.tape.storages
+        made_by = storages.operator
+        cast_operators = forward[rows.is_cast]
+        saved = saved[~np.isin(made_by[saved], cast_operators)]
+        products = forward[rows.is_product]
+        # What a product made inside of the forward pass, saved by the plain run or not.
+        kept = np.flatnonzero(
+            np.isin(made_by, products) & np.isin(storages.category, (Category.ACTIVATIONS, Category.TEMPORARIES))
+        )
+        temporary = np.isin(made_by, backward) & (storages.category != Category.GRADIENTS)
+        working = np.flatnonzero(temporary)
+        begin = int(self.calls.event_of(int(backward[0]))) if len(backward) else 0
+        end = int(self.calls.event_of(int(backward[-1]) + 1)) if len(backward) else 0
+        in_forward = np.flatnonzero(np.isin(made_by, forward) & ~self.calls.saved_for_backward)
+        fbegin = int(self.calls.event_of(int(forward[0]))) if len(forward) else 0
+        fend = int(self.calls.event_of(int(forward[-1]) + 1)) if len(forward) else 0
+        peak = max(
+            self._peak(working, begin, end) if len(backward) else 0,
+            self._peak(in_forward, fbegin, fend) if len(forward) and not input_bytes else 0,
+        )
+        attention = np.flatnonzero(rows.is_attention)
+        operators = rows.operators
+        # Query, key and value are read, and the output has the size of the query.
+        key_value = sum(max(0, int(operators.bytes_read[i] - operators.bytes_written[i])) for i in attention.tolist())
+        return Part(
+            name=name,
+            forward=rows,
+            backward=rows_back,
+            parameter_bytes=weights.total,
+            trained_bytes=weights.trained,
+            saved_bytes=self.calls.bytes_of(saved),
+            product_bytes=self.calls.bytes_of(kept),
+            input_bytes=input_bytes,
+            working_bytes=peak,
+            key_value_bytes=key_value,
+            num_products=int(rows.is_product.sum()),
+            expert_bytes=weights.experts,
+            expert_share=weights.expert_share,
+        )
+
+    def _rows(self, chosen: Column) -> Rows:
+        operators = self.tape.operators.rows(chosen)
+        kinds = [self.classes[n] for n in operators.name.tolist()]
+        fixed_read, fixed_written, is_cast = self.weights.fixed_bytes(chosen, kinds)
+        return Rows(
+            operators=operators,
+            fixed_read=fixed_read,
+            fixed_written=fixed_written,
+            is_cast=is_cast,
+            is_product=np.array([k in PRODUCTS for k in kinds], dtype=bool),
+            is_attention=np.array([k == "attention" for k in kinds], dtype=bool),
+        )

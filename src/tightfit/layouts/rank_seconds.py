@@ -1,0 +1,202 @@
+"""Seconds of a step under a layout: computation of each stage, collectives beside it or between, and the bubbles of a pipeline.
+
+FSDP          weights of the next block are gathered while one computes, and gradients of the one before are reduced: what takes longer decides, and the
+              first gather and the last reduction of a pass are waited for. While NCCL runs, its channels occupy multiprocessors and memory bandwidth.
+tensor        an all-gather and a reduce-scatter of the activations around each half of a block, forward and backward: waited for
+context       keys and values are gathered before attention, their gradients reduced after it: waited for
+experts       two all-to-alls of the tokens, forward and backward: waited for
+pipeline      (micro-batches + (stages - 1) / stages per rank) times the slowest stage, and the sends between stages (Narayanan et al. 2021)
+"""
+
+import dataclasses
+
+from tightfit.cost.collectives import Group, collective_seconds
+from tightfit.devices.node import Node
+from tightfit.layouts.layout import Layout
+from tightfit.layouts.model_parts import ModelParts, Part
+from tightfit.layouts.part_seconds import PartSeconds, PricedParts
+from tightfit.layouts.stages import Stage, stages_of
+
+CONTENTION = 0.15
+"""How much slower kernels are while NCCL runs beside them. It takes 16 to 32 of a card's 108 to 132 multiprocessors, 12 to 25 %, and part of the bandwidth."""
+_BLOCK_HALVES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step and what they are for. `compute` includes recomputation; `exposed` collectives are those that nothing runs beside; `bubble` is idle."""
+
+    total: float
+    compute: float
+    recomputed: float
+    exposed: float
+    bubble: float
+    optimizer: float
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name, without the total."""
+        return {
+            "compute": self.compute - self.recomputed,
+            "recomputation": self.recomputed,
+            "exposed collectives": self.exposed,
+            "pipeline bubble": self.bubble,
+            "optimizer": self.optimizer,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One micro-batch on one stage."""
+
+    compute: float = 0.0
+    recomputed: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+class StepClock:
+    """Prices layouts of one model on one kind of node."""
+
+    def __init__(self, model: ModelParts, priced: PricedParts, node: Node) -> None:
+        self.model = model
+        self.priced = priced
+        self.node = node
+
+    def step(self, layout: Layout) -> StepSeconds:
+        """Seconds of a step of the whole run under `layout`."""
+        model = self.model
+        share = layout.micro_batch / (model.batch.num_examples or 1) / layout.cp
+        seconds = self.priced.seconds(share, layout.tp)
+        stages = stages_of(model, layout)
+        passes = [self._stage(layout, stage, seconds, share) for stage in stages]
+        slowest = max(passes, key=lambda p: p.total)
+        bubble = slowest.total * (layout.pp - 1) / layout.stages_per_rank
+        sends = self._sends(layout, share)
+        ends = max(self._ends(layout, stage, seconds) for stage in stages)
+        optimizer = max(self._optimizer(layout, stage) for stage in stages)
+        exposed = slowest.exposed * layout.accumulation + sends + ends
+        compute = slowest.compute * layout.accumulation
+        return StepSeconds(
+            total=compute + exposed + bubble + optimizer,
+            compute=compute,
+            recomputed=slowest.recomputed * layout.accumulation,
+            exposed=exposed,
+            bubble=bubble,
+            optimizer=optimizer,
+        )
+
+    def _stage(self, layout: Layout, stage: Stage, seconds: tuple[PartSeconds, ...], share: float) -> _Pass:
+        compute = recomputed = exposed = 0.0
+        left = layout.num_recomputed
+        for i, part, count in stage.parts(self.model):
+            of = seconds[i]
+            is_block = 0 < i <= len(self.model.blocks)
+            again = min(count, left) if is_block else 0
+            left -= again
+            redone = {"none": 0.0, "selective": of.elementwise, "full": of.forward}[layout.recompute]
+            gather, reduce = self._fsdp(layout, part)
+            inside, inside_again = self._inside(layout, part, share) if is_block else (0.0, 0.0)
+            if layout.recompute != "full":
+                inside_again = 0.0
+            forward = _beside(of.forward, gather)
+            backward = _beside(of.backward, reduce + (gather if layout.zero_stage == 3 else 0.0))
+            backward_again = _beside(of.backward + redone, reduce + (gather if layout.zero_stage == 3 else 0.0))
+            if layout.zero_stage == 2:
+                # Weights are gathered for the first micro-batch alone.
+                forward = (forward + (layout.accumulation - 1) * of.forward) / layout.accumulation
+            compute += count * (of.forward + of.backward) + again * redone
+            recomputed += again * redone
+            plain = count - again
+            exposed += count * (forward - of.forward) + plain * (backward - of.backward)
+            exposed += again * (backward_again - of.backward - redone)
+            exposed += count * inside + again * inside_again
+        return _Pass(compute=compute, recomputed=recomputed, exposed=exposed)
+
+    def _fsdp(self, layout: Layout, part: Part) -> tuple[float, float]:
+        """Seconds to gather the weights of a part, and to reduce its gradients, in one micro-batch."""
+        model, over = self.model, layout.sharded_over
+        if layout.zero_stage < 2 or over == 1:
+            return 0.0, 0.0
+        whole = part.parameter_bytes / layout.tp * model.stored_per_parameter * model.gathered_per_parameter
+        # Experts are gathered by the ranks that have the same ones.
+        dense = whole * (1 - part.expert_bytes / max(1, part.parameter_bytes))
+        experts = (whole - dense) / layout.ep
+        group = self._group(layout, over)
+        trained = part.trained_bytes / max(1, part.parameter_bytes) * model.reduced_per_gathered
+        gather = collective_seconds("all_gather", dense, group, self.node)
+        reduce = collective_seconds("reduce_scatter", dense * trained, group, self.node)
+        if experts:
+            few = Group.of(max(1, over // layout.ep), stride=layout.tp * layout.ep, num_linked=self.node.num_linked)
+            gather += collective_seconds("all_gather", experts, few, self.node)
+            reduce += collective_seconds("reduce_scatter", experts * trained, few, self.node)
+        if layout.num_replicas > 1:
+            outer = Group.of(layout.num_replicas, stride=layout.tp * over, num_linked=self.node.num_linked)
+            reduce += collective_seconds("all_reduce", (dense + experts) * trained / over, outer, self.node)
+        return gather, reduce
+
+    def _group(self, layout: Layout, size: int) -> Group:
+        return Group.of(size, stride=layout.tp, num_linked=self.node.num_linked)
+
+    def _inside(self, layout: Layout, part: Part, share: float) -> tuple[float, float]:
+        """Collectives inside of a block for one micro-batch that it waits for: forward and backward together, and again in recomputation."""
+        node, found, again = self.node, 0.0, 0.0
+        tokens = part.input_bytes * share
+        if layout.tp > 1:
+            group = Group.of(layout.tp, stride=1, num_linked=node.num_linked)
+            halves = _BLOCK_HALVES if part.forward.is_attention.any() else 1
+            once = sum(collective_seconds(kind, tokens, group, node) for kind in ("all_gather", "reduce_scatter"))
+            found += 2 * halves * once
+            again += halves * once
+        if layout.cp > 1:
+            group = Group.of(layout.cp, stride=layout.tp, num_linked=node.num_linked)
+            whole = part.key_value_bytes * share * layout.cp / layout.tp
+            gather = collective_seconds("all_gather", whole, group, node)
+            found += 2 * gather + collective_seconds("reduce_scatter", whole, group, node)
+            again += gather
+        if layout.ep > 1 and part.expert_bytes:
+            group = Group.of(layout.ep, stride=layout.tp * layout.cp, num_linked=node.num_linked)
+            once = 2 * collective_seconds("all_to_all", tokens / layout.tp * part.experts_per_token, group, node)
+            found += 2 * once
+            again += once
+        return found, again
+
+    def _sends(self, layout: Layout, share: float) -> float:
+        """Seconds of the sends between stages that nothing hides: each micro-batch's first crossing, forward and backward."""
+        if layout.pp == 1:
+            return 0.0
+        boundary = max((part.input_bytes for part in self.model.blocks), default=0) * share / layout.tp
+        apart = Group.of(2, stride=layout.num_gpus // layout.pp, num_linked=self.node.num_linked)
+        once = collective_seconds("send", boundary, apart, self.node)
+        return 2 * once * (layout.accumulation * layout.stages_per_rank + layout.pp - 1)
+
+    def _ends(self, layout: Layout, stage: Stage, seconds: tuple[PartSeconds, ...]) -> float:
+        """What is waited for once a step: the first gather, the last reduction, and the part of a data-parallel all-reduce that the last backward pass does not hide."""
+        model = self.model
+        parts = stage.parts(model)
+        if layout.dp * layout.cp == 1:
+            return 0.0
+        if layout.zero_stage >= 2 and layout.sharded_over > 1:
+            gathers = [self._fsdp(layout, part) for _, part, _ in parts]
+            return (gathers[0][0] if gathers else 0.0) + (gathers[-1][1] if gathers else 0.0)
+        group = self._group(layout, layout.dp * layout.cp)
+        trained = sum(n * part.trained_bytes for _, part, n in parts) / layout.tp * model.stored_per_parameter
+        reduce = collective_seconds("all_reduce", trained * model.gradients_per_parameter, group, self.node)
+        backward = sum(n * seconds[i].backward for i, _, n in parts)
+        found = _beside(backward, reduce) - backward
+        if layout.zero_stage == 1:
+            found += collective_seconds("all_gather", trained, group, self.node)
+        return found
+
+    def _optimizer(self, layout: Layout, stage: Stage) -> float:
+        model = self.model
+        mine = sum(n * part.parameter_bytes for _, part, n in stage.parts(model)) / max(1, model.parameter_bytes)
+        over = layout.sharded_over if layout.zero_stage >= 1 else 1
+        return model.optimizer_seconds * mine / layout.tp / over
+
+
+def _beside(compute: float, network: float) -> float:
+    """Seconds of computation with collectives beside it: whichever takes longer, with the computation slowed down while they run."""
+    return max(compute + CONTENTION * min(network, compute), network)

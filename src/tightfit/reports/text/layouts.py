@@ -1,0 +1,102 @@
+"""A plan of a layout as text: the layout, its memory by class and seconds by cause, the next ones, and why others do not fit."""
+
+from rich.table import Table
+from rich.text import Text
+
+from tightfit.layouts.layout import Layout
+from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
+from tightfit.reports.text.estimates import console
+from tightfit.reports.text.table_columns import GAP
+from tightfit.units import format_bytes, format_seconds
+
+
+def write_layout(plan: LayoutPlan, *, elapsed_seconds: float) -> None:
+    """Prints the plan on stdout."""
+    out = console()
+    unit = "tokens" if plan.tokens_per_example else "samples"
+    if plan.best is None:
+        out.print(
+            Text(
+                f"no layout fits {plan.num_gpus} x {plan.device}, {format_bytes(plan.budget_bytes)} each", style="bold"
+            )
+        )
+    else:
+        best = plan.best
+        out.print(Text(str(best.layout), style="bold"))
+        out.print(
+            Text(
+                f"{best.layout.num_gpus} of {plan.num_gpus} x {plan.device} ({plan.node}), global batch {plan.examples}"
+            )
+        )
+        out.print(Text(_batches(best.layout)))
+        out.print(Text(f"{format_seconds(best.seconds.total)} per step, {plan.rate(best):,.0f} {unit}/s"))
+        out.print(
+            Text(
+                "  " + ", ".join(f"{name} {format_seconds(s)}" for name, s in best.seconds.parts().items() if s > 0),
+                style="dim",
+            )
+        )
+        out.print()
+        out.print(Text("memory per rank, by class"))
+        out.print(_memory(best))
+    for heading, rows in (("next", plan.alternatives), ("do not fit, even with full recomputation", plan.refused)):
+        if rows:
+            out.print()
+            out.print(Text(heading))
+            out.print(_table(plan, rows, unit))
+    out.print()
+    for text in plan.assumptions:
+        out.print(Text(f"assumed: {text}", style="dim"))
+    out.print(Text(f"{plan.num_priced:,} layouts priced in {elapsed_seconds:.1f} s", style="dim"))
+
+
+def _batches(layout: Layout) -> str:
+    recompute = (
+        f"{layout.recompute} recomputation of {layout.num_recomputed} blocks a rank"
+        if layout.num_recomputed
+        else "no recomputation"
+    )
+    stages = f" x {layout.stages_per_rank} stages" if layout.stages_per_rank > 1 else ""
+    schedule = f", schedule {layout.schedule}{stages}" if layout.pp > 1 else ""
+    return f"micro-batch {layout.micro_batch}, {layout.accumulation} of them per step, {recompute}{schedule}"
+
+
+def _memory(found: PricedLayout) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    table.add_column("")
+    # All stages of a long pipeline are in the JSON; a person looks at the ends and at the worst.
+    ranks = {r.rank: r for r in (found.ranks[0], found.worst, found.ranks[-1])}.values()
+    for rank in ranks:
+        table.add_column(rank.role, justify="right")
+    for name in found.worst.by_class:
+        if any(rank.by_class[name] for rank in ranks):
+            table.add_row(Text(name.replace("_", " ")), *(Text(format_bytes(rank.by_class[name])) for rank in ranks))
+    table.add_row(Text("total"), *(Text(format_bytes(rank.total_bytes)) for rank in ranks))
+    return table
+
+
+def _table(plan: LayoutPlan, rows: tuple[PricedLayout, ...], unit: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for heading in ("layout", "micro-batch", "peak", f"{unit}/s", "mostly"):
+        table.add_column(heading, justify="left" if heading in {"layout", "mostly"} else "right")
+    for found in rows:
+        table.add_row(
+            Text(str(found.layout)),
+            Text(f"{found.layout.micro_batch} x {found.layout.accumulation}"),
+            Text(format_bytes(found.worst.total_bytes)),
+            Text(f"{plan.rate(found):,.0f}"),
+            Text(_mostly(plan, found)),
+        )
+    return table
+
+
+def _mostly(plan: LayoutPlan, found: PricedLayout) -> str:
+    """What makes a layout slower than the best one, or what of it does not fit."""
+    if not found.fits:
+        largest = sorted(found.worst.by_class.items(), key=lambda item: -item[1])[:2]
+        return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
+    assert plan.best is not None
+    mine, best = found.seconds.parts(), plan.best.seconds.parts()
+    name = max(mine, key=lambda part: mine[part] - best[part])
+    more = mine[name] - best[name]
+    return f"{name} +{format_seconds(more)}" if more > 0 else "as fast, on more cards or with more degrees"

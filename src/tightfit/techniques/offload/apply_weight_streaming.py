@@ -1,0 +1,254 @@
+"""Puts `weight_streaming` on live objects: see `tightfit.techniques.offload.weight_streaming` for what it is and where it comes from."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tightfit.analysis.relative_places import place_from
+from tightfit.effects.ambient import (
+    are_saved_tensor_hooks_refused,
+    takes_saved_tensor_hooks,
+)
+from tightfit.effects.state import MOVED
+from tightfit.engine.saved_storage import Saved
+from tightfit.engine.streamed_weight import StreamedWeight
+from tightfit.engine.streamed_weights import Pass, SavedWeight, StreamedBlock, StreamedWeights
+from tightfit.errors import ApplyError
+from tightfit.techniques.offload.streamable import streamable
+from tightfit.techniques.session import Session, Verdict
+from tightfit.techniques.technique import Choice, check_each
+from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.torch_hooks.manifest import GRAPH_TASK_ID, TOP_SAVED_HOOKS
+from tightfit.torch_hooks.node_hooks import put_own_prehook
+
+_NAME = "weight_streaming"
+
+
+def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
+    """Moves the weights of each block to the host, and wraps its forward and those of the blocks beside it.
+
+    Raises:
+        ApplyError: a place is not there, is inside of another one, or has nothing that can be streamed; the parameters are on several devices; or the host
+            has too little memory.
+    """
+    choices = dict(check_each(chosen, lambda choice: (session.module(choice.where), choice)))
+    beside = check_each(chosen, lambda choice: [session.module(place) for place in _beside(choice)])
+    _check_apart(choices)
+    device = _device_of(session, choices)
+    parameters = dict(check_each(chosen, lambda choice: _parameters_of(session, choice)))
+    checks = _Checks(session.verdict, session.check_steps)
+    streamed = StreamedWeights(
+        device,
+        sum(int(choice.settings["host_bytes"]) for choice in chosen),
+        statistics=session.statistics,
+        when_unchanged=checks.about_to_leave,
+    )
+    session.when_undone(functools.partial(_forget_moved, weakref.ref(session.model)))
+    session.when_undone(streamed.end)
+    if device.type == "cuda" and not streamed.slab.is_registered:
+        session.notes.append(
+            "the host memory for weights could not be page-locked (a limit on locked memory?): copies will be slow"
+        )
+    _move_others(parameters, device)
+    # Those that are not streamed are the clock.
+    borders = {module for modules in beside for module in modules}
+    for module in session.model.modules():
+        if module in choices or module in borders:
+            of_block = parameters.get(module, ())
+            block = streamed.add(of_block)
+            MOVED.update(dict.fromkeys(of_block))
+            where = choices[module].where if module in choices else ""
+            session.wrap_forward(module, _Around(streamed, block, session.verdict, where).run)
+
+
+def _beside(choice: Choice) -> list[str]:
+    places = (str(choice.settings.get(name, "")) for name in ("preceding", "following"))
+    return [place_from(choice.where, place) for place in places if place]
+
+
+def _forget_moved(model_of: "weakref.ref[torch.nn.Module]") -> None:
+    model = model_of()
+    for parameter in model.parameters() if model is not None else ():
+        MOVED.pop(parameter, None)
+
+
+def _device_of(session: Session, blocks: Iterable[torch.nn.Module]) -> torch.device:
+    """The card: the device of all parameters but those of blocks, which may have been left at the host."""
+    of_blocks = {id(p) for block in blocks for p in block.parameters()}
+    held = {p.device for p in session.model.parameters()}
+    devices = {p.device for p in session.model.parameters() if id(p) not in of_blocks or p.device.type != "cpu"} or held
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ApplyError(f"weights are streamed to one device, and the parameters of this model are on {found}")
+    return devices.pop()
+
+
+def _check_apart(choices: Mapping[torch.nn.Module, Choice]) -> None:
+    for module, choice in choices.items():
+        inside = next((choices[part] for part in module.modules() if part is not module and part in choices), None)
+        if inside is not None:
+            raise ApplyError(
+                f"{inside.where} is inside of {choice.where}: its weights are streamed by one of them",
+                places=[inside.where],
+            )
+
+
+def _move_others(parameters: Mapping[torch.nn.Module, Sequence[torch.Tensor]], device: torch.device) -> None:
+    """Moves what was left at the host and is not streamed."""
+    for module, streamed in parameters.items():
+        for parameter in module.parameters():
+            if parameter.device != device and not any(parameter is other for other in streamed):
+                parameter.data = parameter.data.to(device)
+
+
+def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    module = session.module(choice.where)
+    found = streamable(session.model, module, int(choice.settings["smallest_bytes"]))
+    if not found:
+        raise ApplyError(
+            f"{choice.where} has no weights that can be streamed: they are trained, or share their memory with other tensors",
+            places=[choice.where],
+        )
+    return module, found
+
+
+class _Around(OnlyHere):
+    """The wrapper around a block's forward. Belongs to one model: a copy of it has weights of its own."""
+
+    def __init__(self, streamed: StreamedWeights, block: StreamedBlock, verdict: Verdict, where: str) -> None:
+        self._streamed = streamed
+        self._block = block
+        self._verdict = verdict
+        self._where = where
+
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls `forward` with the weights on the card, and has them there again when the backward pass comes to what it returns."""
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")
+        # A program that trains them by now updates them wherever they are, and its optimizer's states are to be on the card.
+        if any(weight.parameter.requires_grad for weight in self._block.weights):
+            self._streamed.stay(self._block)
+        with self._streamed.call(self._block, _pass_now()):
+            first = torch.autograd._get_sequence_nr()
+            try:
+                with self._hooks():
+                    returned = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if not are_saved_tensor_hooks_refused(error):
+                    raise
+                raise self._refuse("transforms code (torch.func) that takes no hooks for saved tensors") from error
+            if torch.is_grad_enabled():
+                self._watch(returned, first)
+        return returned
+
+    def _refuse(self, why: str) -> ApplyError:
+        places = [self._where] if self._where else []
+        return self._verdict.refuse(
+            f"{self._where or 'a block beside a streamed one'} {why}; leave streaming out: tightfit plan --without weight_streaming",
+            technique=_NAME,
+            places=places,
+        )
+
+    def _hooks(self) -> AbstractContextManager[Any, None]:
+        """The hooks for what the call saves."""
+        if not self._block.weights or not torch.is_grad_enabled() or not takes_saved_tensor_hooks():
+            return nullcontext()
+        hooks = _Hooks(self._streamed, self._block)
+        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+    def _watch(self, returned: Any, first: int) -> None:
+        """Of the nodes that are made in the call, those of what it returns run before all others."""
+        tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None):
+            # What is handed through was made before.
+            if node._sequence_nr() >= first:
+                put_own_prehook(node, self._reached)
+
+    def _reached(self, _gradients: Any) -> None:
+        """The backward pass has come to the block."""
+        self._streamed.use(self._block, Pass.BACKWARD)
+        torch.autograd.Variable._execution_engine.queue_callback(self._streamed.end_pass)
+
+
+def _pass_now() -> Pass:
+    if GRAPH_TASK_ID.value()() != -1:
+        return Pass.AGAIN
+    return Pass.FORWARD if torch.is_grad_enabled() else Pass.ALONE
+
+
+class _Hooks:
+    """The hooks for what a call of a block saves: its weights are not held on the card; all else goes to the hooks around, where there are some."""
+
+    def __init__(self, streamed: StreamedWeights, block: StreamedBlock) -> None:
+        self._streamed = streamed
+        self._block = block
+        self._around = TOP_SAVED_HOOKS.value()(False)
+        # The program's own hooks may be about weights too (they round, they count).
+        self._takes_weights = self._around is None or _room_of(self._around[0]) in (
+            "torch.utils.checkpoint",
+            "tightfit",
+        )
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds in place of `tensor`."""
+        saved = self._streamed.saved(self._block, tensor) if self._takes_weights else None
+        if saved is not None:
+            return saved
+        return Saved(tensor, None) if self._around is None else _Packed(self._around[0](tensor))
+
+    def unpack(self, held: Any) -> torch.Tensor:
+        """The tensor."""
+        if isinstance(held, SavedWeight):
+            return self._streamed.restored(held)
+        if isinstance(held, _Packed):
+            return self._around[1](held.held)
+        held.check()
+        return held.tensor
+
+
+def _room_of(hook: Any) -> str:
+    """The module that a hook is from; of ours the package."""
+    module = str((hook.func if isinstance(hook, functools.partial) else hook).__module__)
+    return "tightfit" if module.partition(".")[0] == "tightfit" else module
+
+
+class _Packed:
+    """What the hooks around have made of a tensor."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class _Checks:
+    """Compares what leaves the card without a write that versions tell of with what is at the host, `num_times` for each weight."""
+
+    def __init__(self, verdict: Verdict, num_times: int) -> None:
+        self._verdict = verdict
+        self._num_times = num_times
+        self._times: dict[StreamedWeight, int] = {}
+
+    def about_to_leave(self, weight: StreamedWeight) -> None:
+        """Compares one weight.
+
+        Raises:
+            ApplyError: they differ.
+        """
+        times = self._times.get(weight, 0)
+        if times >= self._num_times:
+            return
+        self._times[weight] = times + 1
+        if not torch.equal(weight.on_card.cpu(), weight.part.bytes):
+            raise self._verdict.refuse(
+                "a streamed weight on the card differs from what is at the host, and no version tells of a write (`weight.data`?); "
+                "leave streaming out: tightfit plan --without weight_streaming",
+                technique=_NAME,
+            )

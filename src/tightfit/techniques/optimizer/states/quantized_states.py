@@ -1,0 +1,242 @@
+"""Keeps the states of an optimizer of torch.optim quantised between its steps; each is dequantised for the update of its parameter.
+
+The optimizer stays the script's own and does the arithmetic. Any other operator that reads or writes a state sees it dequantised; a copy and a
+pickle of the optimizer have dequantised states. So have its checkpoints, in float32 as those of a plain run, and on the host, where they take no
+device memory; loaded states are quantised again.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, final
+
+import torch
+
+from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractSource, LazyTensor
+from tightfit.techniques.optimizer.states.decoding_states import DecodingStates, is_shared, num_holders
+from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
+from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
+from tightfit.techniques.optimizer.updates.backward_updates import Updates
+from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
+from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
+from tightfit.techniques.optimizer.updates.optimizer_steps import (
+    check_separable,
+    groups_by_parameter,
+    update_alone,
+    update_within_step,
+)
+from tightfit.techniques.session import Session
+
+
+@final
+class EncodedState(AbstractSource):
+    """One state quantised by `codec`."""
+
+    def __init__(self, codec: AbstractCodec, name: str, value: torch.Tensor) -> None:
+        self._codec = codec
+        self._name = name
+        self._shape, self._dtype = value.shape, value.dtype
+        self._coming: Encoded | None = None
+        self.encoded = codec.encode(name, value)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the dequantised state."""
+        return self._shape.numel() * self._dtype.itemsize
+
+    def begin(self) -> None:
+        """Begins to bring what the next `whole` needs."""
+        if self._coming is None:
+            self._coming = self._codec.begin(self.encoded, self._shape, self._dtype)
+
+    def forget(self) -> None:
+        """Drops what was begun to be brought."""
+        if self._coming is not None:
+            # Its memory is given to others only when it has come.
+            self.whole()
+
+    def whole(self) -> torch.Tensor:
+        coming, self._coming = self._coming, None
+        encoded = self.encoded if coming is None else coming
+        return self._codec.decode(self._name, encoded, self._shape, self._dtype)
+
+    def was_written(self, whole: torch.Tensor) -> None:
+        self.forget()
+        self.encoded = self._codec.encode(self._name, whole)
+
+    def held(self) -> Sequence[torch.Tensor]:
+        return self.encoded.main, self.encoded.rest
+
+
+class UpdatesElsewhere(Protocol):
+    """Updates of parameters whose states stay encoded."""
+
+    def taken(self, parameters: Iterable[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> Sequence[torch.Tensor]:
+        """Those of them that `update` can be called with; `groups` are the indices of the parameters' groups."""
+
+    def update(self, parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> None:
+        """Updates them."""
+
+
+class EncodedStates:
+    """Steps `optimizer` parameter by parameter; between steps, the states that `codec` takes are quantised.
+
+    With `window_bytes`, what decoding needs is brought ahead of the updates, in the order that they are expected in.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, codec: AbstractCodec, window_bytes: int | None = None) -> None:
+        self._optimizer = optimizer
+        self._codec = codec
+        self._update_whole = update_alone(optimizer)
+        self.on_host: UpdatesElsewhere | None = None
+        """Updates what it takes in place of the optimizer's implementation on the card."""
+        self._ahead: StatesAhead | None = None
+        if window_bytes is not None:
+            # By a function of the optimizer: what belongs to each other in a circle would wait for the garbage collector.
+            self._ahead = StatesAhead(codec, functools.partial(_encoded, optimizer), window_bytes)
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Updates all parameters that have a gradient, and returns them."""
+        groups = groups_by_parameter(self._optimizer)
+        updated = [parameter for parameter in groups if parameter.grad is not None]
+        taken = [] if self.on_host is None else self.on_host.taken(updated, groups)
+        here = [parameter for parameter in updated if parameter not in set(taken)]
+        with self.expecting(here):
+            for parameter in here:
+                self.update(parameter, groups[parameter])
+        if self.on_host is not None:
+            self.on_host.update(taken, groups)
+        return updated
+
+    @contextmanager
+    def expecting(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, these parameters are updated in this order."""
+        if self._ahead is not None:
+            self._ahead.expect(parameters)
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                self._ahead.forget()
+            self._codec.settle()
+
+    def update(self, parameter: torch.Tensor, group: int) -> None:
+        """Updates one parameter, with its states dequantised meanwhile."""
+        is_expected = self._ahead is not None and self._ahead.before(parameter)
+        if self._ahead is not None and parameter not in self._optimizer.state:
+            # Its states are about to be made.
+            self._codec.settle()
+        self.decode(parameter)
+        try:
+            self._update_whole(parameter, group)
+        # An update that raises must not leave one parameter's states whole: the next step would run out of
+        # memory.
+        finally:
+            self.encode(parameter, settles=not is_expected)
+        if self._ahead is not None and is_expected:
+            self._ahead.after(parameter)
+
+    def encode(self, parameter: torch.Tensor, *, settles: bool = True) -> None:
+        """Quantises the states of one parameter; `settles`: once what earlier ones have kept on the card is freed."""
+        if parameter not in self._optimizer.state:
+            return
+        # Before this function has a name for it too.
+        is_held = num_holders(self._optimizer.state, parameter) > 0
+        state = self._optimizer.state[parameter]
+        names = [name for name, value in dict.items(state) if self._is_whole(name, value, parameter)]
+        if self._codec.is_exact and names:
+            if not isinstance(state, DecodingStates):
+                if is_held:
+                    # Of a dict that the program has a name for there is no other.
+                    return
+                state = self._optimizer.state[parameter] = DecodingStates(state)
+            names = [name for name in names if not is_shared(state, name)]
+        if names and settles:
+            self._codec.settle()
+        for name in names:
+            whole = dict.__getitem__(state, name)
+            dict.__setitem__(state, name, LazyTensor(EncodedState(self._codec, name, whole), whole))
+
+    def decode(self, parameter: torch.Tensor) -> None:
+        """Dequantises the states of one parameter."""
+        state = self._optimizer.state.get(parameter, {})
+        for name, value in list(dict.items(state)):
+            if isinstance(value, LazyTensor):
+                state[name] = value.whole()
+
+    def _is_whole(self, name: str, value: Any, parameter: torch.Tensor) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and not isinstance(value, LazyTensor)
+            # Step counters are states too, of one element.
+            and value.shape == parameter.shape
+            and self._codec.takes(name, parameter.shape)
+        )
+
+    def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with dequantised states, on the host."""
+        states = {index: {n: _on_host(v) for n, v in dict.items(state)} for index, state in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    def loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Quantises loaded states."""
+        for parameter in groups_by_parameter(optimizer):
+            self.encode(parameter)
+        self._codec.settle()
+
+
+def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[EncodedState]:
+    state = optimizer.state.get(parameter, {})
+    sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
+    return [source for source in sources if isinstance(source, EncodedState)]
+
+
+def _on_host(value: Any) -> Any:
+    return value.whole().cpu() if isinstance(value, LazyTensor) else value
+
+
+def encode_states(
+    session: Session,
+    codec: AbstractCodec,
+    technique: str,
+    settings: Mapping[str, Any],
+    *,
+    window_bytes: int | None = None,
+    elsewhere: Callable[[torch.optim.Optimizer], UpdatesElsewhere] | None = None,
+) -> None:
+    """Keeps the states of all the session's optimizers quantised by `codec` until it is undone; `window_bytes` is that of `EncodedStates`, and with
+    `elsewhere` the parameters that it takes are updated there.
+
+    With the setting `in_backward` each parameter is updated as soon as its gradient is complete, which is freed then; `clips` says that the script
+    clips gradients by their norm, for which the backward pass runs twice. With `kernel: fused` the optimizer runs its fused implementation.
+
+    Raises:
+        ApplyError: an optimizer is not known to update each parameter by itself, or has no fused implementation.
+    """
+    given = UpdateSettings.of(settings)
+    for optimizer in session.optimizers:
+        check_separable(optimizer, technique)
+        if given.kernel == "fused":
+            check_kernel(optimizer, session.model, "fused")
+    states = {optimizer: EncodedStates(optimizer, codec, window_bytes) for optimizer in session.optimizers}
+    for optimizer, encoded in states.items():
+        encoded.on_host = elsewhere(optimizer) if elsewhere is not None else None
+        if given.kernel == "fused":
+            set_kernel(session, optimizer, "fused")
+
+        def undo(encoded: EncodedStates = encoded, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for parameter in list(optimizer.state):
+                encoded.decode(parameter)
+
+        session.when_undone(undo)
+        encoded.loaded(optimizer)
+        if not given.in_backward:
+            update_within_step(session, optimizer, encoded)
+        # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
+        # the checkpoint.
+        session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+        session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
+    if given.in_backward:
+        updates = {optimizer: encoded.update for optimizer, encoded in states.items()}
+        expecting = {optimizer: encoded.expecting for optimizer, encoded in states.items()}
+        Updates(session, updates, updates_all=True, expecting=expecting).install()

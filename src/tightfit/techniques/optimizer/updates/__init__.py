@@ -1,0 +1,1 @@
+"""How an optimizer is stepped: for one parameter, with another kernel, in the backward pass."""

@@ -1,0 +1,455 @@
+"""Optimizer-in-backward: updates parameters within a backward pass, with lazy gradients on `p.grad` meanwhile.
+
+Nothing is updated before the optimizer steps: the first backward pass keeps norms, and a second one, within the step, updates parameters and frees
+their gradients (`tightfit.techniques.lazy_tensors.retained_graphs`). So whatever the script does in between (reads of gradients or weights, new
+settings, edited states, a skipped step) has the same effect as without updates in the backward pass. Nothing else would be exact: an update
+that the script has not asked for yet cannot be undone without a copy of the parameter and its states.
+
+A backward pass whose gradients are also used elsewhere (hooks, a buffer of the script's own, second derivatives) is left to torch.
+"""
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from tightfit.effects.class_questions import ClassQuestion
+from tightfit.errors import ApplyError
+from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
+from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, runs_own_code, told_of_gradients
+from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
+from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.first_order import are_transforms_active
+from tightfit.techniques.wrappers.forwards import OnlyHere
+from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
+from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
+
+# What one sees in a graph of hooks on modules, of a recomputation in a backward pass of its own, and of gradients that are all there already.
+_NODES_WITH_MORE = {
+    # The identity that `register_full_backward_hook` inserts into the graph (torch/nn/modules/_functions.py): a
+    # second pass would call the hook twice.
+    "BackwardHookFunctionBackward": "a module has a backward hook",
+    "CheckpointFunctionBackward": "torch.utils.checkpoint recomputes with use_reentrant=True",
+    "_JoinedBackward": "micro_batches have made all of them in the forward",
+}
+_USED = f"after the update that used it up; {REMEDY}"
+_MAX_READ_IN_A_ROW = 2
+
+Expecting = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Stepper:
+    """One optimizer: its update of one parameter, the context of updates in a known order, and whether all parameters are updated this way instead of
+    by its own step.
+    """
+
+    update: UpdateOne
+    expecting: Expecting
+    updates_all: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Standing:
+    """Lazy gradients that were removed before a backward pass: zeros, and consumed ones, which nothing can be added to."""
+
+    zeros: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+    used: dict[torch.Tensor, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Restores zeros on parameters that got no gradient, and consumed gradients, which the script has to clear before it can step again."""
+        for parameter, gradient in self.zeros.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        for parameter, gradient in self.used.items():
+            parameter.grad = gradient
+
+
+class _KeptPasses:
+    """The backward passes whose gradients wait. `why_kept` is the reason to keep gradients from now on, if there is one."""
+
+    def __init__(self) -> None:
+        self.kept: list[KeptPass] = []
+        self.why_kept = ""
+        self._num_read = 0
+
+    def forget_done(self) -> None:
+        """Drops the passes of which no gradient waits."""
+        self.kept = [kept for kept in self.kept if kept.waiting]
+
+    def used(self, kept: KeptPass) -> None:
+        """A pass has run a second time within a step."""
+        self.kept.remove(kept)
+        self._num_read = 0
+
+    def make_all(self) -> None:
+        """Materialises the gradients that wait."""
+        kept = list(self.kept)
+        for each in kept:
+            each.make_all()
+        self.kept.clear()
+        if kept:
+            self._num_read += 1
+        # A program that reads gradients in every step would pay two passes each time and save nothing.
+        if self._num_read >= _MAX_READ_IN_A_ROW:
+            self.why_kept = "gradients are read or added to before the optimizer steps"
+
+
+class _Steps:
+    """Runs within the steps of the optimizers: a second backward pass, in which parameters are updated one by one."""
+
+    def __init__(
+        self, session: Session, steppers: Mapping[torch.optim.Optimizer, _Stepper], passes: _KeptPasses
+    ) -> None:
+        self.session = session
+        self._steppers = steppers
+        self._passes = passes
+        self._num_checked = 0
+        self._reads_later = False
+
+    def step(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, None]:
+        """Runs within a step; returns the parameters that are updated already."""
+        stepper, groups = self._steppers[optimizer], groups_by_parameter(optimizer)
+        for parameter in groups:
+            deferred = deferred_gradient(parameter)
+            if deferred is None:
+                continue
+            if deferred.state == "used":
+                raise self.session.refuse(
+                    f"{type(optimizer).__name__} is stepped with gradients that an update has used up and that were not cleared since; {REMEDY}"
+                )
+            if deferred.state == "zero":
+                deferred.whole()
+        done = self._second_pass(optimizer, groups)
+        for parameter in groups:
+            settle(parameter)
+        if stepper.updates_all:
+            left = [parameter for parameter in groups if parameter not in done and parameter.grad is not None]
+            with stepper.expecting(left):
+                for parameter in left:
+                    stepper.update(parameter, groups[parameter])
+                    done[parameter] = None
+        return done
+
+    def _second_pass(
+        self, optimizer: torch.optim.Optimizer, groups: Mapping[torch.Tensor, int]
+    ) -> dict[torch.Tensor, None]:
+        mine = [kept for kept in self._passes.kept if any(parameter in groups for parameter in kept.waiting)]
+        others = [kept for kept in self._passes.kept if kept.waiting and kept not in mine]
+        if not mine:
+            return {}
+        # Several losses with a pass each (a GAN's, a multi-task model's): updates in the second pass of one
+        # would change the weights that another graph has saved.
+        if len(mine) > 1 or others:
+            # What one pass updates, another one would see.
+            self._passes.make_all()
+            return {}
+        (kept,) = mine
+        parameters = {parameter: None for parameter in kept.waiting if parameter in groups}
+        through_host = not self._can_update_in(kept)
+        try:
+            # In the order in which the first pass has come to them.
+            with self._steppers[optimizer].expecting(parameters):
+                updated = kept.use(
+                    lambda p: self._update_one(p, optimizer, groups[p]), parameters, _USED, through_host=through_host
+                )
+        except BaseException:
+            # Some parameters may be updated already: nothing may be trained on from here.
+            self.session.refuse(
+                f"the second backward pass, in which parameters are updated, was not finished; {REMEDY}"
+            )
+            raise
+        self._passes.used(kept)
+        if len(updated) < len(parameters):
+            self.session.statistics["gradients kept to the step"] += len(parameters) - len(updated)
+            _tell(self.session, "a parameter's memory is also held by something else when its gradient is there")
+        return updated
+
+    def _can_update_in(self, kept: KeptPass) -> bool:
+        """Whether parameters may be updated within the second pass: not in the first steps, in which a trial runs, nor if a tensor was written to
+        since the first pass, or if an autograd function of the program's own may read any tensor.
+        """
+        if self._num_checked < self.session.check_steps:
+            self._num_checked += 1
+            self._reads_later = self._reads_later or not kept.try_out()
+            return False
+        # On the virtual GPU there are no values to try anything with, and the tape is to show what a run does
+        # after its first steps.
+        if not self.session.check_steps:
+            return True
+        is_uncertain = self._reads_later or runs_own_code(kept.backward)
+        if is_uncertain:
+            self.session.statistics["backward passes with gradients in host memory"] += 1
+            note = f"gradients wait in the host's memory, because a backward pass may read parameters after their gradients ({REMEDY})"
+            if note not in self.session.notes:
+                self.session.notes.append(note)
+        return not is_uncertain and not kept.may_be_other()
+
+    def _update_one(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, group: int) -> None:
+        self._steppers[optimizer].update(parameter, group)
+        self.session.statistics["parameters updated in backward"] += 1
+
+
+class Updates:
+    """Wraps the backward passes and the steps of the optimizers of one session, whose parameters are updated one by one by `updates`.
+
+    `updates_all`: the optimizer's own step cannot be used for parameters that were not updated in the backward pass. `expecting`: contexts around
+    updates in the order that they are given.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        updates: Mapping[torch.optim.Optimizer, UpdateOne],
+        *,
+        updates_all: bool = False,
+        expecting: Mapping[torch.optim.Optimizer, Expecting] | None = None,
+    ) -> None:
+        self.session = session
+        self._steppers = {
+            optimizer: _Stepper(
+                update=update, updates_all=updates_all, expecting=(expecting or {}).get(optimizer, _expecting_nothing)
+            )
+            for optimizer, update in updates.items()
+        }
+        self._passes = _KeptPasses()
+        self._inputs: list[torch.Tensor] = []  # of the model's calls since the last backward pass
+        self._question = ClassQuestion(session.model)
+        self._steps = _Steps(session, self._steppers, self._passes)
+        self.is_over = False
+
+    def install(self) -> None:
+        """Registers hooks on optimizers and backward passes, until the session is undone."""
+        for optimizer in self._steppers:
+            update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
+        self.session.wrap_forward(self.session.model, _Inputs(self))
+        leaves = on_backward(self), on_tensor_hooks(self), on_node_hooks(self), _before_other_steps(self)
+
+        def leave() -> None:
+            for each in leaves:
+                each()
+
+        self.session.when_undone(leave)
+        self.session.when_undone(self._end)
+
+    def _end(self) -> None:
+        """Materialises the gradients that wait."""
+        self.is_over = True
+        try:
+            self._passes.make_all()
+        except ApplyError as error:
+            # The script has changed something since: a read of one of these gradients gets the error.
+            for kept in self._passes.kept:
+                kept.give_up(str(error))
+
+    def other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer's step: one that is not of this session needs materialised gradients."""
+        if optimizer in self._steppers:
+            return
+        if any(
+            parameter in _owned(self._steppers) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._passes.make_all()
+
+    # Backward passes
+
+    def concerned_parameters(self) -> Container[torch.Tensor]:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        return _owned(self._steppers)
+
+    def before_node_hook(self, hook: object) -> None:
+        """Does nothing: `is_any_node_hooked` is asked when a backward pass begins."""
+
+    def around_backward(self, backward: BackwardPass) -> Any:
+        """As `tightfit.torch_hooks.backward.BackwardOwner`."""
+        # A reentrant checkpoint's own pass is part of the outer one, micro-batches collect gradients
+        # themselves, and `torch.autograd.grad` returns them: none of these ends in `p.grad` of this step.
+        if backward.is_nested or backward.is_of_part or not backward.accumulates:
+            return backward.run()
+        self.session.check()
+        owned = _owned(self._steppers)
+        reached = {parameter: owned[parameter] for parameter in backward.leaves() if parameter in owned}
+        standing = self._clear_way(reached)
+        for parameter in standing.used:
+            del reached[parameter]
+        reason = self._reason_against(backward, reached)
+        try:
+            # Nothing can be added to a consumed gradient: the new one is dropped, and the script's next step is
+            # refused unless it clears gradients first.
+            with told_of_gradients(standing.used, _drop):
+                if not reached:
+                    return backward.run()
+                if reason:
+                    self.session.statistics["backward passes with all gradients kept"] += 1
+                    _tell(self.session, reason)
+                    return backward.run()
+                return self._run_and_keep(backward, reached, standing.zeros)
+        finally:
+            standing.put_back()
+
+    def _run_and_keep(
+        self, backward: BackwardPass, reached: Collection[torch.Tensor], zeroed: Collection[torch.Tensor]
+    ) -> Any:
+        known = weakref.ref(self._passes)
+
+        def make_all() -> None:
+            if (live := known()) is not None:
+                live.make_all()
+
+        model = self.session.model
+        # The pass may read frozen weights and the batch too; a write to one of them changes what the second
+        # pass would compute.
+        frozen = [parameter for parameter in model.parameters() if parameter not in reached]
+        kept = KeptPass(backward, list(model.buffers()), [*frozen, *self._inputs], _weakly(self))
+        self._inputs.clear()
+        result = kept.run_first(reached, zeroed, make_all)
+        self._passes.kept.append(kept)
+        return result
+
+    def _clear_way(self, reached: Iterable[torch.Tensor]) -> _Standing:
+        """Removes lazy gradients before new ones arrive, and returns them: zeros that these are added to, and consumed ones."""
+        self._passes.forget_done()
+        standing = _Standing()
+        for parameter in reached:
+            deferred = deferred_gradient(parameter)
+            if deferred is None or parameter.grad is None:
+                continue
+            if deferred.state == "deferred":
+                self._passes.make_all()
+            if deferred.state == "zero":
+                standing.zeros[parameter], parameter.grad = parameter.grad, None
+            elif deferred.state == "used":
+                standing.used[parameter], parameter.grad = parameter.grad, None
+            settle(parameter)
+        return standing
+
+    def _reason_against(self, backward: BackwardPass, reached: Iterable[torch.Tensor]) -> str:
+        """The reason to leave this pass to torch; empty if there is none."""
+        if line := self._question.line():
+            self._passes.why_kept = (
+                f"{line} asks by `is` whether a tensor's class is torch.Tensor, which that of a stand-in is not"
+            )
+        if backward.creates_graph:
+            return "a backward pass is run with create_graph=True"
+        # Each optimizer would update it with the one gradient, and the first update frees that.
+        if sum(len(group["params"]) for o in self._steppers for group in o.param_groups) > _num_held(self._steppers):
+            return "a parameter is held by two optimizers"
+        if backward.is_shared:
+            # Each would free the graph that the other is to run again.
+            return "a backward pass also reaches parameters that another plan updates"
+        reasons = itertools.chain(
+            (self._passes.why_kept, _reason_of_mode()),
+            map(_reason_of_parameter, reached),
+            map(_reason_of, backward.nodes()),
+        )
+        return next(filter(None, reasons), "")
+
+    def model_is_given(self, given: Any) -> None:
+        """Remembers the tensors that the model is called with."""
+        self._inputs += [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def _expecting_nothing(_: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _owned(
+    steppers: Mapping[torch.optim.Optimizer, _Stepper],
+) -> dict[torch.Tensor, torch.optim.Optimizer]:
+    """The trained parameters of the optimizers."""
+    return {
+        parameter: optimizer
+        for optimizer in steppers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+
+
+def _num_held(steppers: Mapping[torch.optim.Optimizer, _Stepper]) -> int:
+    return len({parameter for o in steppers for parameter in groups_by_parameter(o)})
+
+
+def _tell(session: Session, reason: str) -> None:
+    note = f"gradients are kept, because {reason}: the run may hold more than the plan says ({REMEDY})"
+    if note not in session.notes:
+        session.notes.append(note)
+
+
+def _reason_of_mode() -> str:
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+        return "what a graph has saved may be written to"
+    return "a node of a graph has a hook" if is_any_node_hooked() else ""
+
+
+def _reason_of(node: Any) -> str:
+    """The reason not to run a graph with this node twice; empty for most nodes."""
+    if is_hooked(node):
+        return "a tensor inside the model has a hook on its gradient, or keeps it"
+    return _NODES_WITH_MORE.get(type(node).__name__, "")
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _reason_of_parameter(parameter: torch.Tensor) -> str:
+    if parameter.grad is not None:
+        return "gradients are there before the backward pass, to be added to"
+    has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return "a parameter has a hook on its gradient" if has_hooks else ""
+
+
+def _weakly(updates: Updates) -> Callable[[str], ApplyError]:
+    """A refusal that keeps nothing alive: Python's garbage collector does not see what a parameter's gradient refers to."""
+    known = weakref.ref(updates)
+
+    def refuse(message: str) -> ApplyError:
+        live = known()
+        return ApplyError(message) if live is None or live.is_over else live.session.refuse(message)
+
+    return refuse
+
+
+def _before_other_steps(updates: Updates) -> Callable[[], None]:
+    """Materialises gradients before the step of an optimizer that the session does not know, which may write to parameters before it reads them.
+
+    The returned function ends this; so does the end of `updates`.
+    """
+    known = weakref.ref(updates)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (live := known()) is not None and not live.is_over:
+            live.other_steps(optimizer)
+
+    # A hook of torch's own for all optimizers: nothing is replaced.
+    handle = register_optimizer_step_pre_hook(before_step)
+    return weakref.finalize(updates, handle.remove)
+
+
+class _Inputs(OnlyHere):
+    """The wrapper around the model's forward; a copy of the model has none."""
+
+    __slots__ = ("_updates",)
+
+    def __init__(self, updates: Updates) -> None:
+        self._updates = weakref.ref(updates)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        updates = self._updates()
+        if (
+            updates is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not are_transforms_active()
+        ):
+            updates.model_is_given((args, kwargs))
+        return forward(*args, **kwargs)

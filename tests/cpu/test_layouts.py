@@ -1,0 +1,186 @@
+"""Layouts over many cards, from one trace of a program for one card."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tightfit.analysis.profile import Profile
+from tightfit.capture.trace_settings import TraceSettings
+from tightfit.devices.catalogue import find
+from tightfit.devices.nodes import node_of
+from tightfit.errors import UsageError
+from tightfit.fit import capture
+from tightfit.fit.layout_planning import plan_layout
+from tightfit.layouts.layout import Layout
+from tightfit.layouts.layout_search import LayoutSearch
+from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.stages import stages_of
+from tightfit.tape import Tape
+
+WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH = 512, 4, 4096, 4, 512
+DEVICE = find("h100")
+NODE = node_of(DEVICE)
+PROGRAM = f"""
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm({WIDTH})
+        self.qkv, self.out = nn.Linear({WIDTH}, 3 * {WIDTH}), nn.Linear({WIDTH}, {WIDTH})
+        self.up, self.down = nn.Linear({WIDTH}, 4 * {WIDTH}), nn.Linear(4 * {WIDTH}, {WIDTH})
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 8, d // 8).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding({VOCABULARY}, {WIDTH})
+        self.blocks = nn.ModuleList(Block() for _ in range({LAYERS}))
+        self.head = nn.Linear({WIDTH}, {VOCABULARY})
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def train():
+    model = Model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    while True:
+        tokens = torch.randint(0, {VOCABULARY}, ({BATCH}, {LENGTH}), device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+"""
+NUM_BLOCK_WEIGHTS = 12 * WIDTH**2 + (3 + 1 + 4 + 1 + 2) * WIDTH
+NUM_WEIGHTS = LAYERS * NUM_BLOCK_WEIGHTS + 2 * VOCABULARY * WIDTH + VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tape(program: Path) -> Tape:
+    return capture(f"{program}:train", device="H100", tracing=TraceSettings(steps=2))
+
+
+@pytest.fixture(scope="module")
+def model(tape: Tape) -> ModelParts:
+    return model_parts(Profile(tape.of_steps(), DEVICE))
+
+
+def search(model: ModelParts, budget_bytes: int = DEVICE.capacity_bytes) -> LayoutSearch:
+    return LayoutSearch(model, DEVICE, NODE, budget_bytes=budget_bytes)
+
+
+def test_the_parts_of_a_step_are_read_from_its_tape(model: ModelParts) -> None:
+    assert model.order == (0,) * LAYERS
+    assert (model.batch.num_tokens, model.batch.sequence_length, model.batch.num_examples) == (
+        BATCH * LENGTH,
+        LENGTH,
+        BATCH,
+    )
+    assert model.parameter_bytes == 4 * NUM_WEIGHTS
+    assert model.blocks[0].parameter_bytes == pytest.approx(4 * NUM_BLOCK_WEIGHTS, abs=512)
+    # Autocast converts the weights; AdamW has two states of each, and a gradient stays until it is zeroed.
+    assert model.gathered_per_parameter == 0.5
+    assert model.states_per_parameter == pytest.approx(2, rel=0.01)
+    assert model.gradients_per_parameter == pytest.approx(1, rel=0.01)
+
+
+def test_states_are_divided_by_the_ranks_that_share_them(model: ModelParts) -> None:
+    def states(**degrees: int) -> dict[str, int]:
+        found = search(model).priced_layout(Layout(**degrees)).worst.by_class  # type: ignore[arg-type]
+        return {name: found[name] for name in ("parameters", "gradients", "optimizer_state")}
+
+    whole = states(dp=8, zero_stage=0)
+    assert whole["parameters"] == pytest.approx(4 * NUM_WEIGHTS, rel=1e-3)
+    assert states(dp=8, zero_stage=3, sharded_over=8) == pytest.approx({k: v / 8 for k, v in whole.items()}, rel=1e-3)
+    assert states(tp=4, zero_stage=0) == pytest.approx({k: v / 4 for k, v in whole.items()}, rel=1e-3)
+    first = states(dp=8, zero_stage=1, sharded_over=8)
+    assert first["parameters"] == whole["parameters"]
+    assert first["optimizer_state"] == pytest.approx(whole["optimizer_state"] / 8, rel=1e-3)
+
+
+def test_every_block_is_in_one_stage_and_early_stages_hold_more_micro_batches(model: ModelParts) -> None:
+    layout = Layout(pp=4, zero_stage=0, accumulation=8, schedule="1f1b")
+    stages = stages_of(model, layout)
+    assert sum(stage.num_blocks for stage in stages) == LAYERS
+    assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
+    assert [stage.has_before for stage in stages] == [True, False, False, False]
+
+
+def test_more_memory_and_more_cards_never_make_the_plan_slower(model: ModelParts) -> None:
+    tight = search(model).run(8, 64).best
+    assert tight is not None
+    budgets = [tight.worst.total_bytes * share // 100 for share in (60, 80, 100, 200)]
+    plans = [search(model, budget).run(8, 64).best for budget in budgets]
+    seconds = [float("inf") if plan is None else plan.seconds.total for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    more = [search(model).run(n, 64).best for n in (2, 7, 8, 12, 16)]
+    seconds = [plan.seconds.total for plan in more if plan is not None]
+    assert len(seconds) == 5 and seconds == sorted(seconds, reverse=True)
+
+
+def test_the_plan_keeps_the_batch_and_is_never_slower_than_fsdp_with_full_recomputation(model: ModelParts) -> None:
+    finder = search(model)
+    best = finder.run(8, 64).best
+    assert best is not None
+    assert best.layout.dp * best.layout.micro_batch * best.layout.accumulation == 64
+    for micro_batch in (1, 2, 4, 8):
+        layout = Layout(
+            dp=8,
+            sharded_over=8,
+            micro_batch=micro_batch,
+            accumulation=8 // micro_batch,
+            recompute="full",
+            num_recomputed=LAYERS,
+        )
+        assert best.seconds.total <= finder.priced_layout(layout).seconds.total
+
+
+def test_recomputation_is_taken_only_as_far_as_memory_asks_for(model: ModelParts) -> None:
+    layout = Layout(dp=8, zero_stage=3, sharded_over=8, micro_batch=64)
+    plain = search(model).priced_layout(layout).worst.total_bytes
+    full = (
+        search(model)
+        .priced_layout(dataclasses.replace(layout, recompute="full", num_recomputed=LAYERS))
+        .worst.total_bytes
+    )
+    assert full < plain
+    found = search(model, (plain + full) // 2)._with_least_recomputation(layout)
+    assert found.fits and 0 < found.layout.num_recomputed <= LAYERS
+
+
+def test_wrong_numbers_of_cards_are_refused(tape: Tape) -> None:
+    for numbers, message in (
+        ({"gpus": 10, "nodes": 4}, "--gpus 10 is not divisible by --nodes 4"),
+        ({"gpus": 64, "nodes": 4}, "are 16 a node, and DGX H100 has 8"),
+        ({"gpus": 0}, "at least 1"),
+        ({"gpus": 8, "global_batch": 0}, "--global-batch"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            plan_layout(tape, "H100", **numbers)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_an_object_of_json(tape: Tape) -> None:
+    found = plan_layout(tape, "H100", gpus=8, nodes=1, global_batch=64).to_json()
+    assert found["fits"] and found["layout"]["dp"] >= 1 and found["tokens_per_second"] > 0
+    assert {"rank", "role", "total_bytes", "bytes"} == found["ranks"][0].keys()
+    assert found["ranks"][0]["total_bytes"] == sum(found["ranks"][0]["bytes"].values())

@@ -1,0 +1,51 @@
+"""Seconds of collectives, and the nodes that they run on."""
+
+import pytest
+
+from tightfit.cost.collectives import Group, bus_bytes_per_second, collective_seconds
+from tightfit.devices.catalogue import all_devices, find
+from tightfit.devices.nodes import all_nodes, node_of
+from tightfit.errors import UsageError
+
+H100 = node_of(find("h100"))
+
+
+def test_every_card_has_a_node_and_every_node_has_cards_of_the_catalogue() -> None:
+    known = {device.name for device in all_devices()} | {"*"}
+    assert all(card in known for table in all_nodes() for card in table["cards"])
+    for device in all_devices():
+        node = node_of(device)
+        assert 0 < node.ring_bytes_per_second <= node.gpu_bytes_per_second
+
+
+def test_a_large_all_reduce_reaches_the_measured_bus_bandwidth() -> None:
+    # nccl-tests on 8 H100 with NVLS: 460 to 480 GB/s; on 8 A100: 230 to 250.
+    for name, low, high in (("h100", 440e9, 485e9), ("a100-80gb", 220e9, 250e9)):
+        group = Group.of(8, stride=1, num_linked=8)
+        seconds = collective_seconds("all_reduce", 4e9, group, node_of(find(name)))
+        assert low < 2 * 7 / 8 * 4e9 / seconds < high
+
+
+def test_groups_with_one_card_of_each_node_share_its_adapters() -> None:
+    whole, strided = Group.of(64, stride=1, num_linked=8), Group.of(8, stride=8, num_linked=8)
+    assert (strided.per_node, strided.num_nodes) == (1, 8)
+    assert bus_bytes_per_second(strided, H100) == pytest.approx(bus_bytes_per_second(whole, H100) / 8, rel=0.2)
+
+
+def test_collectives_cost_nothing_alone_and_more_with_more_bytes_or_ranks() -> None:
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    alone = Group.of(1, stride=1, num_linked=8)
+    for kind in kinds:
+        assert collective_seconds(kind, 1e9, alone, H100) == 0
+        groups = [Group.of(n, stride=1, num_linked=8) for n in (8, 16, 64, 512)]
+        sizes = [collective_seconds(kind, num_bytes, groups[2], H100) for num_bytes in (1e3, 1e6, 1e9)]
+        assert sizes == sorted(sizes)
+        if kind != "send":
+            assert collective_seconds(kind, 1e9, groups[0], H100) < collective_seconds(kind, 1e9, groups[3], H100)
+
+
+def test_a_node_with_other_cards_is_refused() -> None:
+    with pytest.raises(UsageError, match="not NVIDIA H100"):
+        node_of(find("h100"), "p4d.24xlarge")
+    with pytest.raises(UsageError, match="no such node"):
+        node_of(find("h100"), "p9")
