@@ -14,7 +14,7 @@ State = tuple[Callable[[], Any], Callable[[Any], None] | None]
 
 _OF_C = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)  # type: ignore[attr-defined]
 _BUILT_IN = ("builtins", "itertools")
-_HASHES = tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed})
+_HASHES: tuple[Any, ...] = tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed})
 
 
 def state_of(value: Any) -> State | None:
