@@ -39,10 +39,10 @@ sizes:
 # Compiled first: the tests start a hundred processes, and where PYTHONDONTWRITEBYTECODE is set each of them would compile everything.
 units:
 	$(BIN)/python -m compileall -q src benchmarks
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-torch: .venv-torch-$(TORCH)/.test
-	.venv-torch-$(TORCH)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	.venv-torch-$(TORCH)/bin/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # All that is pinned but torch and sympy, which torch 2.6 pins itself. The CUDA libraries are gigabytes: delete the folder afterwards, or `make clean`.
 .venv-torch-%/.test: constraints.txt pyproject.toml
