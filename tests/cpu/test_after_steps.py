@@ -81,6 +81,26 @@ def test_a_loop_that_is_left_before_its_next_step_leaves_what_a_whole_turn_leave
     assert found.moment.span.startswith("after the steps")
 
 
+@pytest.mark.parametrize(("length", "is_told"), [("8 + number", True), ("8", False)])
+def test_batches_that_differ_in_size_are_told(tmp_path: Path, length: str, is_told: bool) -> None:
+    program = f"""
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(100):
+    loss = model(torch.ones({length}, 64).cuda()).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    found = estimated(tmp_path, program, prelude="")
+    told = [each.what for each in found.assumptions if each.what.startswith("batches differ in size from step to step")]
+    assert bool(told) == is_told
+    if is_told:
+        assert "those of the traced steps have 2.2 KiB to 2.8 KiB" in told[0]
+
+
 def test_conditional_expressions_keep_their_values_and_their_order() -> None:
     program = """
 def f(x):

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from tightfit.capture.after_steps.differing_batches import told_of_batches
 from tightfit.capture.after_steps.rewritten_program import LoopLeft, RewrittenProgram
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import is_of_another_library, is_user_file, short
@@ -120,6 +121,9 @@ class TrainingLoops:
             place,
             "the training loop was left after the steps that were traced; its later iterations are assumed to be like them",
         )
+        differing = told_of_batches(recorder)
+        if differing:
+            recorder.assume(place, differing)
         self.around.update(around)
         self._num_ended_since_left = 0
         self._max_ended_since_left = self._num_steps + MAX_UNSEEN_STEPS
