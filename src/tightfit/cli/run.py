@@ -12,6 +12,7 @@ from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import local_cards
+from tightfit.cli.guarded_run import run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -29,6 +30,9 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    guard: bool = False,
+    fallback: Annotated[tuple[Path, ...], SEVERAL] = (),
+    post_mortems: Path = Path(),
     permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script with a plan applied. The script is not changed; its own arguments go after --.
@@ -55,8 +59,27 @@ def run(
         Number of first steps, also after a change of shape, mode or module, in which results are compared with the plain ones. 0: none.
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
+    guard
+        Take a training step that runs out of memory back, and run it again. No plan is made then; --plan may name one.
+    fallback
+        With --guard: a plan to change to where memory does not suffice, from the fastest to the one that holds least; repeatable.
+    post_mortems
+        With --guard: the folder for the file about a step that failed for good. Default: the current one.
     """
     _check(script, check_steps, disk_folder)
+    if guard:
+        return run_guarded(
+            script,
+            arguments,
+            plans=[Plan.load(each) for each in ([] if plan is None else [plan]) + list(fallback)],
+            has_plan=plan is not None,
+            check_steps=check_steps,
+            disk_folder=disk_folder,
+            post_mortems=post_mortems,
+            others={"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual},
+        )
+    if fallback:
+        raise UsageError("--fallback names plans for a guarded run: give --guard too")
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")

@@ -1,21 +1,17 @@
 """The states of gradient scalers that a step uses: a scaler counts what was unscaled, and refuses a second time."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
-
-from tightfit.guarding.named_values import values_named_by
 
 
 class ScalerStates:
-    """The attributes of each `GradScaler` that a step's function names, or gets as an argument, at the beginning of the step."""
+    """The attributes of each `GradScaler` among `values`, at the beginning of the step."""
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        named = [*values_named_by(function), *tree_leaves([args, kwargs])]
-        scalers = {id(value): value for value in named if isinstance(value, torch.amp.GradScaler)}
+    def __init__(self, values: Iterable[Any]) -> None:
+        scalers = {id(value): value for value in values if isinstance(value, torch.amp.GradScaler)}
         self._states = [(scaler, _copied(vars(scaler))) for scaler in scalers.values()]
 
     def restore(self) -> None:

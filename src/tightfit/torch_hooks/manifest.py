@@ -16,6 +16,11 @@ OPTIMIZER_INIT = known(
 MODULE_CALL = known(
     "torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks"
 )
+LOADER_ITER = known(
+    "torch.utils.data.dataloader:DataLoader.__iter__",
+    "to take a step back that begins to read a data set anew",
+    "torch_hooks",
+)
 LIGHTNING_STEP = known(
     "lightning.pytorch.strategies.strategy:Strategy.training_step",
     "to apply a plan to a LightningModule's training step",
@@ -94,6 +99,7 @@ REPLACED = (
     OPTIMIZER_INIT,
     MODULE_CALL,
     MODULE_APPLY,
+    LOADER_ITER,
     LIGHTNING_STEP,
     PYTORCH_LIGHTNING_STEP,
     TRAINER_STEP,
