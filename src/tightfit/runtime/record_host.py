@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from tightfit.runtime.record_hooks import HeldTensors, RunHooks, all_tensors
 from tightfit.runtime.recorded import HostEvent, HostRun, Note, NoteKind, is_own_frame
-from tightfit.runtime.storage_watch import StorageReference, StorageWatch
+from tightfit.runtime.storage_watch import SeenStorage, StorageWatch
 
 _DEAD = -1
 _TORCH = Path(torch.__file__).parent
@@ -21,7 +21,7 @@ _TORCH = Path(torch.__file__).parent
 _BETWEEN = tuple(str(_TORCH / name) for name in ("_compile.py", "_dynamo/eval_frame.py"))
 
 
-class _NumberedStorage(StorageReference):
+class _NumberedStorage(SeenStorage):
     """The reference to a storage with its number. `clock` is a second one, whose callback logs the time before this one is logged:
     callbacks run from the youngest reference to the oldest.
     """

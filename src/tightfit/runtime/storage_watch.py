@@ -16,7 +16,7 @@ from tightfit.errors.faults import internal_error, note
 from tightfit.torch_hooks.weak_references import Deaths
 
 
-class StorageReference(weakref.ref[torch.UntypedStorage]):
+class SeenStorage(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage; `cdata` is the address by which torch knows it, which a later storage may have too."""
 
     __slots__ = ("cdata", "num_bytes")
@@ -25,7 +25,7 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
     num_bytes: int
 
 
-Reference = TypeVar("Reference", bound=StorageReference)
+Reference = TypeVar("Reference", bound=SeenStorage)
 
 
 class StorageWatch(TorchDispatchMode, Generic[Reference]):
@@ -86,7 +86,7 @@ class StorageWatch(TorchDispatchMode, Generic[Reference]):
     def work_off(self) -> None:
         """Takes out the storages that were freed since the last call."""
         for reference, time_ns in self._deaths:
-            assert isinstance(reference, StorageReference)
+            assert isinstance(reference, SeenStorage)
             # A resized storage has a newer reference by now, and a storage that was freed before its address
             # was used again is handled before that.
             known = self._references.get(reference.cdata)

@@ -17,7 +17,7 @@ from tightfit.capture.observe.attribution import short
 from tightfit.capture.processes.simulated import is_simulated
 from tightfit.runtime.leaks.named_roots import is_users_or_test
 from tightfit.runtime.record_hooks import all_tensors
-from tightfit.runtime.storage_watch import StorageReference, StorageWatch
+from tightfit.runtime.storage_watch import SeenStorage, StorageWatch
 
 _MAX_FRAMES = 12
 BEFORE = -1
@@ -26,7 +26,7 @@ BEFORE = -1
 Stack = tuple[tuple[CodeType, int], ...]
 
 
-class StorageRow(StorageReference):
+class StorageRow(SeenStorage):
     """A weak reference to a storage, with what is known of it: `site` is the number of its stack, `step` when it was allocated."""
 
     __slots__ = ("device", "site", "step")
