@@ -108,7 +108,12 @@ def _move_others(parameters: Mapping[torch.nn.Module, Sequence[torch.Tensor]], d
 
 def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     module = session.module(choice.where)
-    found = streamable(session.model, module, int(choice.settings["smallest_bytes"]))
+    found = streamable(
+        session.model,
+        module,
+        int(choice.settings["smallest_bytes"]),
+        with_trained=bool(choice.settings.get("without_gradients", False)),
+    )
     if not found:
         raise ApplyError(
             f"{choice.where} has no weights that can be streamed: they are trained, or share their memory with other tensors",
@@ -133,7 +138,7 @@ class _Around(OnlyHere):
         if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")
         # A program that trains them by now updates them wherever they are, and its optimizer's states are to be on the card.
-        if any(weight.parameter.requires_grad for weight in self._block.weights):
+        if torch.is_grad_enabled() and any(weight.parameter.requires_grad for weight in self._block.weights):
             self._streamed.stay(self._block)
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()

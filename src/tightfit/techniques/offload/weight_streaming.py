@@ -15,6 +15,7 @@ from tightfit.analysis.profile import Profile
 from tightfit.analysis.relative_places import relative_place
 from tightfit.analysis.streamed_uses import StreamedUses, WeightBlock
 from tightfit.cost.copies import copy_seconds
+from tightfit.cost.steps import step_operators
 from tightfit.planner.option import Change, Option, merged
 from tightfit.tape import Column, CopyDirection, Phase
 from tightfit.techniques.technique import AbstractTechnique, Choice
@@ -57,7 +58,7 @@ def _options(technique: str, profile: Profile) -> Iterator[Option]:
     paths = [block.path for block in uses.blocks.values()]
     beside = {path: (before, after) for before, path, after in zip(["", *paths], paths, [*paths[1:], ""], strict=False)}
     sizes = profile.tape.storages.num_bytes
-    forward = np.flatnonzero(profile.tape.operators.phase == Phase.FORWARD)
+    first = _first_operator(profile, uses)
     for number, block in uses.blocks.items():
         smallest = _smallest(sizes[block.storages])
         streamed = block.storages[sizes[block.storages] >= smallest]
@@ -75,13 +76,21 @@ def _options(technique: str, profile: Profile) -> Iterator[Option]:
                 "following": following,
                 "smallest_bytes": smallest,
                 "host_bytes": host_bytes,
+                **({"without_gradients": True} if uses.is_prediction else {}),
             },
-            changes=_changes(profile, uses, number, streamed, int(forward[0])),
+            changes=_changes(profile, uses, number, streamed, first),
             seconds=_not_hidden(profile, uses, number, num_bytes) / profile.num_steps,
             exact=True,
             slots=_slots(profile, block),
             host_bytes=host_bytes,
         )
+
+
+def _first_operator(profile: Profile, uses: StreamedUses) -> int:
+    """The operator before which the plan is put on the model."""
+    if uses.is_prediction:
+        return step_operators(profile.tape)[0][0]
+    return int(np.flatnonzero(profile.tape.operators.phase == Phase.FORWARD)[0])
 
 
 def _smallest(num_bytes: Column) -> int:
