@@ -37,9 +37,10 @@ class WeightBlock:
 
 
 class StreamedUses:
-    """The blocks of a run in the order of their first forward pass, and the uses of their weights in order."""
+    """The blocks of a run in the order of their first forward pass, and the uses of their weights in order; `with_trained` counts trained weights too."""
 
-    def __init__(self, profile: "Profile") -> None:
+    def __init__(self, profile: "Profile", *, with_trained: bool = False) -> None:
+        self._with_trained = with_trained
         self._tape = tape = profile.tape
         paths = list(dict.fromkeys(filter(None, (_block_of(tape.strings[m]) for m in tape.weights.module.tolist()))))
         number_of = {path: number for number, path in enumerate(paths)}
@@ -57,7 +58,7 @@ class StreamedUses:
     def _weights(self, path: str, number: int, of_string: Column) -> WeightBlock:
         weights = self._tape.weights
         inside = of_string[weights.module] == number
-        is_trained = weights.is_trained & (not self.is_prediction)
+        is_trained = weights.is_trained & (not (self.is_prediction or self._with_trained))
         others = set(weights.storage[~inside | is_trained].tolist())
         own = [storage for storage in np.unique(weights.storage[inside]).tolist() if storage not in others]
         return WeightBlock(path=path, storages=np.array(own, dtype=np.int64))

@@ -19,7 +19,7 @@ def streamable(
         for parameter in block.parameters()
         if id(parameter) not in outside
         and (with_trained or not parameter.requires_grad)
-        and parameter.grad is None
+        and (with_trained or parameter.grad is None)
         and _is_plain(parameter)
         and _is_alone(parameter, max(1, smallest_bytes))
     ]
