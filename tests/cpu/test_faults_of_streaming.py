@@ -3,7 +3,7 @@ right, and nothing is left over."""
 
 import gc
 import os
-import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from tests.cpu import test_technique_trained_weight_streaming as trained
 from tests.cpu.training_loops import Optimizer, gradients, tokens, train
 from torch import nn
 
+from tightfit.engine import streamed_weights
 from tightfit.engine.copy_engines import HostCopies
 from tightfit.techniques.session import Session
 
@@ -153,12 +154,20 @@ def test_a_fork_trains_on_by_itself() -> None:
     session.undo()
 
 
-def test_nothing_is_left_over() -> None:
-    def copying() -> int:
-        gc.collect()
-        return sum(thread.name.startswith("tightfit-copies") for thread in threading.enumerate())
+def test_nothing_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[object]] = []
 
-    before, files = copying(), len(os.listdir("/proc/self/fd"))
+    def noting(kind: type) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            found = kind(*args, **kwargs)
+            made.append(weakref.ref(found))
+            return found
+
+        return make
+
+    # The host memory, and the copies with their thread, which ends when they are gone.
+    monkeypatch.setattr(streamed_weights, "HostSlab", noting(streamed_weights.HostSlab))
+    monkeypatch.setattr(streamed_weights, "copies_for", noting(streamed_weights.copies_for))  # type: ignore[arg-type]
     for number in range(3):
         model = trained.small()
         optimizer = trained.adamw(model)
@@ -168,5 +177,5 @@ def test_nothing_is_left_over() -> None:
             train(model, optimizer, number)
         session.undo()
         del model, optimizer, session
-    assert copying() <= before
-    assert len(os.listdir("/proc/self/fd")) <= files
+    gc.collect()
+    assert len(made) == 6 and not any(reference() is not None for reference in made)

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.capture.patches import gradients_of_data
+from tightfit.capture.processes.simulated import is_simulated
 from tightfit.engine.copy_engines import CopyEngine, Ticket
 from tightfit.engine.host_slab import HostSlab
 from tightfit.torch_hooks.manifest import STORAGE_USES
@@ -44,8 +45,9 @@ class StreamedGradient:
         self._device = device
         self._num_bytes = num_bytes
         self._part = slab.take(num_bytes)
-        # A storage of its own: whether the program still holds the last gradient is asked of it.
-        self._memory: torch.Tensor | None = torch.from_numpy(self._part.bytes.numpy())
+        # A storage of its own: whether the program still holds the last gradient is asked of it. On the virtual GPU, where there are no values to
+        # overwrite, it is that of the slab, whose pages are never filled.
+        self._memory = self._part.bytes if is_simulated() else torch.from_numpy(self._part.bytes.numpy())
         self._away: torch.Tensor | None = None
         self._leaving: _Leaving | None = None
 
@@ -116,8 +118,8 @@ class StreamedGradient:
         self._away = None
         memory = self._memory
         num_bytes = gradient.untyped_storage().nbytes()
-        is_free = memory is not None and STORAGE_USES.value()(memory.untyped_storage()._cdata) == _USES_OF_OURS
-        if memory is None or not is_free or num_bytes > self._num_bytes:
+        is_free = is_simulated() or STORAGE_USES.value()(memory.untyped_storage()._cdata) == _USES_OF_OURS
+        if not is_free or num_bytes > self._num_bytes:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return _shaped(memory[:num_bytes], gradient.dtype, gradient.shape, gradient.stride())
 
