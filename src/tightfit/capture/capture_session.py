@@ -13,7 +13,7 @@ from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.dispatch import one_card
 from tightfit.capture.dispatch.accumulation import ACCUMULATION_HANDLERS
 from tightfit.capture.dispatch.handlers import HANDLERS
-from tightfit.capture.dispatch.layouts import LAYOUT_HANDLERS
+from tightfit.capture.dispatch.memory_formats import LAYOUT_HANDLERS
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels import install
 from tightfit.capture.kernels.architecture import Card
@@ -82,7 +82,7 @@ class CaptureSession:
         else:
             one_card.also_named(world.local_rank)
             # Here, as torch takes long to load what only a distributed program needs.
-            from tightfit.capture.collectives.operations import Communication
+            from tightfit.capture.collectives.communication import Communication
 
             Communication(self.gpu, world).install()
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
