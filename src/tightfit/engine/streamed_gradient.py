@@ -46,8 +46,8 @@ class StreamedGradient:
         self._num_bytes = num_bytes
         self._part = slab.take(num_bytes)
         # A storage of its own: whether the program still holds the last gradient is asked of it. On the virtual GPU, where there are no values to
-        # overwrite, it is that of the slab, whose pages are never filled.
-        self._memory = self._part.bytes if is_simulated() else torch.from_numpy(self._part.bytes.numpy())
+        # overwrite, it is that of the slab, whose pages are never filled; with a version of its own, as weights lie in the slab too.
+        self._memory = self._part.bytes.data if is_simulated() else torch.from_numpy(self._part.bytes.numpy())
         self._away: torch.Tensor | None = None
         self._leaving: _Leaving | None = None
 
