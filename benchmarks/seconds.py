@@ -49,16 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def print_groups(rows: Sequence[SecondsRow]) -> None:
     """One line per group: errors of ours, of the roofline, and of NeuSight where it is in the data."""
     print(
-        f"{'group':44} {'rows':>6} {'median':>7} {'P90':>7} {'bias':>7} {'roofline':>9} {'NeuSight':>9} {'ordered':>8}"
+        f"{'group':44} {'rows':>6} {'median':>7} {'P90':>7} {'bias':>7} {'roofline':>9} {'NeuSight':>9} {'ordered':>8} {'in range':>9} {'width':>7}"
     )
     for group in dict.fromkeys(row.group for row in rows):
         own = [row for row in rows if row.group == group]
         errors = np.array([row.error for row in own])
         roofline = np.median([abs(row.roofline_seconds / row.measured_seconds - 1) for row in own])
         other = [abs(row.neusight_seconds / row.measured_seconds - 1) for row in own if row.neusight_seconds]
+        ranged = [row for row in own if row.high_seconds]
+        held = f"{np.mean([row.is_in_range for row in ranged]):9.1%}" if ranged else ""
+        width = f"{np.median([row.high_seconds / row.low_seconds for row in ranged]):7.2f}" if ranged else ""
         print(
             f"{group:44} {len(own):6} {np.median(np.abs(errors)):7.1%} {np.quantile(np.abs(errors), 0.9):7.1%} {np.median(errors):+7.1%}"
-            f" {roofline:9.1%} {f'{np.median(other):9.1%}' if other else '':>9} {ordered_right(own):8.1%}"
+            f" {roofline:9.1%} {f'{np.median(other):9.1%}' if other else '':>9} {ordered_right(own):8.1%} {held:>9} {width:>7}"
         )
 
 
@@ -72,7 +75,19 @@ def write(rows: Sequence[SecondsRow], path: Path) -> None:
     """The rows as CSV, in milliseconds."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["group", "device", "name", "measured_ms", "predicted_ms", "roofline_ms", "neusight_ms"])
+        writer.writerow(
+            [
+                "group",
+                "device",
+                "name",
+                "measured_ms",
+                "predicted_ms",
+                "roofline_ms",
+                "neusight_ms",
+                "low_ms",
+                "high_ms",
+            ]
+        )
         for row in rows:
             figures = [f"{seconds * 1e3:.4g}" if seconds else "" for seconds in dataclasses.astuple(row)[3:]]
             writer.writerow([row.group, row.device, row.name, *figures])

@@ -11,7 +11,8 @@ _MOST_PAIRED = 3000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SecondsRow:
-    """A measurement with its predictions; `neusight_seconds` is 0 where there is none. `group` says whether it was held out."""
+    """A measurement with its predictions; `neusight_seconds` is 0 where there is none, as are the ends of the range of a single
+    kernel. `group` says whether it was held out."""
 
     group: str
     device: str
@@ -20,11 +21,18 @@ class SecondsRow:
     predicted_seconds: float
     roofline_seconds: float
     neusight_seconds: float = 0.0
+    low_seconds: float = 0.0
+    high_seconds: float = 0.0
 
     @property
     def error(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def is_in_range(self) -> bool:
+        """Whether the measurement is within the predicted range."""
+        return self.low_seconds <= self.measured_seconds <= self.high_seconds
 
 
 def ordered_right(rows: Sequence[SecondsRow]) -> float:

@@ -12,6 +12,7 @@ from benchmarks.seconds_rows import SecondsRow
 from tightfit.devices.catalogue import find
 from tightfit.devices.device import Device
 from tightfit.errors import CaptureError, UsageError
+from tightfit.simulate.seconds_band import SecondsBand, seconds_band
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.timeline import seconds_of_steps
 from tightfit.tape import Tape
@@ -57,7 +58,7 @@ def _transformers(data: Path, tapes: Path, may_trace: bool) -> Iterator[SecondsR
             }
             tape = _tape("transformer", parameters, tapes, may_trace)
             if tape is not None:
-                seconds, roofline = _predicted(tape, card, tf32_convolution=False)
+                seconds, roofline, band = _predicted(tape, card, tf32_convolution=False)
                 yield SecondsRow(
                     group=f"transformers float32, {card.vendor} ({'held' if card.vendor == 'nvidia' else 'seen'})",
                     device=row["device"],
@@ -66,6 +67,8 @@ def _transformers(data: Path, tapes: Path, may_trace: bool) -> Iterator[SecondsR
                     predicted_seconds=seconds,
                     roofline_seconds=roofline,
                     neusight_seconds=float(row["neusight_ms"] or 0) / 1e3,
+                    low_seconds=band.low_seconds,
+                    high_seconds=band.high_seconds,
                 )
 
 
@@ -80,7 +83,7 @@ def _timm(row: Mapping[str, str], tapes: Path, may_trace: bool, part: str) -> It
     card = _card(row["device"])
     tape = _tape("timm_step", parameters, tapes, may_trace) if card is not None else None
     if card is not None and tape is not None:
-        seconds, roofline = _predicted(tape, card, tf32_convolution=True)
+        seconds, roofline, band = _predicted(tape, card, tf32_convolution=True)
         yield SecondsRow(
             group=f"timm {row['mode']} ({part})",
             device=f"{row['device']}, torch {row['torch']}",
@@ -88,6 +91,8 @@ def _timm(row: Mapping[str, str], tapes: Path, may_trace: bool, part: str) -> It
             measured_seconds=float(row["step_ms"]) / 1e3,
             predicted_seconds=seconds,
             roofline_seconds=roofline,
+            low_seconds=band.low_seconds,
+            high_seconds=band.high_seconds,
         )
 
 
@@ -98,16 +103,17 @@ def _card(name: str) -> Device | None:
         return None
 
 
-def _predicted(tape: Tape, card: Device, *, tf32_convolution: bool) -> tuple[float, float]:
-    """Seconds of the last step, and what a plain roofline says: the peak of the type and the memory's limit, operator by operator."""
-    seconds = seconds_of_steps(priced(tape, card, tf32_convolution=tf32_convolution))[-1]
+def _predicted(tape: Tape, card: Device, *, tf32_convolution: bool) -> tuple[float, float, SecondsBand]:
+    """Seconds of the last step, what a plain roofline says (the peak of the type and the memory's limit, operator by operator), and the range."""
+    prices = priced(tape, card, tf32_convolution=tf32_convolution)
+    seconds = seconds_of_steps(prices)[-1]
     begin, end = tape.operators_of_steps[-1]
     operators = tape.operators.rows(slice(begin, end))
     peaks = [card.flops_per_second("float16" if tape.strings[d] == "float16" else "float32") for d in operators.dtype]
     num_bytes = operators.bytes_read + operators.bytes_written
     bounds = zip(operators.flops.tolist(), peaks, num_bytes.tolist(), strict=True)
     roofline = sum(max(flops / peak, moved / card.dram_bytes_per_second) for flops, peak, moved in bounds)
-    return seconds, roofline
+    return seconds, roofline, seconds_band(prices, card, tf32_convolution=tf32_convolution)
 
 
 def _tape(function: str, parameters: Mapping[str, Any], tapes: Path, may_trace: bool) -> Tape | None:

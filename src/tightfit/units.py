@@ -6,6 +6,7 @@ can be one (nobody plans for 22 bytes), and is refused elsewhere.
 """
 
 import codecs
+import math
 import re
 import warnings
 from typing import NewType
@@ -121,6 +122,15 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.{digits}f} {unit}"
     return f"{seconds * 1e6:.1f} µs"
+
+
+def format_range_of_seconds(seconds: float, low: float, high: float) -> str:
+    """The ends of the range of `seconds`, in the unit that `format_seconds` has for these, three of them where the ends are close: `390-440`."""
+    factor = 1.0 if abs(seconds) >= 1.0 else 1e-3 if abs(seconds) >= 1e-3 else 1e-6
+    digits = (
+        max(0, 2 - math.floor(math.log10(high / factor))) if high / factor < 100 and high - low < 10 * factor else 0
+    )
+    return f"{low / factor:.{digits}f}-{high / factor:.{digits}f}"
 
 
 def format_bytes_change(count: int) -> str:

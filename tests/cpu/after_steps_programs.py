@@ -374,6 +374,25 @@ for i in range(3):
 """,
 }
 
+# What each turn holds in names, until the next turn binds them anew.
+HELD_IN_NAMES = """
+@torch.no_grad()
+def validate(batches):
+    total = 0.0
+    for batch in range(batches):
+        rows = torch.randn(4096, 64, device="cuda")
+        scores = model(rows).double()
+        total += scores.sum().item()
+    return total
+
+
+for epoch in range(3):
+    for i in range(3):
+        step()
+    validate(300)
+validate(300)
+"""
+
 WEIGHTS = """
 import contextlib
 import torch

@@ -4,7 +4,17 @@ import ast
 from pathlib import Path
 
 import pytest
-from tests.cpu.after_steps_programs import COUNTED, LARGE_BYTES, LEFT_EARLY, MODULE, NAMED, PLAIN, PRELUDE, WEIGHTS
+from tests.cpu.after_steps_programs import (
+    COUNTED,
+    HELD_IN_NAMES,
+    LARGE_BYTES,
+    LEFT_EARLY,
+    MODULE,
+    NAMED,
+    PLAIN,
+    PRELUDE,
+    WEIGHTS,
+)
 
 from tightfit import estimate
 from tightfit.capture.after_steps.rewriting import SEEN, Branch, Rewriter
@@ -66,6 +76,12 @@ def test_a_program_with_nothing_after_its_steps_just_fits(tmp_path: Path, name: 
     assert [span.peak_allocated_bytes for span in found.spans if span.kind == "step"] == [
         span.peak_allocated_bytes for span in three.spans if span.kind == "step"
     ]
+
+
+def test_what_names_hold_from_turn_to_turn_is_no_growth(tmp_path: Path) -> None:
+    found = estimated(tmp_path, HELD_IN_NAMES)
+    assert verdict_words(found)[0] == "fits"
+    assert any("the loop was left after" in note.what for note in found.assumptions)
 
 
 @pytest.mark.parametrize("name", LEFT_EARLY)

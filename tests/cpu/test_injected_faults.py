@@ -253,7 +253,7 @@ def test_in_the_estimate_and_its_report(
     assert is_internal(run(["estimate", "tape.npz", "--device", "RTX 4090"]), capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["_is_plain", "HostEvent"])
+@pytest.mark.parametrize("name", ["is_lazy", "HostEvent"])
 def test_in_the_recorder_of_a_real_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

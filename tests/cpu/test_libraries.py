@@ -118,6 +118,18 @@ def test_what_is_not_imported_is_left_alone(tmp_path):
     assert "transformers" not in traced("plain", tmp_path).versions
 
 
+def test_a_folder_with_the_name_of_a_library_has_the_version_that_it_says_if_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timm.py").write_text("__version__ = '0.9.0.dev0'\n")
+    (tmp_path / "torchvision.py").write_text("__version__ = ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "workload.py").write_text("import timm, torchvision\n" + DECODER)
+    target = GeneratorFunction(location=str(tmp_path / "workload.py"), function="plain", parameters={})
+    versions = trace(target, label="plain", device="A100 80GB", num_steps=1).tape.versions
+    assert (versions["timm"], versions["torchvision"]) == ("0.9.0.dev0", "")
+
+
 def test_this_torch_has_every_function_that_the_card_answers(tmp_path):
     assert not [note for note in traced("plain", tmp_path).assumptions if note.where in ("torch", "transformers")]
 
@@ -126,7 +138,7 @@ def test_this_torch_has_every_function_that_the_card_answers(tmp_path):
 def test_a_function_that_a_later_release_lacks_is_noted(
     version: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries.importlib.metadata, "version", lambda _library: version)
+    monkeypatch.setattr(libraries, "version_of", lambda _library: version)
     notes = []
     module = types.ModuleType("transformers.utils.import_utils")
     libraries._answer(lambda where, what: notes.append(f"{where}: {what}"), module)

@@ -13,6 +13,8 @@ from tightfit.reports.results import Estimate
 from tightfit.reports.text.estimates import ComparisonText, EstimateText, bar, write_comparison, write_estimate
 from tightfit.reports.text.table_columns import Column, fit_widths, shorten_middle, shorten_module, shorten_place
 from tightfit.simulate.estimate import Band, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.seconds_band import SecondsBand
+from tightfit.simulate.throughput import StepCounts
 from tightfit.tape import Assumption
 from tightfit.units import GIB, MIB
 
@@ -119,7 +121,7 @@ step 1        9.00 GiB      10.00 GiB                        3.00 GiB
 assumptions
 - a value read back from the GPU is assumed to be 1.0 (train.py:44)
 
-times are roofline estimates, without data loading and logging
+times are estimates, without data loading and logging
 with python 3.11.7, torch 2.13.0; estimated in 1.5 s
 """
 
@@ -183,6 +185,31 @@ def test_time_in_which_the_gpu_waits_is_said_where_it_counts() -> None:
         "250.0 ms  estimated time; the GPU is idle for 50.0 ms of it, waiting for the host or for copies"
     )
     assert short.endswith("estimated time")
+
+
+def test_the_range_of_the_time_is_beside_it_with_what_widens_it_most() -> None:
+    band = SecondsBand(
+        low_seconds=0.2304,
+        high_seconds=0.2711,
+        more={"matrix products": 0.07, "attention": 0.05, "other kernels": 0.001},
+        less={"matrix products": 0.07, "attention": 0.05, "other kernels": 0.001},
+    )
+    [line] = lines_of(dataclasses.replace(ESTIMATE, seconds_band=band), "time per step")
+    assert line.endswith("250.0 ms  (230-271) estimated time, matrix products, attention")
+
+
+def test_throughput_is_said_where_tokens_or_samples_can_be_told() -> None:
+    counts = StepCounts(flops=2e12, model_flops=1e12, utilisation=0.404, num_tokens=8192, num_samples=None)
+    [line] = lines_of(dataclasses.replace(ESTIMATE, counts=counts), "throughput")
+    assert line.split(maxsplit=1)[1] == "32,768 tokens/s  40% of the peak FLOP/s (MFU)"
+    slow = dataclasses.replace(counts, num_tokens=None, num_samples=1, utilisation=None)
+    [line] = lines_of(dataclasses.replace(ESTIMATE, counts=slow), "throughput")
+    assert line.split(maxsplit=1)[1] == "4 samples/s"
+    assert not lines_of(dataclasses.replace(ESTIMATE, counts=dataclasses.replace(slow, num_samples=None)), "throughput")
+
+
+def lines_of(estimate: Estimate, beginning: str) -> list[str]:
+    return [line.rstrip() for line in text_of(estimate, width=160).splitlines() if line.startswith(beginning)]
 
 
 def test_a_wide_terminal_shortens_nothing() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tightfit.errors import UsageError
-from tightfit.units import format_bytes, format_seconds, parse, parse_bytes, to_bytes
+from tightfit.units import format_bytes, format_range_of_seconds, format_seconds, parse, parse_bytes, to_bytes
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,19 @@ def test_sizes_and_times_are_written_in_the_largest_unit():
         "1.50 GiB",
     ]
     assert [format_seconds(s) for s in (1.25, 0.031, 8.2e-6)] == ["1.25 s", "31.0 ms", "8.2 µs"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "low", "high", "words"),
+    [
+        (0.412, 0.390, 0.440, "390-440"),
+        (1.25, 1.1, 1.4, "1.10-1.40"),
+        (0.0031, 0.0028, 0.0035, "2.80-3.50"),
+        (0.031, 0.028, 0.035, "28.0-35.0"),
+        (8.2e-6, 8.1e-6, 8.3e-6, "8.10-8.30"),
+        (0.999, 0.9, 1.2, "900-1200"),
+        (12.0, 11.0, 30.0, "11-30"),
+    ],
+)
+def test_a_range_is_in_the_unit_of_what_it_is_of(seconds: float, low: float, high: float, words: str) -> None:
+    assert format_range_of_seconds(seconds, low, high) == words

@@ -71,16 +71,28 @@ def test_a_command_that_writes_no_page_does_without_jinja2(arguments: list[str])
     assert python(code).split()[-1] == "False"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["replay", "--help"], ["--version"]])
-def test_help_comes_within_half_a_second(arguments: list[str]) -> None:
-    """Of processor time, so that what else a machine does is not counted."""
-    program = str(Path(sys.executable).with_name("tightfit"))
+def _processor_seconds(command: list[str]) -> float:
+    """The least of three runs, which have to answer and to say nothing else; what else a machine does is not counted."""
     took = []
     for _ in range(3):
         before = os.times()
-        answer = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
         after = os.times()
         took.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert answer.stdout
         assert answer.stderr == ""
-    assert min(took) < 0.5
+    return min(took)
+
+
+@pytest.fixture(scope="module")
+def seconds_of_the_libraries() -> float:
+    """Of an interpreter that imports what any command line of this kind imports, on this machine."""
+    code = "import cyclopts, cyclopts.help, rich.console, rich.table, rich.panel; print('imported')"
+    return _processor_seconds([sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["replay", "--help"], ["--version"]])
+def test_help_comes_at_once(arguments: list[str], seconds_of_the_libraries: float) -> None:
+    """Half a second on the machines that this was written on, where the libraries alone take 0.2 s."""
+    program = str(Path(sys.executable).with_name("tightfit"))
+    assert _processor_seconds([program, *arguments]) < 2.7 * seconds_of_the_libraries

@@ -70,6 +70,8 @@ def test_an_estimate_is_frozen_and_knows_how_to_show_itself() -> None:
         "pinned_tensor_bytes",
         "idle_seconds_per_step",
         "disk_peak_bytes",
+        "seconds_band",
+        "counts",
     ]
 
 

@@ -17,7 +17,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -235,6 +234,8 @@ def target_of(fields: dict[str, Any]) -> targets.Target:
 def _versions() -> dict[str, str]:
     import torch
 
+    from tightfit.capture.patches.libraries import version_of
+
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,
@@ -242,7 +243,7 @@ def _versions() -> dict[str, str]:
     }
     for package in _REPORTED_PACKAGES:
         if package in sys.modules:
-            versions[package] = metadata.version(package)
+            versions[package] = version_of(package)
     return versions
 
 

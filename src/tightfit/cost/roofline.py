@@ -63,17 +63,7 @@ def operator_seconds(
     if not len(operators):
         return np.zeros(0)
     efficiency = efficiency_of(device, calibration)
-    num_strings = len(tape.strings)
-    # Rates are looked up once per pair of name and dtype: a tape has tens of thousands of operators of some hundred pairs.
-    kinds, kind_of = np.unique(operators.name.astype(np.int64) * num_strings + operators.dtype, return_inverse=True)
-    pairs = [
-        (operator_class(tape.strings[name]), tape.strings[dtype])
-        for name, dtype in zip(*divmod(kinds, num_strings), strict=True)
-    ]
-    types = [
-        arithmetic_type(kind, dtype, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
-        for kind, dtype in pairs
-    ]
+    pairs, types, kind_of = _pairs(tape, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
     rates = np.array(
         [_rates(device, efficiency, kind, arithmetic) for (kind, _), arithmetic in zip(pairs, types, strict=True)]
     )
@@ -98,6 +88,34 @@ def operator_seconds(
     # Not priced yet, and the capture says so among its assumptions.
     seconds[tape.collectives.operator] = 0.0
     return seconds
+
+
+def arithmetic_of_operators(
+    tape: Tape, *, tf32_matmul: bool = False, tf32_convolution: bool = True
+) -> npt.NDArray[np.str_]:
+    """The `DType` that each operator computes in, shape `(len(tape.operators),)`."""
+    if not len(tape.operators):
+        return np.zeros(0, dtype="<U8")
+    _, types, kind_of = _pairs(tape, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
+    return np.array(types)[kind_of]
+
+
+def _pairs(
+    tape: Tape, *, tf32_matmul: bool, tf32_convolution: bool
+) -> tuple[list[tuple[OperatorClass, str]], list[DType], npt.NDArray[np.int64]]:
+    """The distinct pairs of class and type of the operators, what each computes in, and the place of each operator among them."""
+    operators, num_strings = tape.operators, len(tape.strings)
+    # Rates are looked up once per pair of name and dtype: a tape has tens of thousands of operators of some hundred pairs.
+    kinds, kind_of = np.unique(operators.name.astype(np.int64) * num_strings + operators.dtype, return_inverse=True)
+    pairs = [
+        (operator_class(tape.strings[name]), tape.strings[dtype])
+        for name, dtype in zip(*divmod(kinds, num_strings), strict=True)
+    ]
+    types = [
+        arithmetic_type(kind, dtype, tf32_matmul=tf32_matmul, tf32_convolution=tf32_convolution)
+        for kind, dtype in pairs
+    ]
+    return pairs, types, kind_of
 
 
 def _copying(tape: Tape, device: Device, calibration: Calibration | None) -> npt.NDArray[np.float64]:

@@ -1,9 +1,12 @@
 """The estimate of a tape on a GPU, as plain data: three peaks with their range, allocation sites, steps, and seconds."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from tightfit.simulate.seconds_band import SecondsBand
+from tightfit.simulate.throughput import StepCounts
 from tightfit.tape import Assumption, Coverage
 
 SCHEMA = 1
@@ -91,6 +94,7 @@ class Estimate:
     """The memory and time of a workload on a GPU. `at_peak` adds up to `peak.device_bytes`. `margin`, one of the `MARGINS`, decides whether it fits;
     `coverage` says what of the program was seen. `pinned_peak_bytes` of the host's memory are reserved by torch's allocator of pinned memory, for tensors of
     `pinned_tensor_bytes`; `disk_peak_bytes` are in files of techniques. In `idle_seconds_per_step` of a step the GPU runs no kernel: it waits for the host, or for copies.
+    `seconds_band` is the range of `seconds_per_step`, and `counts` what a step does in them; None without a whole step.
     """
 
     target: str
@@ -112,6 +116,8 @@ class Estimate:
     pinned_tensor_bytes: int = 0
     idle_seconds_per_step: float = 0.0
     disk_peak_bytes: int = 0
+    seconds_band: SecondsBand | None = None
+    counts: StepCounts | None = None
 
     @property
     def fits(self) -> bool:
@@ -122,6 +128,10 @@ class Estimate:
     def headroom_bytes(self) -> int:
         """What the likely device peak leaves free; negative if it does not fit."""
         return self.capacity_bytes - self.peak.device_bytes
+
+    def per_second(self, count: int | None) -> float | None:
+        """How many of what a step has `count` of there are in a second; None where either is not known."""
+        return count / self.seconds_per_step if count and self.seconds_per_step else None
 
     def to_json(self) -> dict[str, Any]:
         """The object that `tightfit estimate --json` prints, without `elapsed_seconds`."""
@@ -148,7 +158,30 @@ class Estimate:
             "disk": {"peak_bytes": self.disk_peak_bytes},
             "seconds_per_step": self.seconds_per_step,
             "idle_seconds_per_step": self.idle_seconds_per_step,
+            **self._seconds_to_json(),
             "versions": dict(self.versions),
             "assumptions": [dataclasses.asdict(a) for a in self.assumptions],
             "coverage": self.coverage.to_json(),
+        }
+
+    def _seconds_to_json(self) -> dict[str, Any]:
+        band, counts = self.seconds_band, self.counts
+        causes = {} if band is None else {name: (band.less[name], more) for name, more in band.more.items()}
+        return {
+            "seconds_low_per_step": None if band is None else band.low_seconds,
+            "seconds_high_per_step": None if band is None else band.high_seconds,
+            # What one cause alone does: the causes are added as squares, together with what differs from machine to machine.
+            "seconds_band": [
+                {
+                    "cause": name,
+                    "less_seconds": self.seconds_per_step * -math.expm1(-less),
+                    "more_seconds": self.seconds_per_step * math.expm1(more),
+                }
+                for name, (less, more) in causes.items()
+            ],
+            "tokens_per_second": None if counts is None else self.per_second(counts.num_tokens),
+            "samples_per_second": None if counts is None else self.per_second(counts.num_samples),
+            "flops_per_step": None if counts is None else counts.flops,
+            "model_flops_per_step": None if counts is None else counts.model_flops,
+            "model_flops_utilisation": None if counts is None else counts.utilisation,
         }

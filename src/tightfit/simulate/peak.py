@@ -11,7 +11,9 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.seconds_band import seconds_band
 from tightfit.simulate.step_work import priced
+from tightfit.simulate.throughput import counts_of_step
 from tightfit.simulate.timeline import busy_seconds_of_steps, seconds_of_steps
 from tightfit.simulate.timeline_bytes import MemoryTimeline, timeline_on
 from tightfit.simulate.workspaces import libraries_of, with_workspaces_of
@@ -79,6 +81,8 @@ def estimate_peak(
         # The last step stands for all: the first one also allocates the optimizer's states.
         seconds_per_step=seconds[-1] if seconds else 0.0,
         idle_seconds_per_step=max(0.0, seconds[-1] - busy[-1]) if seconds else 0.0,
+        seconds_band=seconds_band(prices, device, calibration) if seconds and seconds[-1] else None,
+        counts=counts_of_step(tape, device, seconds[-1]) if seconds and seconds[-1] else None,
         versions=tape.versions,
         assumptions=tape.assumptions,
         coverage=tape.coverage,

@@ -85,6 +85,12 @@ def seconds_of_steps(prices: PricedTape) -> list[float]:
     return [_seconds(prices, *of_step) for of_step in _steps(prices.tape)]
 
 
+def seconds_of_step(prices: PricedTape) -> float:
+    """Seconds of the last span of kind `STEP`; 0 where there is none."""
+    steps = list(_steps(prices.tape))
+    return _seconds(prices, *steps[-1]) if steps else 0.0
+
+
 def busy_seconds_of_steps(prices: PricedTape) -> list[float]:
     """Of each step, how long the stream with the most work runs kernels: in the rest of the step the GPU is idle."""
     is_copy = np.zeros(len(prices.seconds), dtype=np.bool_)

@@ -149,9 +149,16 @@ class FastForward:
             stopped=self._stopped,
             cuts=tuple(self._others.cuts),
             last_turn=self._last_turn,
-            not_reached=(
-                *self._others.grows,
-                *not_reached(self.program, tuple(self.training.left), self._stack, is_stopped=bool(self._stopped)),
+            # A loop that is come to again is left again.
+            not_reached=tuple(
+                dict.fromkeys(
+                    (
+                        *self._others.grows,
+                        *not_reached(
+                            self.program, tuple(self.training.left), self._stack, is_stopped=bool(self._stopped)
+                        ),
+                    )
+                )
             ),
         )
 

@@ -24,7 +24,7 @@ MAX_TURNS_AROUND = 8
 @dataclasses.dataclass(slots=True)
 class LoopTurns:
     """The turns of one loop: where the latest began (operators, storages, module calls), what it did, and how many in a row did the same;
-    `begin` and `alive_at_begin` are the operators and the allocated bytes when the first of them began.
+    `begin` are the operators when the first of them began, `alive_after_first` the allocated bytes when it had ended.
     """
 
     operators: int
@@ -35,7 +35,7 @@ class LoopTurns:
     num_alike: int = 0
     num_turns: int = 0
     begin: int = 0
-    alive_at_begin: int = 0
+    alive_after_first: int = 0
 
 
 class OtherLoops:
@@ -79,7 +79,8 @@ class OtherLoops:
         self._gpu.recorder.assume(
             place, f"the loop was left after {num_turns} iterations; its later iterations are assumed to be like them"
         )
-        growth = (self._alive_bytes() - turns.alive_at_begin) // max(1, num_turns)
+        # What the first turn leaves is held in names that the next one binds anew.
+        growth = (self._alive_bytes() - turns.alive_after_first) // max(1, num_turns - 1)
         if growth >= MIN_GROWTH_BYTES:
             what, grows = (
                 f"iterations of the loop after the first {num_turns}",
@@ -100,7 +101,7 @@ class OtherLoops:
         turns = self._turns.get(number)
         if turns is None:
             turns = self._turns[number] = LoopTurns(recorder.num_operators, len(num_bytes), self.num_calls)
-            turns.begin, turns.alive_at_begin = turns.operators, self._alive_bytes()
+            turns.begin = turns.operators
             return turns
         did = (recorder.num_operators - turns.operators, sum(num_bytes[turns.storages :]))
         is_alike = did == turns.did and self.num_calls > turns.calls
@@ -110,6 +111,8 @@ class OtherLoops:
             is_alike, turns.alive = alive == turns.alive, alive
         turns.num_alike = turns.num_alike + 1 if is_alike else 0
         turns.num_turns += 1
+        if turns.num_turns == 1:
+            turns.alive_after_first = self._alive_bytes()
         turns.did, turns.calls = did, self.num_calls
         turns.operators, turns.storages = recorder.num_operators, len(num_bytes)
         return turns

@@ -21,6 +21,7 @@ def also_named(index: int) -> None:
     _names.add(index)
 
 
+@hands_over
 def _index_of(device: Any) -> int | None:
     if isinstance(device, str):
         device = torch.device(device)

@@ -63,12 +63,25 @@ def _answer(assume: Callable[[str, str], None], module: types.ModuleType) -> Non
         if hasattr(module, name.name):
             setattr(module, name.name, answer)
             continue
-        version = importlib.metadata.version(name.library)
+        version = version_of(name.library)
         if _release(version) >= _release(name.first):
             assume(
                 name.library,
                 f"{name.library} {version} has no {name}, which is replaced {name.purpose} ({name.versions})",
             )
+
+
+def version_of(library: str) -> str:
+    """The version of a library that is imported, as it says itself (it may be a clone, or a folder of that name beside an installed one), else as it is
+    installed; empty where neither is known.
+    """
+    own = getattr(sys.modules.get(library), "__version__", None)
+    if own is not None:
+        return str(own)
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ _NUM_DIMENSIONS_OF_TOKENS = 2  # a batch of sequences
 _SHORTEST = 64  # tokens, below which a shorter sequence is no advice
 _PART_OF_BLOCKS = 4
 _PLAIN = "without any technique"
+# Of the peak: who needs memory is not helped by less, and a longer list hides what helps.
+_LEAST_SHARE = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ def suggestions_for(planned: PlannedWorkload, card: Device, *, is_whole_card: bo
     `is_whole_card`: the budget is all that the card has.
     """
     rows = [*_from_techniques(planned.profile), *_lossy(planned.forbidden)]
+    rows = [row for row in rows if row.saves_bytes * _LEAST_SHARE >= planned.needed_bytes or not row.saves_bytes]
     if not planned.fits or planned.has_techniques:
         rows += [*_batch(planned.estimate), *_sequence(planned), *_blocks(planned)]
     if not planned.fits and is_whole_card:
@@ -123,6 +126,8 @@ def _blocks(base: PlannedWorkload) -> Iterable[Suggestion]:
         Change(begin=v.end_event, end=v.back_event, num_bytes=-parts.module_calls.bytes_of(v.saved)) for v in calls
     ]
     now, left = parts.peak_with(()), parts.peak_with((weights, *parts.untrained(gone), *saved))
+    if (now - left) * _LEAST_SHARE < now:
+        return
     yield Suggestion(
         what=f"a smaller model, with {blocks.number - number} instead of {blocks.number} blocks in {blocks.path},",
         changes="model",

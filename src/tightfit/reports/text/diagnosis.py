@@ -314,7 +314,7 @@ def _remedies(diagnosis: Diagnosis) -> Iterator[RenderableType]:
             Text.assemble(f"{remedy.what}{where}", (f" ({remedy.note}{lossy})" if remedy.note else lossy, "dim")),
         )
     yield table
-    times = " Times are roofline estimates." if any(remedy.adds_seconds for remedy in remedies) else ""
+    times = " Times are estimates." if any(remedy.adds_seconds for remedy in remedies) else ""
     yield Text(f"Each row alone lowers the peak of the whole run by that much; rows do not add up.{times}", style="dim")
 
 

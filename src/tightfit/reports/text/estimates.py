@@ -27,12 +27,12 @@ from tightfit.reports.text.table_columns import (
 from tightfit.reports.verdicts import named_phase, verdict_words
 from tightfit.simulate.estimate import Estimate
 from tightfit.tape import Assumption
-from tightfit.units import SIGNS_IN_ASCII, format_bytes, format_seconds
+from tightfit.units import SIGNS_IN_ASCII, format_bytes, format_range_of_seconds, format_seconds
 
 # Wider than rich's 80, so that module paths stay readable in a log.
 PIPED_WIDTH = 120
 MAX_WIDTH = 160
-TIMES_ARE_ESTIMATED = "times are roofline estimates, without data loading and logging"
+TIMES_ARE_ESTIMATED = "times are estimates, without data loading and logging"
 NUM_ASSUMPTIONS = 8
 NUM_PLACES = 2
 # Below these widths the least important column is left out rather than all of them shortened beyond recognition.
@@ -42,6 +42,8 @@ _MAX_FILE_CELLS = 28
 _LABEL_CELLS = 16
 _MIN_BAR_CELLS = 10
 _VISIBLE_IDLE = 0.02
+_NUM_CAUSES = 2
+_WHOLE_RATE = 10
 MAX_BAR_CELLS = 48
 
 STYLES = {
@@ -140,10 +142,27 @@ def _subject(estimate: Estimate) -> Text:
 
 
 def _time(estimate: Estimate) -> str:
-    idle = estimate.idle_seconds_per_step
-    if idle < _VISIBLE_IDLE * estimate.seconds_per_step:
-        return "estimated time"
-    return f"estimated time; the GPU is idle for {format_seconds(idle)} of it, waiting for the host or for copies"
+    likely, band, idle = estimate.seconds_per_step, estimate.seconds_band, estimate.idle_seconds_per_step
+    parts = ["estimated time"]
+    if band is not None:
+        ends = format_range_of_seconds(likely, band.low_seconds, band.high_seconds)
+        parts = [f"({ends}) {', '.join(['estimated time', *band.largest_causes(_NUM_CAUSES)])}"]
+    if idle >= _VISIBLE_IDLE * likely:
+        parts.append(f"the GPU is idle for {format_seconds(idle)} of it, waiting for the host or for copies")
+    return "; ".join(parts)
+
+
+def _throughput(estimate: Estimate) -> tuple[str, str] | None:
+    """Tokens or samples per second, and model FLOPs utilisation, as far as they can be told."""
+    counts = estimate.counts
+    if counts is None:
+        return None
+    of_peak = f"{counts.utilisation:.0%} of the peak FLOP/s (MFU)" if counts.utilisation is not None else ""
+    for count, name in ((counts.num_tokens, "tokens"), (counts.num_samples, "samples")):
+        rate = estimate.per_second(count)
+        if rate is not None:
+            return f"{rate:,.0f} {name}/s" if rate >= _WHOLE_RATE else f"{rate:.2g} {name}/s", of_peak
+    return None
 
 
 def _host_memory(estimate: Estimate) -> str:
@@ -167,6 +186,9 @@ def _figures(estimate: Estimate) -> Group:
         table.add_row("host memory", format_bytes(estimate.host_peak_bytes), _host_memory(estimate))
     if estimate.seconds_per_step:
         table.add_row("time per step", format_seconds(estimate.seconds_per_step), _time(estimate))
+    throughput = _throughput(estimate)
+    if throughput is not None:
+        table.add_row("throughput", *throughput)
     parts = [moment.span, named_phase(moment.phase), moment.operator.removeprefix("aten."), moment.module, moment.line]
     where = Table.grid(padding=(0, GAP, 0, 0))
     where.add_column(no_wrap=True, min_width=_LABEL_CELLS)

@@ -7,22 +7,17 @@ before the next operator or step.
 import dataclasses
 import sys
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.processes.simulated import is_simulated
-from tightfit.errors.faults import internal_error, note
 from tightfit.runtime.leaks.named_roots import is_users_or_test
 from tightfit.runtime.record_hooks import all_tensors
-from tightfit.torch_hooks.weak_references import Deaths
+from tightfit.runtime.storage_watch import SeenStorage, StorageWatch
 
 _MAX_FRAMES = 12
 BEFORE = -1
@@ -31,14 +26,12 @@ BEFORE = -1
 Stack = tuple[tuple[CodeType, int], ...]
 
 
-class StorageRow(weakref.ref[torch.UntypedStorage]):
+class StorageRow(SeenStorage):
     """A weak reference to a storage, with what is known of it: `site` is the number of its stack, `step` when it was allocated."""
 
-    __slots__ = ("cdata", "device", "num_bytes", "site", "step")
+    __slots__ = ("device", "site", "step")
 
-    cdata: int
     device: str
-    num_bytes: int
     site: int
     step: int
 
@@ -70,37 +63,30 @@ class _Stacks:
         return found
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(StorageWatch[StorageRow]):
     """The live storages of a block by allocation site. `step` is set by whoever counts steps."""
 
-    # As `HostRecorder` has both, and for the same reasons.
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Under any other mode torch does not compile, and flex attention, which insists on it, fails."""
-        return True
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("the search for leaks")
         self.step = 0
         self.bytes_by_site: Counter[int] = Counter()
         self.bytes_by_device: Counter[str] = Counter()
-        self._rows: dict[int, StorageRow] = {}
-        self._deaths = Deaths()
         self._stacks = _Stacks()
         self._thread = threading.get_ident()
         self._sees_fakes = is_simulated()
+        self._is_before = False
 
     def see_existing(self) -> None:
         """What Python knows to be there counts as before the block."""
+        self._is_before = True
         for tensor in all_tensors():
-            self._see(tensor, site=BEFORE)
+            self.see(tensor)
+        self._is_before = False
 
     def rows(self) -> list[StorageRow]:
         """The live storages."""
         self.work_off()
-        return list(self._rows.values())
+        return list(self._references.values())
 
     def frames_of(self, site: int) -> list[tuple[str, str]]:
         """Lines (`train.py:41`) and functions of a site, the innermost first; empty where no frame was the user's."""
@@ -109,58 +95,9 @@ class LiveStorages(TorchDispatchMode):
 
     def storage_id(self, tensor: torch.Tensor) -> int | None:
         """The key of the storage of a tensor among `rows`; None where it has none of its own."""
-        return tensor.untyped_storage()._cdata if self._has_storage(tensor) else None
+        return tensor.untyped_storage()._cdata if self.has_storage(tensor) else None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs the operator unchanged, and looks at its inputs and outputs."""
-        self._see_all(args)
-        result = func(*args, **(kwargs or {}))
-        self._see_all((result,))
-        return result
-
-    def work_off(self) -> None:
-        """Takes out the storages that were freed since the last call."""
-        for reference, _ in self._deaths:
-            assert isinstance(reference, StorageRow)
-            if self._rows.get(reference.cdata) is reference:
-                self._remove(reference)
-
-    def _see_all(self, values: Iterable[Any]) -> None:
-        try:
-            for tensor in _tensors(values):
-                self._see(tensor)
-        except Exception as error:
-            # The program may swallow it, and nothing of the program's runs here.
-            own = internal_error(error, "the search for leaks")
-            note(own, "the search for leaks")
-            raise own from error
-
-    def _see(self, tensor: torch.Tensor, *, site: int | None = None) -> None:
-        if not self._has_storage(tensor):
-            return
-        self.work_off()
-        storage = tensor.untyped_storage()
-        row, num_bytes = self._rows.get(storage._cdata), storage.nbytes()
-        if row is not None and row.num_bytes == num_bytes:
-            return
-        if row is not None:
-            self._remove(row)
-        row = StorageRow(storage, self._deaths.note)
-        row.cdata, row.num_bytes, row.step = storage._cdata, num_bytes, self.step
-        row.device = tensor.device.type
-        row.site = self._stacks.number(self._thread) if site is None else site
-        self._rows[row.cdata] = row
-        self.bytes_by_site[row.site] += num_bytes
-        self.bytes_by_device[row.device] += num_bytes
-
-    def _remove(self, row: StorageRow) -> None:
-        del self._rows[row.cdata]
-        self.bytes_by_site[row.site] -= row.num_bytes
-        self.bytes_by_device[row.device] -= row.num_bytes
-
-    def _has_storage(self, tensor: torch.Tensor) -> bool:
+    def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` has a storage of its own: it is neither a wrapper subclass, nor a compiler's fake tensor (those of a virtual GPU count), nor a
         parameter that is not initialised yet.
         """
@@ -170,10 +107,18 @@ class LiveStorages(TorchDispatchMode):
         is_virtual = self._sees_fakes and tensor.device.type == "cuda"
         return tensor.layout == torch.strided and (is_virtual or not is_dispatched) and tensor.device.type != "meta"
 
+    def refer(self, storage: torch.UntypedStorage) -> StorageRow:
+        """A row of a new storage."""
+        return StorageRow(storage, self._deaths.note)
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+    def added(self, reference: StorageRow, tensor: torch.Tensor) -> None:
+        """Counts a new storage at the line that runs."""
+        reference.step, reference.device = self.step, tensor.device.type
+        reference.site = BEFORE if self._is_before else self._stacks.number(self._thread)
+        self.bytes_by_site[reference.site] += reference.num_bytes
+        self.bytes_by_device[reference.device] += reference.num_bytes
+
+    def freed(self, reference: StorageRow, time_ns: int) -> None:
+        """Counts a storage no longer."""
+        self.bytes_by_site[reference.site] -= reference.num_bytes
+        self.bytes_by_device[reference.device] -= reference.num_bytes

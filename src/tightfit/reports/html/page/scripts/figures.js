@@ -157,6 +157,6 @@ function writeAssumptions() {
   const left = summary.num_assumptions - summary.assumptions.length;
   const versions = Object.entries(summary.versions).filter(([, version]) => version).map(([name, version]) => `${name} ${version}`);
   const words = [left > 0 ? `${whole(left)} more assumptions are not listed.` : "",
-    `Allocator settings: ${summary.settings || "torch's defaults"}.`, summary.cards.some((card) => card.seconds_per_step) ? "Times are roofline estimates, without data loading and logging." : "", versions.length ? `With ${versions.join(", ")}.` : "", "Colours after Okabe and Ito."];
+    `Allocator settings: ${summary.settings || "torch's defaults"}.`, summary.cards.some((card) => card.seconds_per_step) ? "Times are estimates, without data loading and logging." : "", versions.length ? `With ${versions.join(", ")}.` : "", "Colours after Okabe and Ito."];
   byId("small-print").textContent = words.filter(Boolean).join(" ");
 }

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # pyrefly: igno
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tightfit.capture.collectives import arguments, groups, values
+from tightfit.capture.collectives import arguments, gathered_values, groups
 from tightfit.capture.collectives.arguments import Collective
 from tightfit.capture.dispatch.known_values import Unknown, limit
 from tightfit.capture.dispatch.operators import facts
@@ -199,7 +199,7 @@ class Communication:
         with contextlib.suppress(Unknown):
             sent = [gpu.shadows.values(t) if isinstance(t, FakeTensor) else t for t in call.sent]
             with torch.no_grad():
-                found = values.results(call, sent, [t.shape for t in call.received])
+                found = gathered_values.results(call, sent, [t.shape for t in call.received])
         virtual = [t for t in call.received if isinstance(t, FakeTensor)]
         if found is None:
             gpu.note_writes(virtual)
