@@ -1,7 +1,10 @@
 """`tightfit run --guard`: an unmodified script in which an operator finds no memory ends as the plain one, to the bit, or with its error and one line why."""
 
+import gc
 import random
 import textwrap
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +60,7 @@ LOOPS = {
             loss = (model(x) - y).square().mean()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         """,
     "functions and classes": """
         class Trainer:
@@ -143,8 +146,12 @@ MAY_BE_REFUSED = ("two models in turn", "micro-batches inside of a step")
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Scripts:
-    return Scripts(tmp_path, capsys, monkeypatch)
+def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts]:
+    # Each error is followed by a garbage collection, which would look through all that the test process has imported.
+    gc.collect()
+    gc.freeze()
+    yield Scripts(tmp_path, capsys, monkeypatch)
+    gc.unfreeze()
 
 
 def text(body: str) -> str:
@@ -159,15 +166,16 @@ def test_wherever_memory_runs_out_a_script_ends_as_the_plain_one(kind: str, scri
     assert plain.error is None and calm.error is None and calm.num_loops
     assert calm.is_same(plain) and calm.num_operators == plain.num_operators
     before = scripts.run(scripts.write(HEAD, "head.py"), guard=False).num_operators
-    refused = 0
+    refused = Counter[bool]()
     draw = random.Random(kind)
     for number in sorted(draw.sample(range(before + 1, plain.num_operators + 1), NUM_FAILURES)):
         found = scripts.run(path, number)
         assert found.num_failures == 1, number
         if found.error is not None:
             assert "tightfit: step" in found.notes or "outside of the turns" in found.notes, (number, found.notes)
-            refused += 1
+            # No turn is under way while a `for` loop asks its loader for a batch, which cannot be asked again.
+            refused["outside of the turns" in found.notes or "while a batch was made" in found.notes] += 1
             continue
         assert found.is_same(plain), number
         assert found.statistics["replays"] + found.statistics["retried operators"] == 1, number
-    assert refused <= (NUM_FAILURES // 2 if kind in MAY_BE_REFUSED else 1)
+    assert refused[False] <= (NUM_FAILURES // 2 if kind in MAY_BE_REFUSED else 0) and refused.total() < NUM_FAILURES

@@ -115,6 +115,8 @@ class Attempts:
         self.statistics["out of memory"] += 1
         why_not = "weights had been updated in it already" if self._retries.is_done else ""
         why_not = why_not or self._retries.half_done or _many_processes() or refusal() or self._loaders.obstacle()
+        if any(batches.is_broken for batches in attempt.sources):
+            why_not = why_not or "the error was raised while a batch was made, and what makes it cannot be asked again"
         why_not = why_not or self._states.obstacle(beginning)
         if why_not:
             raise self.final(error, tried, f"the step could not be run again: {why_not}")

@@ -29,6 +29,8 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
         self._batches: Iterator[Batch] = iter(batches) if not hasattr(type(batches), "__next__") else batches  # type: ignore[assignment]
         self.is_drawing = False
         """Whether a batch is being made."""
+        self.is_broken = False
+        """Whether an error has ended the making of a batch since `begin`: what makes them cannot be asked for that one again."""
         self._given: list[_Given] = []
         self._waiting: deque[_Given] = deque()
 
@@ -52,6 +54,9 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
             batch: Any = next(self._batches)
         except StopIteration:
             return _Given(batch=None, is_end=True, random=AllRandom.now())
+        except BaseException:
+            self.is_broken = True
+            raise
         finally:
             self.is_drawing = False
         return _Given(batch=batch, is_end=False, random=AllRandom.now())
@@ -64,6 +69,7 @@ class ReplayedBatches(Iterator[Batch], Generic[Batch]):
     def begin(self) -> None:
         """A step begins: what was handed out before is let go."""
         self._given.clear()
+        self.is_broken = False
 
     def again(self) -> None:
         """The step failed: its batches come again, in their order."""

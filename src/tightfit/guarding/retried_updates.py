@@ -32,6 +32,7 @@ class UpdateRetries:
         self.num_retries = 0
         self.is_done = False
         self.half_done = ""
+        # While no step of the loop is under way, this is the number of no stack of modes.
         self._num_modes = -1
         self._thread = 0
         self._rest: _Again | None = None
@@ -52,6 +53,7 @@ class UpdateRetries:
     def begin(self) -> None:
         """A step of the loop begins."""
         self.is_done = False
+        self.half_done = ""
         self._num_modes = NUM_DISPATCH_MODES.value()()
         self._thread = threading.get_ident()
 
@@ -61,6 +63,7 @@ class UpdateRetries:
             rest, self._rest = self._rest, None
             if NUM_DISPATCH_MODES.value()() == self._num_modes + 1:
                 rest.__exit__(None, None, None)
+        self._num_modes = -1
 
     def run(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the step; after an error that left no half of an update, the optimizer's states are those of before.
