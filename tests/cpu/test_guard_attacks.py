@@ -266,7 +266,7 @@ def a_loader(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: 
 
 
 def a_setting(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
 
 @pytest.mark.parametrize(

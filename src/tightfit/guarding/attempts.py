@@ -69,13 +69,14 @@ class Attempts:
         reached: Mapping[str, Any],
         *,
         named: Iterable[Any],
+        attributes: frozenset[str] = frozenset(),
         names_data: Callable[[], bool],
         sources: Sequence[ReplayedBatches[Any]] = (),
     ) -> Attempt:
-        """A step begins that reaches these values by name; `named` are more values that its code names, among them scalers."""
+        """A step begins that reaches these values by name, and `attributes` of Python modules among them; `named` are more values that its code names, among them scalers."""
         scalers = ScalerStates(named)
         self._retries.cover(self._optimizers)
-        beginning = self._states.begin(reached, names_data=names_data)
+        beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
         for batches in sources:
             batches.begin()
         attempt = Attempt(

@@ -23,6 +23,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
 )
 from tightfit.guarding.drawn_random import TorchRandom
+from tightfit.guarding.optimizer_settings import OptimizerSettings
 from tightfit.guarding.out_of_memory import release_memory
 from tightfit.guarding.step_gradients import StepGradients
 from tightfit.guarding.weight_sums import WeightSums
@@ -51,11 +52,11 @@ class StepBeginning:
         copies: Mapping[int, _Copied],
         parameters: list[torch.nn.Parameter],
         leaves: list[torch.Tensor],
-        groups: list[dict[str, Any]],
+        settings: OptimizerSettings,
         sums: WeightSums | None,
     ) -> None:
         self.snapshots = snapshots
-        self.groups = groups
+        self.settings = settings
         self.gradients = StepGradients(leaves)
         self.sums = sums
         self._copies = copies
@@ -95,6 +96,7 @@ class StepBeginning:
             for copied in self._copies.values():
                 if copied.tensor._version != copied.version or _is_statistics(copied.tensor):
                     copied.tensor.copy_(copied.copy)
+        self.settings.restore()
         self.gradients.restore()
         self._random.put()
 
@@ -112,10 +114,15 @@ class StepStates:
         self._num_steps = 0
         self._is_updated_by_hand = False
 
-    def begin(self, reached: Mapping[str, Any], *, names_data: Callable[[], bool]) -> StepBeginning:
-        """The state before a step that reaches these values, by name. `names_data`: whether its code names an attribute `data`."""
+    def begin(
+        self, reached: Mapping[str, Any], *, attributes: frozenset[str], names_data: Callable[[], bool]
+    ) -> StepBeginning:
+        """The state before a step that reaches these values, by name, and names these attributes of Python modules among them.
+
+        `names_data`: whether its code names an attribute `data`.
+        """
         self._num_steps += 1
-        of_function = snapshot_of_arguments(reached)
+        of_function = snapshot_of_arguments(reached, attributes=attributes)
         known = [] if self._model is None else [self._model]
         self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
         snapshots = [of_function, *self._of_modules()]
@@ -125,7 +132,7 @@ class StepStates:
             self._copies(snapshots, {id(p) for p in parameters}),
             parameters,
             leaves_of(parameters, snapshots),
-            [dict(group, params=None) for optimizer in self._optimizers for group in optimizer.param_groups],
+            OptimizerSettings(self._optimizers),
             WeightSums(parameters)
             if self._num_steps <= _FIRST_STEPS or self._is_updated_by_hand or names_data()
             else None,
@@ -137,10 +144,9 @@ class StepStates:
 
     def obstacle(self, beginning: StepBeginning) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
-        now = [dict(group, params=None) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if not _same_settings(beginning.groups, now):
-            return "it changed the settings of an optimizer"
-        return beginning.obstacle(self.now(beginning))
+        if any(snapshot.reach.is_cut for snapshot in beginning.snapshots):
+            return "it reaches more objects than can be looked at"
+        return beginning.settings.obstacle(self._optimizers) or beginning.obstacle(self.now(beginning))
 
     def learn(self, beginning: StepBeginning) -> None:
         """Before the first update of a step: remembers which tensors it has written until here. Later steps copy them when they begin."""
@@ -193,13 +199,6 @@ def leaves_of(parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snap
     reached = (tensor for snapshot in snapshots for tensor in snapshot.reach.tensors if not is_lazy(tensor))
     floating = (t for t in reached if (t.is_floating_point() or t.is_complex()) and t.is_leaf and not t.is_inference())
     return list({id(tensor): tensor for tensor in (*parameters, *floating)}.values())
-
-
-def _same_settings(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(a[name] is b[name] or bool(a[name] == b[name]) for name in a)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _is_statistics(tensor: torch.Tensor) -> bool:

@@ -142,10 +142,11 @@ class Turn:
         if not self._loop.tried:
             guard.attempts.num_steps += 1
         reached = {name: value for name, value in self._values.items() if name not in self._drawn}
-        guard.effects.clear()
+        reached |= guard.effects.clear()
         self._attempt = guard.attempts.begin(
             reached,
             named=_values_behind(reached.values(), self._names.attributes),
+            attributes=self._names.attributes,
             names_data=lambda: "data" in self._names.attributes or _name_data(reached.values(), self._names.attributes),
             sources=self._loop.sources,
         )
@@ -154,7 +155,9 @@ class Turn:
         """`next(iterator, *default)`: the item comes again when the turn does."""
         if self._attempt is None:
             return builtins.next(iterator, *default)
-        return builtins.next(self._loop.source(iterator), *default)
+        # Making a batch is not done again: what it prints and opens is none of the turn's.
+        with self._guard.effects.apart():
+            return builtins.next(self._loop.source(iterator), *default)
 
     def failed(self, error: BaseException) -> bool:
         """Whether the turn is to be taken back, after an error in it."""

@@ -101,8 +101,14 @@ class GuardedScript:
         if not loops:
             return None
         tree = self._program.trees[real]
-        self._guard.names += rewrite(tree, loops, first=self.num_loops)
-        return compile(tree, path, "exec", dont_inherit=True)
+        names = rewrite(tree, loops, first=self.num_loops)
+        try:
+            code = compile(tree, path, "exec", dont_inherit=True)
+        except SyntaxError:
+            # Python says it of the file itself, or runs it unguarded.
+            return None
+        self._guard.names += names
+        return code
 
     def _own_optimizers(self) -> list[torch.optim.Optimizer]:
         held = {id(parameter) for parameter in self._model().parameters()}

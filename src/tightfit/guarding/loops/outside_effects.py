@@ -1,17 +1,25 @@
 """Notes what the main thread does to the world outside of the process: files opened or written, directories changed, connections, processes.
 
-Python's audit events say all but writes to files that are open: those are counted by the files that `open` returns from `begin` on.
-What is printed to the standard output is no such effect: a turn that is run again prints the same text, which is dropped.
+Python's audit events say all but writes to files and connections that are open, and what is given to other threads (the writer of a logger, say):
+those are noted at the files that `open` returns from `begin` on, and at the methods that give. What is printed to the terminal is no such effect: a
+turn that is run again prints the same text, which is dropped.
 """
 
 import builtins
+import concurrent.futures
+import functools
 import io
 import os
+import queue
+import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from tightfit.guarding.loops.printed_text import PrintedText
 
 _EVENTS = {
     "os.remove": "removed a file",
@@ -31,6 +39,17 @@ _EVENTS = {
 _OF_PYTHON = "__pycache__"
 
 
+# What hands an object, or bytes, to another thread or process: a class of Python's library, the method, and what a turn that calls it has done.
+_GIVING = (
+    (queue.Queue, "put", "gave something to another thread"),
+    (concurrent.futures.ThreadPoolExecutor, "submit", "gave work to another thread"),
+    (concurrent.futures.ProcessPoolExecutor, "submit", "gave work to another process"),
+    (threading.Thread, "start", "started a thread"),
+    (socket.socket, "send", "sent a message"),
+    (socket.socket, "sendall", "sent a message"),
+)
+
+
 class OutsideEffects:
     """The first effect since `clear`, in words; empty if there was none."""
 
@@ -39,52 +58,56 @@ class OutsideEffects:
         self._is_on = False
         self._thread = threading.get_ident()
         self._open = builtins.open
-        self._printed: list[str] = []
-        self._to_drop = ""
-        self._is_attempt = False
+        self._streams = (PrintedText(), PrintedText())
+        self._leave: list[Callable[[], object]] = []
 
     def begin(self) -> None:
         """Effects are noted from now on. An audit hook stays for the life of the process; it is silent after `end`."""
         self._is_on = True
         sys.addaudithook(self._heard)
         builtins.open = io.open = self._opened
-        self._write = sys.stdout.write
-        sys.stdout.write = self._print  # type: ignore[method-assign]
+        for printed, stream in zip(self._streams, (sys.stdout, sys.stderr), strict=True):
+            printed.begin(stream)
+        self._leave = [_noted(kind, name, functools.partial(self._note, what)) for kind, name, what in _GIVING]
 
     def end(self) -> None:
         """Nothing is noted any more."""
         self._is_on = False
         builtins.open = io.open = self._open
-        if vars(sys.stdout).get("write") == self._print:
-            del sys.stdout.write
+        for printed in self._streams:
+            printed.end()
+        while self._leave:
+            self._leave.pop()()
 
-    def clear(self) -> None:
-        """An attempt begins: what was noted is forgotten."""
+    def clear(self) -> dict[str, Any]:
+        """A turn begins: what was noted is forgotten. Returns the streams that stand in place of those that text is printed to, by name."""
         self.first = ""
-        self._printed = []
-        self._is_attempt = True
+        for printed in self._streams:
+            printed.clear()
+        named = {"sys.stdout": sys.stdout, "sys.stderr": sys.stderr}
+        return {name: s for name, s in named.items() if not any(printed.is_at(s) for printed in self._streams)}
 
     def stop(self) -> None:
         """It is over."""
-        self._is_attempt = False
-        self._to_drop = ""
+        for printed in self._streams:
+            printed.stop()
 
     def again(self) -> None:
-        """The attempt that is over is made again: what it has printed is not printed twice."""
-        self._to_drop = "".join(self._printed)
+        """The turn that is over is run again: what it has printed is not printed twice."""
+        for printed in self._streams:
+            printed.again()
 
-    def _print(self, text: str) -> int:
-        if not self._is_attempt or threading.get_ident() != self._thread or not isinstance(text, str):
-            return self._write(text)
-        self._printed.append(text)
-        if self._to_drop:
-            rest = text.removeprefix(self._to_drop[: len(text)])
-            # Another text than the first time: it is printed, and so is all that follows.
-            self._to_drop = self._to_drop[len(text) :] if len(rest) < len(text) else ""
-            if rest:
-                self._write(rest)
-            return len(text)
-        return self._write(text)
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens within is not the turn's."""
+        first = self.first
+        noted = [printed.set_noted(is_noted=False) for printed in self._streams]
+        try:
+            yield
+        finally:
+            self.first = first
+            for printed, is_noted in zip(self._streams, noted, strict=True):
+                printed.set_noted(is_noted=is_noted)
 
     def _note(self, what: str) -> None:
         if self._is_on and not self.first and threading.get_ident() == self._thread:
@@ -99,6 +122,8 @@ class OutsideEffects:
             is_written = bool(flags & (os.O_WRONLY | os.O_RDWR)) if isinstance(flags, int) else "r" not in str(mode)
             if is_written and not _is_harmless(path):
                 self._note(f"opened {_name(path)} to write to it")
+        elif event == "sqlite3.connect/handle":
+            arguments[0].set_trace_callback(lambda statement: self._note("ran a statement in a database"))
         elif event in _EVENTS and not (arguments and _is_harmless(arguments[0])):
             self._note(_EVENTS[event])
 
@@ -107,6 +132,20 @@ class OutsideEffects:
         if opened.writable() and not _is_harmless(file):
             opened.write = _counted(weakref.ref(opened), type(opened).write, lambda: self._note(f"wrote to {_name(file)}"))
         return opened
+
+
+def _noted(kind: type, name: str, note: Callable[[], None]) -> Callable[[], object]:
+    """Calls `note` before each call of a method, until the returned function is called."""
+    has_own = name in vars(kind)
+    plain = getattr(kind, name)
+
+    @functools.wraps(plain)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return plain(*args, **kwargs)
+
+    setattr(kind, name, noted)
+    return functools.partial(setattr, kind, name, plain) if has_own else functools.partial(delattr, kind, name)
 
 
 def _counted(reference: "weakref.ref[Any]", write: Callable[..., int], note: Callable[[], None]) -> Callable[[Any], int]:

@@ -59,7 +59,8 @@ class _Rewriter(ast.NodeTransformer):
         self.names.append(names)
         loop, turn = f"__tightfit_loop_{number}__", f"__tightfit_turn_{number}__"
         drawn = sorted(_drawn_from(node.body))
-        body = [_NextCalls(turn).visit(statement) for statement in node.body]
+        changes = _ChangedBody(turn)
+        body = [changes.visit(statement) for statement in node.body]
         if isinstance(node, ast.For):
             node.iter = _call(f"{loop}.turns", node.iter)
         else:
@@ -73,7 +74,7 @@ class _Rewriter(ast.NodeTransformer):
             shell,
             *_parsed(_taken_back(turn, sorted(names.bound)), node),
         ]
-        return [*_parsed(f"{loop} = {GUARD}.loop({number})", node), node]
+        return [*changes.declared, *_parsed(f"{loop} = {GUARD}.loop({number})", node), node]
 
 
 _SHELL = """
@@ -121,10 +122,11 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(func=parsed, args=list(arguments), keywords=[])
 
 
-class _NextCalls(ast.NodeTransformer):
-    """Replaces `next(NAME)`, whose items come again when the turn does."""
+class _ChangedBody(ast.NodeTransformer):
+    """Replaces `next(NAME)`, whose items come again when the turn does, and takes out `global` and `nonlocal`: they stand before all uses of their names, ours among them."""
 
     def __init__(self, turn: str) -> None:
+        self.declared: list[ast.stmt] = []
         self._turn = turn
 
     def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
@@ -135,11 +137,20 @@ class _NextCalls(ast.NodeTransformer):
                 ast.copy_location(each, node)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802
+    def visit_Global(self, node: ast.Global) -> ast.AST:  # noqa: N802
+        return self._declaration(node)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:  # noqa: N802
+        return self._declaration(node)
+
+    def _declaration(self, node: ast.stmt) -> ast.AST:
+        self.declared.append(node)
+        return ast.copy_location(ast.Pass(), node)
+
+    def _other_scope(self, node: ast.AST) -> ast.AST:
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:  # noqa: N802
-        return node
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = _other_scope  # noqa: N815
 
 
 def _is_next(node: ast.AST) -> bool:
