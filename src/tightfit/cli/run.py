@@ -7,12 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.capture.targets import Script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import local_cards
-from tightfit.cli.guarded_run import run_guarded
+from tightfit.cli.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -30,9 +31,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
-    guard: bool = False,
-    fallback: Annotated[tuple[Path, ...], SEVERAL] = (),
-    post_mortems: Path = Path(),
+    guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script with a plan applied. The script is not changed; its own arguments go after --.
@@ -59,27 +58,11 @@ def run(
         Number of first steps, also after a change of shape, mode or module, in which results are compared with the plain ones. 0: none.
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
-    guard
-        Take a training step that runs out of memory back, and run it again. No plan is made then; --plan may name one.
-    fallback
-        With --guard: a plan to change to where memory does not suffice, from the fastest to the one that holds least; repeatable.
-    post_mortems
-        With --guard: the folder for the file about a step that failed for good. Default: the current one.
     """
-    _check(script, check_steps, disk_folder)
-    if guard:
-        return run_guarded(
-            script,
-            arguments,
-            plans=[Plan.load(each) for each in ([] if plan is None else [plan]) + list(fallback)],
-            has_plan=plan is not None,
-            check_steps=check_steps,
-            disk_folder=disk_folder,
-            post_mortems=post_mortems,
-            others={"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual},
-        )
-    if fallback:
-        raise UsageError("--fallback names plans for a guarded run: give --guard too")
+    _check(script, check_steps, disk_folder, guarding)
+    if guarding.guard:
+        others = {"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
+        return run_guarded(script, arguments, guarding, plan, others, check_steps=check_steps, disk_folder=disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
@@ -104,7 +87,6 @@ def run(
     # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
-    from tightfit.capture.targets import Script
     from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
@@ -119,13 +101,15 @@ def run(
     )
 
 
-def _check(script: str, check_steps: int, disk_folder: Path | None) -> None:
+def _check(script: str, check_steps: int, disk_folder: Path | None, guarding: Guarding) -> None:
     if not script.endswith(".py") or not Path(script).is_file():
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if disk_folder is not None and not disk_folder.is_dir():
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    if guarding.fallback and not guarding.guard:
+        raise UsageError("--fallback names plans for a guarded run: give --guard too")
 
 
 def _made(

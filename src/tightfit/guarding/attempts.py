@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tightfit.guarding.post_mortem import bytes_by_holder, explain, write_post_m
 from tightfit.guarding.replayed_batches import ReplayedBatches
 from tightfit.guarding.retried_updates import UpdateRetries
 from tightfit.guarding.rungs import Rungs
-from tightfit.guarding.scalers import ScalerStates
 from tightfit.guarding.step_state import StepBeginning, StepStates
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.backward import on_backward
@@ -27,7 +26,6 @@ class Attempt:
     """One attempt at a step, from its beginning on. `leave` ends the watch for its backward passes."""
 
     beginning: StepBeginning
-    scalers: ScalerStates
     sources: Sequence[ReplayedBatches[Any]]
     leave: Leave
 
@@ -68,20 +66,16 @@ class Attempts:
         self,
         reached: Mapping[str, Any],
         *,
-        named: Iterable[Any],
         attributes: frozenset[str] = frozenset(),
         names_data: Callable[[], bool],
         sources: Sequence[ReplayedBatches[Any]] = (),
     ) -> Attempt:
-        """A step begins that reaches these values by name, and `attributes` of Python modules among them; `named` are more values that its code names, among them scalers."""
-        scalers = ScalerStates(named)
+        """A step begins that reaches these values by name, and `attributes` of Python modules among them."""
         self._retries.cover(self._optimizers)
         beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
         for batches in sources:
             batches.begin()
-        attempt = Attempt(
-            beginning=beginning, scalers=scalers, sources=sources, leave=on_backward(beginning.gradients)
-        )
+        attempt = Attempt(beginning=beginning, sources=sources, leave=on_backward(beginning.gradients))
         self._running = attempt
         self._loaders.clear()
         self._retries.begin()
@@ -122,7 +116,6 @@ class Attempts:
         if why_not:
             raise self.final(error, tried, f"the step could not be run again: {why_not}")
         beginning.restore()
-        attempt.scalers.restore()
         if left := [change for change in beginning.changes(self._states.now(beginning)) if not change.is_in_place]:
             raise self.final(error, tried, f"the step could not be run again: {left[0]}")
         self._loaders.restore()

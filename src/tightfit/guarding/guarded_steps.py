@@ -18,11 +18,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import UsageError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.named_values import attributes_named_by, values_named_by
+from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.out_of_memory import is_out_of_memory, without_frames
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import Rungs
@@ -46,7 +45,11 @@ class GuardedSteps:
     ) -> None:
         self._on_terminate = on_terminate
         self._attempts = Attempts(
-            model, optimizers, rungs=Rungs(plans, lambda: model, lambda: optimizers), folder=folder, models=lambda: [model]
+            model,
+            optimizers,
+            rungs=Rungs(plans, lambda: model, lambda: optimizers),
+            folder=folder,
+            models=lambda: [model],
         )
         self.statistics = self._attempts.statistics
         self._batches: list[ReplayedBatches[Any]] = []
@@ -68,7 +71,6 @@ class GuardedSteps:
         while True:
             attempt = attempts.begin(
                 reached,
-                named=[*values_named_by(function), *tree_leaves([args, kwargs])],
                 names_data=lambda: "data" in attributes_named_by(function),
                 sources=self._batches,
             )

@@ -28,6 +28,11 @@ LOADER_ITER = known(
     "to take a step back that begins to read a data set anew",
     "torch_hooks",
 )
+LOADER_NEXT = known(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    "to know which steps have asked a data loader for a batch",
+    "torch_hooks",
+)
 LIGHTNING_STEP = known(
     "lightning.pytorch.strategies.strategy:Strategy.training_step",
     "to apply a plan to a LightningModule's training step",
@@ -101,6 +106,7 @@ REPLACED = (
     MODULE_CALL,
     MODULE_APPLY,
     LOADER_ITER,
+    LOADER_NEXT,
     LIGHTNING_STEP,
     PYTORCH_LIGHTNING_STEP,
     TRAINER_STEP,

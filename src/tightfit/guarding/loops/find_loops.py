@@ -73,13 +73,13 @@ class _Search:
         if known is None:
             # Of a function that calls itself: what the rest of it says.
             self._known[id(scope)] = False
-            known = self._known[id(scope)] = any([self._node(child) for child in ast.iter_child_nodes(scope)])
+            known = self._known[id(scope)] = self._any(scope)
         return known
 
     def _node(self, node: ast.AST) -> bool:
         if isinstance(node, _FUNCTIONS):
             return False
-        inner = any([self._node(child) for child in ast.iter_child_nodes(node)])
+        inner = self._any(node)
         if isinstance(node, ast.Call):
             inner = inner or self._call(node.func)
         if inner and isinstance(node, ast.For | ast.While):
@@ -95,7 +95,13 @@ class _Search:
             if isinstance(function, ast.Name)
             else ""
         )
-        return name in _BACKWARD or any([self.trains(each) for each in self._functions.get(name, ())])
+        # All of them are gone through, for their loops.
+        found = [self.trains(each) for each in self._functions.get(name, ())]
+        return name in _BACKWARD or any(found)
+
+    def _any(self, node: ast.AST) -> bool:
+        found = [self._node(child) for child in ast.iter_child_nodes(node)]
+        return any(found)
 
 
 def _is_suspended(loop: Loop) -> bool:

@@ -12,7 +12,7 @@ from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects
-from tightfit.guarding.named_values import attributes_named_by, values_named_by
+from tightfit.guarding.named_values import attributes_named_by
 from tightfit.guarding.out_of_memory import is_out_of_memory, without_frames
 from tightfit.guarding.replayed_batches import ReplayedBatches
 
@@ -145,7 +145,6 @@ class Turn:
         reached |= guard.effects.clear()
         self._attempt = guard.attempts.begin(
             reached,
-            named=_values_behind(reached.values(), self._names.attributes),
             attributes=self._names.attributes,
             names_data=lambda: "data" in self._names.attributes or _name_data(reached.values(), self._names.attributes),
             sources=self._loop.sources,
@@ -231,17 +230,6 @@ class Turn:
     def value(self, name: str) -> Any:
         """That value."""
         return self._values.pop(name)
-
-
-def _values_behind(values: Iterable[Any], attributes: frozenset[str]) -> Iterator[Any]:
-    """The values, those that functions among them name, and the attributes of objects."""
-    for value in list(values):
-        yield value
-        for function in _functions(value, attributes):
-            yield from values_named_by(function)
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict) and not isinstance(value, type | types.ModuleType | torch.nn.Module):
-            yield from own.values()
 
 
 def _functions(value: Any, attributes: frozenset[str]) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """Runs an unmodified script with its training loops guarded: `tightfit run --guard`."""
 
-import ast
 import builtins
 import os
 from collections import Counter
@@ -117,9 +116,7 @@ class GuardedScript:
     def _model(self) -> torch.nn.Module:
         """The model that a plan goes on: the one with most parameters that are trained."""
         trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        sizes = {
-            model: sum(p.numel() for p in model.parameters() if id(p) in trained) for model in self._models
-        }
+        sizes = {model: sum(p.numel() for p in model.parameters() if id(p) in trained) for model in self._models}
         if not any(sizes.values()):
             raise ApplyError("no model with an optimizer was called yet")
         return max(sizes, key=lambda model: sizes[model])

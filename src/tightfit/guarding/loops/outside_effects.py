@@ -119,7 +119,7 @@ class OutsideEffects:
         if event == "open":
             path, mode, flags = arguments
             # Python's own `open` gives flags that say how.
-            is_written = bool(flags & (os.O_WRONLY | os.O_RDWR)) if isinstance(flags, int) else "r" not in str(mode)
+            is_written = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)) if isinstance(flags, int) else "r" not in str(mode)
             if is_written and not _is_harmless(path):
                 self._note(f"opened {_name(path)} to write to it")
         elif event == "sqlite3.connect/handle":
@@ -130,7 +130,9 @@ class OutsideEffects:
     def _opened(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         opened = self._open(file, *args, **kwargs)
         if opened.writable() and not _is_harmless(file):
-            opened.write = _counted(weakref.ref(opened), type(opened).write, lambda: self._note(f"wrote to {_name(file)}"))
+            opened.write = _counted(
+                weakref.ref(opened), type(opened).write, lambda: self._note(f"wrote to {_name(file)}")
+            )
         return opened
 
 
@@ -148,7 +150,9 @@ def _noted(kind: type, name: str, note: Callable[[], None]) -> Callable[[], obje
     return functools.partial(setattr, kind, name, plain) if has_own else functools.partial(delattr, kind, name)
 
 
-def _counted(reference: "weakref.ref[Any]", write: Callable[..., int], note: Callable[[], None]) -> Callable[[Any], int]:
+def _counted(
+    reference: "weakref.ref[Any]", write: Callable[..., int], note: Callable[[], None]
+) -> Callable[[Any], int]:
     def counted(data: Any) -> int:
         note()
         return write(reference(), data)

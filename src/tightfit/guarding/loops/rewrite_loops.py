@@ -43,10 +43,10 @@ class _Rewriter(ast.NodeTransformer):
         self._first = first
         self.names: list[TurnNames] = []
 
-    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:  # noqa: N802 - the visitor's name for it
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         return self._loop(node)
 
-    def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:  # noqa: N802
+    def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
         return self._loop(node)
 
     def _loop(self, node: Loop) -> ast.AST | list[ast.stmt]:
@@ -129,7 +129,7 @@ class _ChangedBody(ast.NodeTransformer):
         self.declared: list[ast.stmt] = []
         self._turn = turn
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if _is_next(node):
             node.func = ast.copy_location(ast.parse(f"{self._turn}.next", mode="eval").body, node)
@@ -137,10 +137,10 @@ class _ChangedBody(ast.NodeTransformer):
                 ast.copy_location(each, node)
         return node
 
-    def visit_Global(self, node: ast.Global) -> ast.AST:  # noqa: N802
+    def visit_Global(self, node: ast.Global) -> ast.AST:
         return self._declaration(node)
 
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:  # noqa: N802
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return self._declaration(node)
 
     def _declaration(self, node: ast.stmt) -> ast.AST:
