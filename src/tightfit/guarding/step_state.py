@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from tightfit.effects.ambient import Ambient
 from tightfit.effects.state import (
     RegionState,
     Snapshot,
@@ -23,6 +24,7 @@ from tightfit.effects.state import (
     snapshot_of_arguments,
 )
 from tightfit.guarding.drawn_random import TorchRandom
+from tightfit.guarding.leaf_hooks import LeafHooks
 from tightfit.guarding.optimizer_settings import OptimizerSettings
 from tightfit.guarding.out_of_memory import release_memory
 from tightfit.guarding.step_gradients import StepGradients
@@ -58,12 +60,15 @@ class StepBeginning:
         self.snapshots = snapshots
         self.settings = settings
         self.gradients = StepGradients(leaves)
+        self._hooks = LeafHooks(leaves)
         self.sums = sums
         self._copies = copies
         self._parameters = {id(parameter) for parameter in parameters}
         # A snapshot leaves out those that a plan streams.
         self._versions = [(parameter, parameter._version) for parameter in parameters]
         self._random = TorchRandom.now()
+        self._ambient = Ambient.now()
+        self._takes_gradients = torch.is_grad_enabled()
 
     def changes(self, now: list[Snapshot]) -> list[StateDifference]:
         """What was changed until the snapshots `now`, in all that models and function can reach."""
@@ -98,6 +103,9 @@ class StepBeginning:
                     copied.tensor.copy_(copied.copy)
         self.settings.restore()
         self.gradients.restore()
+        self._hooks.restore()
+        self._ambient.put()
+        torch.set_grad_enabled(self._takes_gradients)
         self._random.put()
 
 

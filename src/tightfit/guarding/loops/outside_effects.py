@@ -119,7 +119,11 @@ class OutsideEffects:
         if event == "open":
             path, mode, flags = arguments
             # Python's own `open` gives flags that say how.
-            is_written = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)) if isinstance(flags, int) else "r" not in str(mode)
+            is_written = (
+                bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+                if isinstance(flags, int)
+                else "r" not in str(mode)
+            )
             if is_written and not _is_harmless(path):
                 self._note(f"opened {_name(path)} to write to it")
         elif event == "sqlite3.connect/handle":
