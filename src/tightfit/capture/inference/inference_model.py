@@ -1,0 +1,56 @@
+"""A Hugging Face model for inference from its config alone: without memory (on the device `meta`), in the type that its weights are kept in."""
+
+import importlib
+from typing import Any
+
+from tightfit.capture.huggingface.target import load_config
+from tightfit.capture.inference.paged_attention import NAME
+from tightfit.errors import UsageError
+
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+
+
+def build(source: str, dtype: str | None) -> tuple[Any, Any]:
+    """The model of `source` and its config; `dtype` by default that of the config, and bfloat16 where it says none or float32.
+
+    Raises:
+        UsageError: the model generates no text.
+    """
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    config = load_config(source)
+    kept = dtype or dtype_of(config)
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            with torch.device("meta"):
+                return _made(auto, config, getattr(torch, kept)).eval().requires_grad_(False), config
+    raise UsageError(f"{source}: a {config.model_type} model generates no tokens; serve takes models that do")
+
+
+def dtype_of(config: Any) -> str:
+    """The type that an engine keeps the weights in: that of the config; of float32 ones bfloat16, as engines load them."""
+    text = config.get_text_config()
+    named = next((getattr(part, "dtype", None) for part in (config, text) if getattr(part, "dtype", None)), None)
+    name = str(named).removeprefix("torch.") if named is not None else "bfloat16"
+    return "bfloat16" if name == "float32" else name
+
+
+def input_width(config: Any) -> int | None:
+    """How many positions the model has, None where it names no limit."""
+    text = config.get_text_config(decoder=True)
+    return next((int(getattr(text, name)) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
+
+
+def _made(auto: Any, config: Any, dtype: Any) -> Any:
+    """With attention that makes no mask; as the model has it, where it takes no other."""
+    try:
+        return auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+    except ValueError:
+        return auto.from_config(config, dtype=dtype)
