@@ -3,6 +3,7 @@
     python -m benchmarks.engine [--layers 6] [--tokens 8192]
     python -m benchmarks.engine --storages      which part of a layer moves, by GPU and length
     python -m benchmarks.engine --budgets       plans that mix, beside those that do one thing
+    python -m benchmarks.engine --reach         how large a model is trained in full with a host of so much memory
 
 All figures are read from tapes: bytes from their copies between card and host, seconds from the timeline of a step. Nothing is run on a card.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.engine_optimizer import print_optimizers
+from benchmarks.engine_reach import reach
 from benchmarks.engine_storages import budgets, storages
 from tightfit.analysis.profile import Profile
 from tightfit.capture.targets import GeneratorFunction
@@ -69,7 +71,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--storages", action="store_true")
     parser.add_argument("--budgets", action="store_true")
+    parser.add_argument("--reach", action="store_true")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--streamed", type=int, help="layers that are streamed, the first ones; all if it is not given")
+    parser.add_argument("--card", default="RTX 4090")
+    parser.add_argument("--host", default="64GiB")
     given = parser.parse_args()
+    if given.reach:
+        reach(given.layers, given.streamed or given.layers, given.width, given.tokens, given.card, given.host)
+        return
     if given.storages or given.budgets:
         if given.storages:
             storages(given.layers)

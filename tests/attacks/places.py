@@ -133,6 +133,14 @@ def _streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Cho
     return found
 
 
+def _trained_streaming(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
+    paths = [f"{path}.{key}" for path, blocks in _held(model, "blocks") for key in blocks._modules]
+    if not any(streamable(model, model.get_submodule(path), 1, with_trained=True) for path in paths):
+        return []
+    settings = {"blocks": paths, "smallest_bytes": 1, "host_bytes": 1 << 17}
+    return [choice("trained_weight_streaming", type(model).__name__, **settings)]
+
+
 def _chunked_loss(gradients_in: str) -> Find:
     def find(model: nn.Module, _: Sequence[torch.optim.Optimizer]) -> list[Choice]:
         return [
@@ -173,6 +181,7 @@ def _variants() -> list[Variant]:
         ("nested checkpointing", "nested_checkpointing", _range("nested_checkpointing", "blocks", needs_sequential=False)),
         ("sequential checkpointing", "sequential_checkpointing", _range("sequential_checkpointing", "blocks", needs_sequential=True)),
         ("weight streaming", "weight_streaming", _streaming),
+        ("trained weight streaming", "trained_weight_streaming", _trained_streaming),
         ("offloaded checkpointing", "offloaded_checkpointing", _offloaded_checkpointing("checkpointing")),
         ("offloaded checkpointing, selective", "offloaded_checkpointing", _offloaded_checkpointing("selective_checkpointing", keep=[0])),
         ("activation offload", "activation_offload", _offload("activation_offload")),
@@ -201,7 +210,8 @@ def _variants() -> list[Variant]:
             name=name,
             technique=known,
             find=find,
-            is_bitwise=technique(known).exactness.startswith("bit for bit")
+            # With the optimizer's own implementation.
+            is_bitwise=(known == "trained_weight_streaming" or technique(known).exactness.startswith("bit for bit"))
             and not name.endswith(("clips", "on the host")),
             is_lossy=not technique(known).exact,
             freezes=known == "weight_streaming",

@@ -26,6 +26,7 @@ CODES = {
     "offloaded checkpointing, selective": "Cp",
     "activation offload": "Oa",
     "weight streaming": "Ow",
+    "trained weight streaming": "Ot",
     "activation offload, partly": "Op",
     "tiled tokens": "T",
     "tiled convolutions": "Tc",

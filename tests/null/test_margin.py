@@ -9,7 +9,7 @@ from tests.plans import a_plan
 from tightfit.errors import UsageError
 from tightfit.fit import margin_named
 from tightfit.planner.explain import sentences, verdict
-from tightfit.planner.plan import Plan, Run
+from tightfit.planner.plan import Alternative, Plan, Run
 from tightfit.reports.html.fragment import estimate_fragment
 from tightfit.reports.verdicts import verdict_words
 from tightfit.simulate.estimate import MARGINS, Peak, needed_bytes, verdict_of
@@ -83,6 +83,14 @@ def test_optimal_is_said_of_predicted_seconds_beside_what_the_trace_takes() -> N
     }
     for predicted, line in said.items():
         assert line in list(sentences(a_plan(predicted_seconds=predicted)))
+    faster = Alternative(
+        name="attention", device_bytes=9 << 30, seconds_per_step=0.1199, fits=True, exact=True, why="fits"
+    )
+    alike = list(sentences(a_plan(predicted_seconds=0.119, alternatives=(faster,))))
+    assert (
+        "The simplest of the plans whose times cannot be told from the fastest one's (predicted 119.0 ms, simulated 120.0 ms)."
+        in alike
+    )
     interrupted = "\n".join(sentences(a_plan(is_interrupted=True, predicted_seconds=0.119)))
     assert (
         "Not known to be the fastest (predicted 119.0 ms, simulated 120.0 ms): the search was interrupted."

@@ -74,6 +74,18 @@ def test_a_card_without_measurements_is_known_less_and_one_that_was_calibrated_b
     assert doubt_of(products, find("A40"), calibrated)[0] < measured
 
 
+def test_what_a_large_cache_saves_is_not_known() -> None:
+    streaming = ErrorKind.STREAMING
+    small, large = (doubt_of(streaming, find(name))[0] for name in ("RTX 3090", "RTX 4090"))
+    assert small == DOUBTS[streaming].shared < large
+    assert doubt_of(streaming, find("H200"))[0] < large
+
+
+def test_cards_whose_kernels_were_not_measured_alone_are_known_less() -> None:
+    products = ErrorKind.PRODUCTS_ON_CORES
+    assert doubt_of(products, find("A100 80GB PCIe"))[0] < doubt_of(products, find("MI210"))[0]
+
+
 def test_what_is_common_to_two_plans_does_not_make_their_order_doubtful() -> None:
     plain, slower = band(Kernel(seconds=5.0)), band(Kernel(seconds=5.0), Kernel(seconds=1.0))
     with_copies = band(Kernel(seconds=5.0), Copy(seconds=1.0))

@@ -100,6 +100,8 @@ class ModuleCalls:
         born_of = self.tape.storages.operator
         known = (born_of >= 0) & self._is_tensor
         saved_for_backward = np.zeros(len(born_of), dtype=bool)
+        if not self.num_rounds:
+            return saved_for_backward
         operators = born_of[known]
         forward = self._phase[operators] == Phase.FORWARD
         rounds = np.where(forward, self._rounds.of[operators], 0)

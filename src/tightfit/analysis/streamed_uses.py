@@ -1,7 +1,7 @@
 """When the blocks of a model use their weights, in a run whose weights come one block ahead and leave afterwards.
 
 A block is a numbered module (a layer of a list), the outermost one. Its uses are the ranges of operators of its forward passes and of its part of the
-backward passes. Weights that are trained, or that other modules hold too, are none of the block's.
+backward passes, or of its calls in a run that only predicts. Weights that are trained, or that other modules hold too, are none of the block's.
 """
 
 import dataclasses
@@ -37,16 +37,20 @@ class WeightBlock:
 
 
 class StreamedUses:
-    """The blocks of a run in the order of their first forward pass, and the uses of their weights in order."""
+    """The blocks of a run in the order of their first forward pass, and the uses of their weights in order; `with_trained` counts trained weights too."""
 
-    def __init__(self, profile: "Profile") -> None:
+    def __init__(self, profile: "Profile", *, with_trained: bool = False) -> None:
+        self._with_trained = with_trained
         self._tape = tape = profile.tape
         paths = list(dict.fromkeys(filter(None, (_block_of(tape.strings[m]) for m in tape.weights.module.tolist()))))
         number_of = {path: number for number, path in enumerate(paths)}
         # The block of each string that is a module, -1 for none.
         of_string = np.array([number_of.get(_block_of(text), -1) for text in tape.strings], dtype=np.int64)
         block, phase = of_string[tape.operators.module], tape.operators.phase
-        at = np.flatnonzero((block >= 0) & np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)))
+        self.is_prediction = not np.isin(phase, (Phase.FORWARD, Phase.BACKWARD)).any()
+        """Whether nothing of the run could be trained: no module was called with gradients, and there was no backward pass."""
+        phases = (Phase.OTHER,) if self.is_prediction else (Phase.FORWARD, Phase.BACKWARD)
+        at = np.flatnonzero((block >= 0) & np.isin(phase, phases))
         self.uses = tuple(_ordered(_runs(at, block[at], phase[at] == Phase.BACKWARD)))
         order = list(dict.fromkeys(use.block for use in self.uses if not use.is_backward))
         self.blocks = {number: self._weights(paths[number], number, of_string) for number in order}
@@ -54,7 +58,8 @@ class StreamedUses:
     def _weights(self, path: str, number: int, of_string: Column) -> WeightBlock:
         weights = self._tape.weights
         inside = of_string[weights.module] == number
-        others = set(weights.storage[~inside | weights.is_trained].tolist())
+        is_trained = weights.is_trained & (not (self.is_prediction or self._with_trained))
+        others = set(weights.storage[~inside | is_trained].tolist())
         own = [storage for storage in np.unique(weights.storage[inside]).tolist() if storage not in others]
         return WeightBlock(path=path, storages=np.array(own, dtype=np.int64))
 

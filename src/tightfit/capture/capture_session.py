@@ -88,9 +88,11 @@ class CaptureSession:
         self.watch = StepWatch(self.gpu, num_steps, by_yield=by_yield, on_end=self._take, follows=follows, until=until)
         if with_effects:
             self.watch.watch_effects()
+        self.watch.on_prediction = self._note_weights
         self.watch.install()
         loaders.install(lambda: self.watch.num_ended)
         self._tape: Tape | None = None
+        self._seen_weights: dict[tuple[int, int], bool] = {}
 
     def _take(self) -> None:
         tape = tape_of(self.recorder, target="", versions={}, traced_for=self.device.name)
@@ -109,12 +111,20 @@ class CaptureSession:
         for look in WHEN_TAKEN:
             look(self)
 
+    def _note_weights(self) -> None:
+        """Models that a script predicts with, and trains nothing, are often gone when it ends."""
+        self._seen_weights.update((row[:2], row[2]) for row in self._held_weights())
+
+    def _held_weights(self) -> Iterator[tuple[int, int, bool]]:
+        for weight, path in self.gpu.attribution.weights():
+            storage = self.gpu.storages.index_of(weight)
+            if storage is not None:
+                yield storage, path, weight.requires_grad
+
     def _weights(self) -> Weights:
-        storages = self.gpu.storages
-        held = [
-            (storages.index_of(weight), path, weight.requires_grad) for weight, path in self.gpu.attribution.weights()
-        ]
-        rows = sorted(row for row in held if row[0] is not None)
+        seen = self._seen_weights if self.watch.predicts_only else {}
+        found = seen | {row[:2]: row[2] for row in self._held_weights()}
+        rows = sorted((*key, is_trained) for key, is_trained in found.items())
         columns = zip(*rows, strict=True) if rows else ((), (), ())
         return Weights.from_columns(dict(zip(("storage", "module", "is_trained"), columns, strict=True)))
 
@@ -146,7 +156,7 @@ class CaptureSession:
             if isinstance(target, targets.Script):
                 assert self.watch.after is not None
                 held = self._run_script(target, self.watch.after)  # noqa: F841 - what lives at the end of a script lives on until the tape is taken
-                if self.watch.num_ended:
+                if self.watch.num_ended or self.watch.predicts():
                     self.watch.settle()
             else:
                 self._run_generator(targets.generator_on(target, device="cuda"))

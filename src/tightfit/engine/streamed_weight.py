@@ -16,6 +16,7 @@ from tightfit.engine.host_slab import Part
 
 if TYPE_CHECKING:
     from tightfit.engine.copy_engines import Ticket
+    from tightfit.engine.streamed_gradient import StreamedGradient
 
 
 class Residence(enum.Enum):
@@ -46,6 +47,9 @@ class StreamedWeight:
         # Nothing is at the host yet.
         self._writes_there = -1
         self._ticket: Ticket | None = None
+        self._fetched: Ticket | None = None
+        self.gradient: StreamedGradient | None = None
+        """Of a weight that is trained."""
 
     @property
     def key(self) -> int:
@@ -97,13 +101,35 @@ class StreamedWeight:
         was_written = self.was_written
         if was_written:
             copies.wait(copies.begin(self.on_card, self.part.bytes, to_host=True, held=(self.part,)))
+        # From now on the program may write to the bytes at the host, at once: what was copied from there has to be on the card.
+        if self._fetched is not None:
+            copies.finish(self._fetched)
+            self._fetched = None
         self._set_data(self._at_host)
         self._on_card, self.residence = None, Residence.HOST
         return was_written
 
+    def copied(self, copies: CopyEngine) -> torch.Tensor:
+        """A copy on the card of its bytes at the host, as `on_card`, for whoever needs those that the program has replaced."""
+        if self._on_card is not None:
+            return self._on_card
+        whole = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        copies.wait(copies.begin(self.part.bytes, whole, to_host=False, held=(self.part,)))
+        return whole
+
+    def bring_alone(self) -> None:
+        """Has it on the card for good, with a copy of torch's own: the engine's have failed."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._on_card = self.part.bytes.to(self._device, copy=True)
+            self._set_data(self._of(self._on_card))
+        self.residence = Residence.CARD
+
     def forget_copy(self, copies: CopyEngine) -> None:
         """What is on its way is not needed."""
         self._wait(copies)
+        assert self._fetched is not None
+        copies.finish(self._fetched)
+        self._fetched = None
         self._on_card, self.residence = None, Residence.HOST
 
     def _copy_to_card(self, copies: CopyEngine) -> None:
@@ -113,7 +139,7 @@ class StreamedWeight:
     def _wait(self, copies: CopyEngine) -> None:
         assert self._ticket is not None
         copies.wait(self._ticket)
-        self._ticket = None
+        self._ticket, self._fetched = None, self._ticket
 
     def _set_data(self, data: torch.Tensor) -> None:
         self._num_writes = self.num_writes

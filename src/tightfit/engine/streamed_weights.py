@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.engine.copy_engines import CopyEngine, copies_for
 from tightfit.engine.host_slab import HostSlab, unregister_gone
+from tightfit.engine.streamed_gradient import StreamedGradient
 from tightfit.engine.streamed_weight import Residence, StreamedWeight
 
 
@@ -52,11 +53,13 @@ class StreamedBlock:
 class SavedWeight:
     """What autograd holds in place of a tensor of a streamed weight that it saves: a view of the weight's bytes, and how often it was written to."""
 
-    __slots__ = ("dtype", "num_writes", "offset", "shape", "stride", "weight")
+    __slots__ = ("dtype", "is_parameter", "num_writes", "offset", "shape", "stride", "weight")
 
     def __init__(self, weight: StreamedWeight, tensor: torch.Tensor) -> None:
         self.weight = weight
         self.num_writes = weight.num_writes
+        # Of a leaf itself autograd uses the data that it has in the backward pass, of a view of it those that it had.
+        self.is_parameter = tensor is weight.parameter
         self.dtype, self.shape, self.stride, self.offset = (
             tensor.dtype,
             tensor.shape,
@@ -64,8 +67,8 @@ class SavedWeight:
             tensor.storage_offset(),
         )
 
-    def tensor(self) -> torch.Tensor:
-        """The tensor; the weight has to be on the card.
+    def tensor(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor; `whole` has the weight's bytes on the card.
 
         Raises:
             RuntimeError: it was written to since, as autograd has it (torch/csrc/autograd/saved_variable.cpp).
@@ -75,7 +78,6 @@ class SavedWeight:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"weight of shape {tuple(self.weight.parameter.shape)} that was saved for the backward pass"
             )
-        whole = self.weight.on_card
         usable = whole[: len(whole) // self.dtype.itemsize * self.dtype.itemsize]
         return usable.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
@@ -100,11 +102,13 @@ class StreamedWeights:
         self._blocks: list[StreamedBlock] = []
         self._following: dict[Use, Use] = {}
         self._last: Use | None = None
+        self._leaving: list[StreamedGradient] = []
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
 
-    def add(self, parameters: Sequence[torch.Tensor]) -> StreamedBlock:
-        """A block with these parameters, each alone in its storage, on the card or at the host; they leave the card at once."""
+    def add(self, parameters: Sequence[torch.Tensor], *, with_gradients: bool = False) -> StreamedBlock:
+        """A block with these parameters, each alone in its storage, on the card or at the host; they leave the card at once. Their gradients too, as
+        they are made, if they are trained: `with_gradients`."""
         with self._lock:
             weights = [
                 StreamedWeight(p, self.slab.take(p.untyped_storage().nbytes()), self._device) for p in parameters
@@ -113,7 +117,11 @@ class StreamedWeights:
             self._blocks.append(block)
             self._expect_in_order(block.number)
             for weight in weights:
+                if with_gradients and weight.parameter.requires_grad:
+                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self._device)
+                    self._begin_to_leave(weight.gradient)
                 weight.leave(self._copies)
+            self._gradients_leave()
             return block
 
     def _expect_in_order(self, number: int) -> None:
@@ -141,6 +149,8 @@ class StreamedWeights:
         with self._lock:
             # Where the program has set other data (another dtype, another device), that is the weight from now on.
             block.weights = [weight for weight in block.weights if weight.is_ours()]
+            # Those of the block before have had the time of this one's.
+            self._gradients_leave()
             self._learn(use)
             following = self._following.get(use)
             ahead = block if following is None else self._blocks[following[1]]
@@ -150,6 +160,8 @@ class StreamedWeights:
                     self._fetch(weight)
             for weight in block.weights:
                 self._have(weight)
+                if kind in (Pass.BACKWARD, Pass.AGAIN):
+                    self._have_gradient(weight)
 
     def _learn(self, use: Use) -> None:
         last, self._last = self._last, use
@@ -165,12 +177,15 @@ class StreamedWeights:
         with self._lock:
             self._last = None
             self._drop_all_but(())
+            self._gradients_leave()
 
     def stay(self, block: StreamedBlock) -> None:
         """Brings the weights of `block` to the card for good."""
         with self._lock:
+            self._gradients_leave()
             for weight in block.weights:
                 self._have(weight)
+                self._have_gradient(weight)
             block.weights.clear()
 
     def end(self) -> None:
@@ -178,7 +193,14 @@ class StreamedWeights:
         with self._lock:
             for block in self._blocks:
                 block.weights = [weight for weight in block.weights if weight.is_ours()]
-                self.stay(block)
+                try:
+                    self.stay(block)
+                except RuntimeError:
+                    # The copying thread is gone, say; the weights are at the host all the same.
+                    for weight in block.weights:
+                        if weight.residence is not Residence.CARD:
+                            weight.bring_alone()
+                    block.weights.clear()
         unregister_gone()
 
     def saved(self, block: StreamedBlock, tensor: torch.Tensor) -> SavedWeight | None:
@@ -196,8 +218,13 @@ class StreamedWeights:
             RuntimeError: it was written to since.
         """
         with self._lock:
-            self._have(saved.weight)
-            return saved.tensor()
+            weight = saved.weight
+            if not weight.is_ours():
+                # The program has set other data since.
+                return weight.parameter.data if saved.is_parameter else saved.tensor(weight.copied(self._copies))
+            self._have(weight)
+            self._have_gradient(weight)
+            return saved.tensor(weight.on_card)
 
     def _after_call(self, block: StreamedBlock, kind: Pass) -> None:
         # What runs again in a backward pass is used there next.
@@ -218,8 +245,27 @@ class StreamedWeights:
         if weight.residence is Residence.CARD:
             if not weight.was_written:
                 self._when_unchanged(weight)
+            if weight.gradient is not None:
+                self._begin_to_leave(weight.gradient)
             if weight.leave(self._copies):
                 self._statistics["weight bytes to the host"] += weight.num_bytes
+
+    def _begin_to_leave(self, gradient: StreamedGradient) -> None:
+        gradient.begin_to_leave(self._copies)
+        if gradient.is_leaving:
+            self._leaving.append(gradient)
+
+    def _gradients_leave(self) -> None:
+        """Frees the memory on the card of gradients whose copies have begun."""
+        leaving, self._leaving = self._leaving, []
+        for gradient in leaving:
+            self._statistics["gradient bytes to the host"] += gradient.leave(self._copies)
+
+    def _have_gradient(self, weight: StreamedWeight) -> None:
+        if weight.gradient is not None:
+            moved = weight.gradient.come(self._copies)
+            if moved:
+                self._statistics["gradient bytes to the card"] += moved
 
     def _fetch(self, weight: StreamedWeight) -> None:
         weight.fetch(self._copies)

@@ -20,9 +20,10 @@ from tightfit.fit.card_settings import CardSettings, allocator_settings
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.fit.proof import DEFAULT_SECONDS, Prover
 from tightfit.fit.searching.allowed import Allowed, Without
+from tightfit.fit.searching.ranking import is_surely_slower
 from tightfit.fit.searching.search import Found, Search
 from tightfit.fit.searching.variants import Variant
-from tightfit.fit.traced_runs import TracedRuns
+from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import plan as plain
 from tightfit.planner.option import Option
 from tightfit.planner.plan import Alternative, Bound, Choice, ParetoPoint, Proof
@@ -254,9 +255,13 @@ def _bound(found: Found) -> Bound:
 
 def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable[Alternative]:
     """The plain run, other combinations that fit but are slower, the simple baseline, and what could not be put on this workload."""
+    refused = {name for name, _ in found.refused}
     for trial in runs.all():
         fits = trial.needed_bytes <= budget_bytes
         if trial.options == found.best.options or (trial.options and not fits):
+            continue
+        # Traced before the proof by values refused a technique of theirs.
+        if any(option.technique in refused for option in trial.options):
             continue
         names = list(dict.fromkeys(option.technique for option in trial.options))
         excess = format_bytes(trial.needed_bytes - budget_bytes)
@@ -266,7 +271,7 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
             seconds_per_step=trial.seconds,
             fits=fits,
             exact=all(option.exact for option in trial.options),
-            why="fits, but is slower" if fits else f"{excess} over the budget",
+            why=_why_not(trial, found.best) if fits else f"{excess} over the budget",
         )
     full = _full_checkpointing(found)
     if full is not None:
@@ -275,6 +280,13 @@ def _alternatives(found: Found, runs: TracedRuns, budget_bytes: int) -> Iterable
         yield Alternative(
             name=name, device_bytes=None, seconds_per_step=None, fits=None, exact=True, why=f"refused: {reason}"
         )
+
+
+def _why_not(trial: TracedRun, best: TracedRun) -> str:
+    """Why a run that fits was not taken: it is slower, or cannot be told to be faster."""
+    if is_surely_slower(trial, best):
+        return "fits, but is slower"
+    return "fits; the times cannot be told apart"
 
 
 def _full_checkpointing(found: Found) -> Alternative | None:

@@ -17,7 +17,7 @@ from tightfit.errors import ApplyError
 from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.values import HostValues, differences, run_on_host
 from tightfit.planner.plan import Choice, Proof
-from tightfit.tape import Category, Tape
+from tightfit.tape import Category, Phase, Tape
 from tightfit.techniques.registry import technique
 
 NUM_STEPS = 3
@@ -102,6 +102,8 @@ class Prover:
         if not all(choice.exact for choice in choices):
             return "not verified by values: the plan is lossy"
         tape = self._tape.of_steps()
+        if not (tape.operators.phase == Phase.BACKWARD).any():
+            return "not verified by values: the program trains nothing, and what it predicts is not read"
         operators, storages = tape.operators, tape.storages
         plain = float(operators.flops.sum()) / _FLOP_PER_SECOND
         plain += float((operators.bytes_read + operators.bytes_written).sum()) / _BYTES_PER_SECOND

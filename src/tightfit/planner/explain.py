@@ -125,6 +125,8 @@ def _optimality(plan: Plan) -> str:
     seconds = f"predicted {format_seconds(predicted)}, simulated {format_seconds(simulated)}"
     if plan.is_interrupted:
         return f"Not known to be the fastest ({seconds}): the search was interrupted."
+    if any(each.fits and each.seconds_per_step and each.seconds_per_step < simulated for each in plan.alternatives):
+        return f"The simplest of the plans whose times cannot be told from the fastest one's ({seconds})."
     off = predicted / simulated - 1 if simulated else 0.0
     if plan.bound.is_proven and abs(off) <= _MAX_OFF:
         return f"Optimal under the cost model ({seconds})."

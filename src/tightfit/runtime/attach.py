@@ -32,6 +32,7 @@ from tightfit.runtime.apply import (
 from tightfit.runtime.framework_loops import LoopWatch, is_of_loop
 from tightfit.runtime.input_shapes import InputCheck, Inputs, Tell, input_shapes
 from tightfit.runtime.left_at_host import LeftAtHost
+from tightfit.runtime.predictions import Predictions
 from tightfit.techniques.session import CHECK_STEPS, Session
 from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
 from tightfit.torch_hooks.replaced import Leave
@@ -142,6 +143,7 @@ class Attachment:
         # metric) does not make that a model of its own.
         self._parts: WeakTable[torch.nn.Module, None] = WeakTable()
         self._called_without_gradients: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._predictions = Predictions(self._choices)
         self._live: WeakTable[torch.nn.Module, _Live] = WeakTable()
         self._optimizers = _Owners()
         # A thread may evaluate one model while another one trains the next.
@@ -197,6 +199,7 @@ class Attachment:
         self._loops.look()
         if not torch.is_grad_enabled():
             self._called_without_gradients.setdefault(module, None)
+            self._predicts(module, args, kwargs)
             return
         live = self._live.get(module)
         if live is not None:
@@ -216,6 +219,16 @@ class Attachment:
             live = self._meet(module, is_first=True)
         live.root.inputs.note(input_shapes(args, kwargs))
         # From here on calls of modules cost nothing again.
+        if self._planned and not self._waits():
+            self._calls.end()
+
+    def _predicts(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A model is called without gradients: choices that are for such calls are applied at the first one."""
+        if not self._planned:
+            self._predictions.note(module, args, kwargs)
+        if module in self._live or module in self._parts or not self._predictions.are_planned(module):
+            return
+        self._meet(module, is_first=True).root.inputs.note(input_shapes(args, kwargs))
         if self._planned and not self._waits():
             self._calls.end()
 
@@ -303,6 +316,7 @@ class Attachment:
             inputs = merged.setdefault((root.name, root.num_parameters), Inputs())
             inputs.note(root.inputs.largest)
             inputs.varying.update(root.inputs.varying)
+        merged = merged or self._predictions.inputs
         return {
             "roots": [{"class": name, "num_parameters": n, **i.to_json()} for (name, n), i in merged.items()],
             "notes": [*(note for root in self.roots for note in root.notes), *self._loops.notes],

@@ -1,6 +1,6 @@
 """Leaves weights at the host that a plan streams from there, when a program moves its model to the card before the plan is put on it.
 
-A model that is larger than the card can be moved by no other means. What is left is what the choices of `weight_streaming` name; it stays a parameter on
+A model that is larger than the card can be moved by no other means. What is left is what the choices of the streaming techniques name; it stays a parameter on
 the host until the plan is applied, which takes it from there.
 """
 
@@ -13,7 +13,7 @@ from tightfit.planner.plan import Choice
 from tightfit.torch_hooks.moves import on_module_moves
 from tightfit.torch_hooks.replaced import Leave
 
-_TECHNIQUE = "weight_streaming"
+_FROZEN, _TRAINED = "weight_streaming", "trained_weight_streaming"
 
 
 class LeftAtHost:
@@ -21,9 +21,7 @@ class LeftAtHost:
 
     def __init__(self, choices: Iterable[Choice]) -> None:
         self._places = {
-            choice.where: int(choice.settings.get("smallest_bytes", 0))
-            for choice in choices
-            if choice.technique == _TECHNIQUE
+            place: int(choice.settings.get("smallest_bytes", 0)) for choice in choices for place in _places_of(choice)
         }
 
     def begin(self) -> Leave:
@@ -56,6 +54,12 @@ class LeftAtHost:
                 for name, parameter in list(owner._parameters.items()):
                     if parameter is not None and parameter.nbytes >= smallest_bytes:
                         yield owner, name, parameter
+
+
+def _places_of(choice: Choice) -> list[str]:
+    if choice.technique == _TRAINED:
+        return [f"{choice.where}.{path}" for path in choice.settings["blocks"]]
+    return [choice.where] if choice.technique == _FROZEN else []
 
 
 def _nothing() -> None:

@@ -32,6 +32,7 @@ _OURS: tuple[str, ...] = (
     "tightfit.techniques.recomputation.offloaded_checkpointing:OffloadedCheckpointing",
     "tightfit.techniques.recomputation.nested_checkpointing:NestedCheckpointing",
     "tightfit.techniques.offload.weight_streaming:WeightStreaming",
+    "tightfit.techniques.offload.trained_weight_streaming:TrainedWeightStreaming",
     "tightfit.techniques.offload.activation_offload:ActivationOffload",
     "tightfit.techniques.loss_head.chunked_loss:ChunkedLoss",
     "tightfit.techniques.micro_batches.micro_batches:MicroBatches",

@@ -259,7 +259,8 @@ def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         args = (torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta"), *args[1:])
     shape = operator(*args, **{**kwargs, "device": "meta", "pin_memory": False})
     num_bytes = shape.untyped_storage().nbytes()
-    if num_bytes < MIN_MAPPED_BYTES or shape.layout != torch.strided:
+    # Zeros are written where they are made, as an optimizer's states at the host are: mapped ones take memory once something else is.
+    if num_bytes < (MIN_BLANK_BYTES if operator in _ZEROS else MIN_MAPPED_BYTES) or shape.layout != torch.strided:
         return None
     return mapped_zeros(num_bytes, shape)
 

@@ -21,7 +21,7 @@ from tightfit.capture.dispatch import one_card, program_operators, shapes
 from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.kernels.attention import flex
 from tightfit.capture.observe.streams import VirtualStream
-from tightfit.capture.patches import graphs, legacy, libraries, registered_memory, saving
+from tightfit.capture.patches import gradients_of_data, graphs, legacy, libraries, registered_memory, saving
 from tightfit.capture.replace import replace
 from tightfit.errors.faults import for_torch, hands_over
 
@@ -92,12 +92,9 @@ def become(target: torch.Tensor, value: torch.Tensor) -> None:
     # hooks do.
     torch._C._swap_tensor_impl(target, other)
     # torch itself keeps one of another shape or dtype too, which no tensor can be given afterwards.
-    if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) == (
-        target.shape,
-        target.dtype,
-        target.device,
-    ):
-        target.grad = gradient
+    gradients_of_data.keep(target, gradient)
+    if is_parameter and requires_grad:
+        gradients_of_data.hand_on(other, target)
 
 
 def _keep_identity_on_moves() -> None:

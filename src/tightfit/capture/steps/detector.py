@@ -44,6 +44,9 @@ class StepWatch:
         self.num_steps = num_steps
         self.num_ended = 0
         self.on_step: Callable[[], None] = lambda: None
+        self.on_prediction: Callable[[], None] = lambda: None
+        """Called after each outermost call without gradients, as long as no step has ended."""
+        self.predicts_only = False
         self.has_ended = False
         self._marks = CategoryMarks(gpu)
         self.after = (
@@ -109,6 +112,27 @@ class StepWatch:
                 self.settle()
             else:
                 self._go_on(self.after)
+
+    def after_prediction(self) -> None:
+        """An outermost call without gradients has returned."""
+        if not self.num_ended:
+            self.on_prediction()
+
+    def predicts(self) -> bool:
+        """A script is over: whether it called modules without gradients and took no step, in which case all of that is one step."""
+        spans = self.gpu.recorder.spans
+        first = next((n for n, (_, kind, *_) in enumerate(spans) if kind != SpanKind.SETUP), None)
+        if first is None or any(kind == SpanKind.STEP for _, kind, *_ in spans):
+            return False
+        self.predicts_only = True
+        spans[first] = ("step 1", SpanKind.STEP, *spans[first][2:])
+        del spans[first + 1 :]
+        self.gpu.recorder.assume(
+            self.gpu.attribution.where(),
+            "nothing is trained here: from the first call of a model on, the script is assumed to be one step",
+        )
+        self.end_step()
+        return True
 
     def _go_on(self, after: FastForward) -> None:
         """The steps asked for are over: the script runs on to what comes later."""

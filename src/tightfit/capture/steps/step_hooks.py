@@ -28,6 +28,10 @@ class Steps(Protocol):
         """Something of a step is about to run; whether a step begins with it."""
         ...
 
+    def after_prediction(self) -> None:
+        """An outermost call without gradients has returned."""
+        ...
+
     def after_backward(self) -> None:
         """A backward pass outside of an optimizer's step has run."""
         ...
@@ -176,7 +180,9 @@ class StepHooks:
                 # Answering repeated calls from memory pays off in evaluation loops of scripts; a generator
                 # yields for each step, and there are three.
                 if not (self._watch.by_yield or torch.is_grad_enabled()):
-                    return repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+                    returned = repetition.call(module, args, kwargs, lambda: inside(module, *args, **kwargs))
+                    self._watch.after_prediction()
+                    return returned
             return inside(module, *args, **kwargs)
 
         replace(torch.nn.Module, __call__=watched)

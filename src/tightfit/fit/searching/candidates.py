@@ -45,6 +45,12 @@ class Candidates:
         self.variant = variants.of
         self.best_seen: Candidate | None = None
         """The best of all candidates so far: what is left of a search that is interrupted."""
+        self.fitting: list[Candidate] = []
+        """All candidates so far that fit."""
+
+    def begin(self) -> None:
+        """Forgets what an earlier search has seen: other things may have been refused since."""
+        self.best_seen, self.fitting = None, []
 
     def fits(self, run: TracedRun) -> bool:
         """Whether `run` is within the budget, at the upper end of its range."""
@@ -141,6 +147,8 @@ class Candidates:
         """A candidate, which is remembered if it is the best so far."""
         found = Candidate(run=run, variant=variant, solution=solution)
         self.best_seen = self.better(self.best_seen, found)
+        if self.fits(run):
+            self.fitting.append(found)
         best = self.best_seen.run if self.best_seen is not None else run
         size, seconds = format_bytes(best.needed_bytes), format_seconds(best.seconds)
         self._runs.log.best(f"{'fits' if self.fits(best) else 'does not fit'}: {size}, {seconds} per step")

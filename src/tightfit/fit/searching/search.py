@@ -17,6 +17,7 @@ from tightfit.fit.searching.candidates import Candidate, Candidates
 from tightfit.fit.searching.corrected_seconds import looked_again
 from tightfit.fit.searching.least_peak import LeastPeak, compatible, kind_of, saved_bytes
 from tightfit.fit.searching.offers import Offers
+from tightfit.fit.searching.ranking import simplest_of_the_fastest
 from tightfit.fit.searching.variants import Variant, gap_after
 from tightfit.fit.traced_runs import TracedRun, TracedRuns
 from tightfit.planner import problem as problems
@@ -83,7 +84,7 @@ class Search:
         base = self._runs.run_with(())
         if self._fits(base):
             return self._found(base, None)
-        self.candidates.best_seen = None
+        self.candidates.begin()
         try:
             best = self._best(base)
         except KeyboardInterrupt:
@@ -118,7 +119,10 @@ class Search:
         if not any(self._fits(each.run) for each in results):
             return least.search(base, start)
         best = self._refined(results, base)
-        return best if best is None or self._is_rough else looked_again(best, self.candidates)
+        if best is None or self._is_rough:
+            return best
+        best = looked_again(best, self.candidates)
+        return simplest_of_the_fastest(best, self.candidates.fitting) if self._fits(best.run) else best
 
     def _results(
         self, base: TracedRun, start: TracedRun, free: Sequence[Option], rest: Sequence[Sequence[Option]]

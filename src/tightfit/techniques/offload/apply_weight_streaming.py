@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,31 +39,50 @@ def apply_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
     choices = dict(check_each(chosen, lambda choice: (session.module(choice.where), choice)))
     beside = check_each(chosen, lambda choice: [session.module(place) for place in _beside(choice)])
     _check_apart(choices)
-    device = _device_of(session, choices)
     parameters = dict(check_each(chosen, lambda choice: _parameters_of(session, choice)))
-    checks = _Checks(session.verdict, session.check_steps)
-    streamed = StreamedWeights(
-        device,
-        sum(int(choice.settings["host_bytes"]) for choice in chosen),
-        statistics=session.statistics,
-        when_unchanged=checks.about_to_leave,
+    # Those that are not streamed are the clock.
+    borders = {module for modules in beside for module in modules}
+    stream_weights(
+        session,
+        {module: (choice.where, parameters[module]) for module, choice in choices.items()},
+        borders,
+        host_bytes=sum(int(choice.settings["host_bytes"]) for choice in chosen),
+        technique=_NAME,
     )
+
+
+def stream_weights(
+    session: Session,
+    blocks: Mapping[torch.nn.Module, tuple[str, Sequence[torch.Tensor]]],
+    borders: Collection[torch.nn.Module],
+    *,
+    host_bytes: int,
+    technique: str,
+    are_trained: bool = False,
+) -> StreamedWeights:
+    """Moves the parameters of `blocks`, each with its place, to `host_bytes` of host memory, with their gradients if they `are_trained`, and wraps the
+    forwards of the blocks, and of `borders` beside them.
+
+    Raises:
+        ApplyError: the parameters are on several devices, or the host has too little memory.
+    """
+    device = _device_of(session, blocks)
+    checks = _Checks(session.verdict, session.check_steps, technique)
+    streamed = StreamedWeights(device, host_bytes, statistics=session.statistics, when_unchanged=checks.about_to_leave)
     session.when_undone(functools.partial(_forget_moved, weakref.ref(session.model)))
     session.when_undone(streamed.end)
     if device.type == "cuda" and not streamed.slab.is_registered:
         session.notes.append(
             "the host memory for weights could not be page-locked (a limit on locked memory?): copies will be slow"
         )
-    _move_others(parameters, device)
-    # Those that are not streamed are the clock.
-    borders = {module for modules in beside for module in modules}
+    _move_others({module: parameters for module, (_, parameters) in blocks.items()}, device)
     for module in session.model.modules():
-        if module in choices or module in borders:
-            of_block = parameters.get(module, ())
-            block = streamed.add(of_block)
+        if module in blocks or module in borders:
+            where, of_block = blocks.get(module, ("", ()))
+            block = streamed.add(of_block, with_gradients=are_trained)
             MOVED.update(dict.fromkeys(of_block))
-            where = choices[module].where if module in choices else ""
-            session.wrap_forward(module, _Around(streamed, block, session.verdict, where).run)
+            session.wrap_forward(module, _Around(streamed, block, session.verdict, where, technique).run)
+    return streamed
 
 
 def _beside(choice: Choice) -> list[str]:
@@ -108,7 +127,12 @@ def _move_others(parameters: Mapping[torch.nn.Module, Sequence[torch.Tensor]], d
 
 def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     module = session.module(choice.where)
-    found = streamable(session.model, module, int(choice.settings["smallest_bytes"]))
+    found = streamable(
+        session.model,
+        module,
+        int(choice.settings["smallest_bytes"]),
+        with_trained=bool(choice.settings.get("without_gradients", False)),
+    )
     if not found:
         raise ApplyError(
             f"{choice.where} has no weights that can be streamed: they are trained, or share their memory with other tensors",
@@ -120,7 +144,10 @@ def _parameters_of(session: Session, choice: Choice) -> tuple[torch.nn.Module, l
 class _Around(OnlyHere):
     """The wrapper around a block's forward. Belongs to one model: a copy of it has weights of its own."""
 
-    def __init__(self, streamed: StreamedWeights, block: StreamedBlock, verdict: Verdict, where: str) -> None:
+    def __init__(
+        self, streamed: StreamedWeights, block: StreamedBlock, verdict: Verdict, where: str, technique: str
+    ) -> None:
+        self._technique = technique
         self._streamed = streamed
         self._block = block
         self._verdict = verdict
@@ -133,7 +160,9 @@ class _Around(OnlyHere):
         if self._block.weights and torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("is run inside of a transform of torch.func, which keeps its weights by itself")
         # A program that trains them by now updates them wherever they are, and its optimizer's states are to be on the card.
-        if any(weight.parameter.requires_grad for weight in self._block.weights):
+        if torch.is_grad_enabled() and any(
+            weight.parameter.requires_grad and weight.gradient is None for weight in self._block.weights
+        ):
             self._streamed.stay(self._block)
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()
@@ -151,8 +180,8 @@ class _Around(OnlyHere):
     def _refuse(self, why: str) -> ApplyError:
         places = [self._where] if self._where else []
         return self._verdict.refuse(
-            f"{self._where or 'a block beside a streamed one'} {why}; leave streaming out: tightfit plan --without weight_streaming",
-            technique=_NAME,
+            f"{self._where or 'a block beside a streamed one'} {why}; leave streaming out: tightfit plan --without {self._technique}",
+            technique=self._technique,
             places=places,
         )
 
@@ -231,7 +260,8 @@ class _Packed:
 class _Checks:
     """Compares what leaves the card without a write that versions tell of with what is at the host, `num_times` for each weight."""
 
-    def __init__(self, verdict: Verdict, num_times: int) -> None:
+    def __init__(self, verdict: Verdict, num_times: int, technique: str) -> None:
+        self._technique = technique
         self._verdict = verdict
         self._num_times = num_times
         self._times: dict[StreamedWeight, int] = {}
@@ -249,6 +279,6 @@ class _Checks:
         if not torch.equal(weight.on_card.cpu(), weight.part.bytes):
             raise self._verdict.refuse(
                 "a streamed weight on the card differs from what is at the host, and no version tells of a write (`weight.data`?); "
-                "leave streaming out: tightfit plan --without weight_streaming",
-                technique=_NAME,
+                f"leave streaming out: tightfit plan --without {self._technique}",
+                technique=self._technique,
             )

@@ -8,16 +8,18 @@ _USES = 2
 """The parameter, and the name of its storage that is looked at."""
 
 
-def streamable(model: torch.nn.Module, block: torch.nn.Module, smallest_bytes: int) -> list[torch.Tensor]:
-    """The parameters of `block` that can be streamed, of `smallest_bytes` or more each."""
+def streamable(
+    model: torch.nn.Module, block: torch.nn.Module, smallest_bytes: int, *, with_trained: bool = False
+) -> list[torch.Tensor]:
+    """The parameters of `block` that can be streamed, of `smallest_bytes` or more each; with those that could be trained where the program does not."""
     inside = set(block.modules())
     outside = {id(p) for module in model.modules() if module not in inside for p in module._parameters.values()}
     return [
         parameter
         for parameter in block.parameters()
         if id(parameter) not in outside
-        and not parameter.requires_grad
-        and parameter.grad is None
+        and (with_trained or not parameter.requires_grad)
+        and (with_trained or parameter.grad is None)
         and _is_plain(parameter)
         and _is_alone(parameter, max(1, smallest_bytes))
     ]

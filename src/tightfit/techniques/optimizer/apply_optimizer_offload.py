@@ -10,6 +10,7 @@ from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.at_host.host_updates import HostUpdates
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
 from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
@@ -17,7 +18,6 @@ from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
 _LOST = "; the step is not complete, and what the optimizer had there is lost: load the last checkpoint"
-UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 
 def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:

@@ -11,6 +11,9 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.techniques.session import Session
 
+UPDATED_ON_HOST = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+"""The classes of torch.optim that have a fused implementation for the host's processor (aten/src/ATen/native/cpu/FusedAdamKernel.cpp and beside it)."""
+
 Kernel = Literal["fused", "foreach", "for-loop"]
 
 # What the groups of an optimizer say where torch is to run each implementation (torch/optim/optimizer.py, `_fused_doc`).

@@ -1,0 +1,140 @@
+"""Puts `trained_weight_streaming` on live objects: see `tightfit.techniques.offload.trained_weight_streaming` for what it is and where it comes from."""
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tightfit.engine.streamed_weights import StreamedWeights
+from tightfit.errors import ApplyError
+from tightfit.techniques.offload.apply_weight_streaming import stream_weights
+from tightfit.techniques.offload.streamable import streamable
+from tightfit.techniques.optimizer.at_host.host_codec import is_dense
+from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
+from tightfit.techniques.optimizer.updates.optimizer_steps import beside, check_separable, step_of, update_within_step
+from tightfit.techniques.session import Session
+from tightfit.techniques.technique import Choice
+from tightfit.torch_hooks.weak_references import WeakTable
+
+_NAME = "trained_weight_streaming"
+# The implementation on the host; it takes no flags that are for a card.
+_FLAGS = {"fused": True, "foreach": False, "capturable": False}
+
+
+def apply_trained_weight_streaming(session: Session, chosen: Sequence[Choice]) -> None:
+    """Moves the weights of the blocks, their gradients and their optimizer states to the host, and wraps the forwards of the blocks.
+
+    Raises:
+        ApplyError: a block is not there or has nothing that can be streamed, the parameters are on several devices, an optimizer cannot be stepped apart, or the
+            host has too little memory.
+    """
+    (choice,) = chosen
+    for optimizer in session.optimizers:
+        # Its class is defined in a module of another name, and it updates each parameter by itself.
+        if type(optimizer) is not torch.optim.Adafactor:
+            check_separable(optimizer, _NAME)
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise ApplyError(
+                f"{type(optimizer).__name__}(capturable=True) updates on the card alone; leave {_NAME} out of the plan"
+            )
+    places = [f"{choice.where}.{path}" for path in choice.settings["blocks"]]
+    smallest_bytes = int(choice.settings["smallest_bytes"])
+    blocks = {}
+    for place in places:
+        module = session.module(place)
+        blocks[module] = (place, streamable(session.model, module, smallest_bytes, with_trained=True))
+    if not any(parameters for _, parameters in blocks.values()):
+        raise ApplyError(f"the blocks of {choice.where} have no weights that can be streamed", places=[choice.where])
+    streamed = stream_weights(
+        session,
+        blocks,
+        (),
+        host_bytes=int(choice.settings["host_bytes"]),
+        technique=_NAME,
+        are_trained=True,
+    )
+    moved = WeakTable[torch.Tensor, None]()
+    for _, parameters in blocks.values():
+        for parameter in parameters:
+            moved[parameter] = None
+    for optimizer in session.optimizers:
+        _states_to(optimizer, moved, torch.device("cpu"))
+        session.when_undone(functools.partial(_states_back, weakref.ref(optimizer), moved))
+        is_fused = choice.settings.get("kernel") == "fused" and type(optimizer).__name__ in UPDATED_ON_HOST
+        update_within_step(session, optimizer, _Updates(optimizer, streamed, moved, is_fused=is_fused))
+
+
+def _states_to(
+    optimizer: torch.optim.Optimizer, moved: WeakTable[torch.Tensor, None], device: torch.device | None
+) -> None:
+    """Moves the states of parameters to `device`, or to where the parameter is."""
+    # Step counters of a fused optimizer are beside the parameters, those of others always at the host.
+    moves_counters = any(group.get("fused") for group in optimizer.param_groups)
+    for parameter, states in list(optimizer.state.items()):
+        if isinstance(parameter, torch.Tensor) and parameter in moved and isinstance(states, dict):
+            for name, value in list(dict.items(states)):
+                if isinstance(value, torch.Tensor) and (value.shape == parameter.shape or moves_counters):
+                    states[name] = value.to(parameter.device if device is None else device)
+
+
+def _states_back(optimizer_of: "weakref.ref[torch.optim.Optimizer]", moved: WeakTable[torch.Tensor, None]) -> None:
+    optimizer = optimizer_of()
+    if optimizer is not None:
+        _states_to(optimizer, moved, None)
+
+
+class _Updates:
+    """The updates of what is at the host, within the step of one optimizer: by its own implementation, or by the fused one for the host."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        streamed: StreamedWeights,
+        moved: Collection[torch.Tensor] | WeakTable[torch.Tensor, None],
+        *,
+        is_fused: bool,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._step = step_of(optimizer)
+        self._streamed = streamed
+        self._moved = moved
+        self._is_fused = is_fused
+
+    def __call__(self) -> Iterable[torch.Tensor]:
+        """Has all weights and gradients at the host; the parameters that are updated here, which the step itself is to skip."""
+        self._streamed.end_pass()
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        # A fused optimizer of the program's unscales gradients itself.
+        if not self._is_fused or getattr(optimizer, "grad_scale", None) is not None:
+            return []
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            taken = [
+                p for p in group["params"] if p in self._moved and _can_be_fused(p, optimizer.state.get(p, {}), group)
+            ]
+            if taken:
+                flags = {name: value for name, value in _FLAGS.items() if name in group}
+                groups.append({**group, **flags, "params": taken})
+        if groups:
+            self._step(beside(optimizer, groups, optimizer.state))
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def _can_be_fused(parameter: torch.Tensor, states: Any, group: dict[str, Any]) -> bool:
+    gradient = parameter.grad
+    if gradient is None or "fused" not in group or group.get("capturable"):
+        return False
+    if gradient.layout != torch.strided or gradient.dtype != parameter.dtype or not parameter.is_floating_point():
+        return False
+    if not is_dense(parameter) or gradient.stride() != parameter.stride() or gradient.device != parameter.device:
+        return False
+    if any(isinstance(value, torch.Tensor) for name, value in group.items() if name != "params"):
+        return False
+    return all(
+        type(value) is torch.Tensor and value.stride() == parameter.stride()
+        for value in dict.values(states)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    )

@@ -1,0 +1,45 @@
+"""What the streaming techniques share: which weights of a block are worth a copy, and which of the copies are not hidden."""
+
+import itertools
+
+import numpy as np
+
+from tightfit.analysis.profile import Profile
+from tightfit.analysis.streamed_uses import StreamedUses, WeightBlock
+from tightfit.cost.copies import copy_seconds
+from tightfit.tape import Column
+
+MIN_BLOCKS = 2
+# Weights below these, together, are not worth a copy each.
+_SMALLEST_SHARE = 0.02
+_SMALLEST_BYTES = 1 << 20
+# Parts of the slab begin at multiples of this.
+ALIGNMENT = 512
+
+
+def smallest_of(num_bytes: Column) -> int:
+    """The size from which on weights are streamed: all but `_SMALLEST_SHARE` of the bytes are in those."""
+    ordered = np.sort(num_bytes)
+    if not len(ordered):
+        return _SMALLEST_BYTES
+    left = int(np.searchsorted(np.cumsum(ordered), _SMALLEST_SHARE * int(ordered.sum()), side="right"))
+    return min(_SMALLEST_BYTES, int(ordered[min(left, len(ordered) - 1)]))
+
+
+def slots_of(profile: Profile, block: WeightBlock) -> frozenset[str]:
+    """The slots of a block: no two options stream its weights."""
+    inside = profile.modules.modules_inside(block.path)
+    return frozenset(f"weights@{module}" for module in (block.path, *inside))
+
+
+def not_hidden(profile: Profile, uses: StreamedUses, number: int, num_bytes: int) -> float:
+    """Seconds of the copies to the card that the block before does not hide."""
+    copy, found = copy_seconds(num_bytes, profile.device, to_card=True), 0.0
+    for before, use in itertools.pairwise((None, *uses.uses)):
+        assert use is not None
+        if use.block == number:
+            beside = 0.0
+            if use.is_ahead and before is not None:
+                beside = float(profile.seconds[before.begin : use.begin].sum())
+            found += max(0.0, copy - beside)
+    return found
