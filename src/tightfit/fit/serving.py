@@ -54,6 +54,8 @@ def serve(
     rules = rules_of(engine, engine_version)
     card = find(device)
     format_named(asked.quantization)
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
     traced = traced_model(
         model,
         device,
@@ -64,6 +66,9 @@ def serve(
         prompt_tokens=_PROMPT_TOKENS,
         on_progress=on_progress,
     )
+    longest, limit = max(lengths, default=0), traced.settings.max_model_len
+    if longest > limit:
+        raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than --max-model-len, {limit:,}")
     return estimate_serving(
         traced.facts,
         step_memory(traced.traced.tape, _PROFILE),

@@ -28,10 +28,16 @@ def build(source: str, dtype: str | None) -> tuple[Any, Any]:
     kept = dtype or dtype_of(config)
     for name in _AUTO_CLASSES:
         auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping:
+        if type(config) in auto._model_mapping and not _sees_both_ways(transformers, config):
             with torch.device("meta"):
                 return _made(auto, config, getattr(torch, kept)).eval().requires_grad_(False), config
     raise UsageError(f"{source}: a {config.model_type} model generates no tokens; serve takes models that do")
+
+
+def _sees_both_ways(transformers: Any, config: Any) -> bool:
+    """Whether it is an encoder (BERT): those have a class that generates too, if their config says that they are decoders."""
+    is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    return is_encoder and not getattr(config, "is_encoder_decoder", False) and not getattr(config, "is_decoder", False)
 
 
 def dtype_of(config: Any) -> str:
