@@ -37,9 +37,9 @@ def _plain(model: str, num_steps: int, habits: Habits) -> Outcome:
 
 
 def _same(plain: Outcome, other: Outcome, *, bitwise: bool) -> None:
-    # Over many steps Adam enlarges what another order of sums leaves in a gradient that is nearly nothing.
-    atol = 2e-6 if len(plain.losses) <= 2 * NUM_STEPS else 1e-5
-    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 2e-4, "atol": atol}
+    is_double = next(iter(plain.state.values())).dtype == torch.float64
+    rounding = {"rtol": 1e-7, "atol": 1e-9} if is_double else {"rtol": 2e-4, "atol": 2e-6}
+    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else rounding
     torch.testing.assert_close(torch.tensor(other.losses), torch.tensor(plain.losses), **tolerance)
     for expected, found in zip(plain.gradients, other.gradients, strict=True):
         for name in found:
@@ -105,8 +105,9 @@ def test_random_combinations_train_the_same(seed: int, tapes: Tapes) -> None:
     offered = [o for o in tapes.all_exact(model) if o.technique not in USES_GRADIENTS_UP]
     chosen = compatible(chance.sample(offered, k=min(len(offered), chance.randint(2, 8))))
     bitwise = all(technique(o.technique).exactness.startswith("bit for bit") for o in chosen)
-    habits = Habits(clips=True, schedules=True, evaluates=True)
     num_steps = 20 if seed < len(MODELS) else NUM_STEPS
+    # Over many steps another order of sums turns a ReLU of float32 on here and there, and Adam enlarges what is nearly nothing.
+    habits = Habits(clips=True, schedules=True, evaluates=True, doubles=num_steps > NUM_STEPS and not bitwise)
     plain = _plain(model, num_steps, habits)
     assert plain.losses[-1] != plain.losses[0]
     trained = None

@@ -13,7 +13,7 @@ from tightfit.runtime.apply import apply_choices
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a training loop does besides."""
+    """What a training loop does besides. It `doubles` where all is float64, in which many steps of rounding are told from a fault."""
 
     clips: bool = False
     accumulates: int = 1
@@ -21,6 +21,7 @@ class Habits:
     scales: bool = False
     reloads_at: int | None = None
     evaluates: bool = False
+    doubles: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,15 @@ def choice_of(option: Option) -> Choice:
 
 def train(name: str, options: Sequence[Option], *, num_steps: int, habits: Habits) -> Outcome:
     """`num_steps` steps of the model `name` with `options` on it, from the same beginning every time."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if habits.doubles else default)
+    try:
+        return _train(name, options, num_steps, habits)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _train(name: str, options: Sequence[Option], num_steps: int, habits: Habits) -> Outcome:
     torch.manual_seed(0)
     model, loss_of = MODELS[name]("cpu")
     model.train()

@@ -3,8 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.null.test_tape import small_tape
+from tests.null.test_tape import small_tape as tape_of_one_operator
 
 import tightfit
 from tightfit.capture.targets import GeneratorFunction, Script, Target
@@ -12,6 +13,7 @@ from tightfit.fit.planning_progress import ProgressLog
 from tightfit.fit.proof import Mismatch, Prover
 from tightfit.fit.values import differences
 from tightfit.planner.plan import Choice, Proof
+from tightfit.tape import Phase, Tape
 
 PROGRAM = """\
 import sys
@@ -65,6 +67,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("values") / "program.py"
     path.write_text(PROGRAM)
     return path
+
+
+def small_tape() -> Tape:
+    """One operator, of a backward pass."""
+    tape = tape_of_one_operator()
+    phases = np.full_like(tape.operators.phase, Phase.BACKWARD)
+    return dataclasses.replace(tape, operators=dataclasses.replace(tape.operators, phase=phases))
 
 
 def choice(where: str, technique: str = "checkpointing", *, exact: bool = True) -> Choice:

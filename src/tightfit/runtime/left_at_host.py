@@ -58,7 +58,7 @@ class LeftAtHost:
 
 def _places_of(choice: Choice) -> list[str]:
     if choice.technique == _TRAINED:
-        return [f"{choice.where}.{path}" for path in choice.settings["blocks"]]
+        return [f"{choice.where}.{path}" for path in choice.settings.get("blocks", ())]
     return [choice.where] if choice.technique == _FROZEN else []
 
 

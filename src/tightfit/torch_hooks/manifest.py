@@ -7,7 +7,14 @@ capture uses in its own child process is in `tightfit.capture.patches.manifest`,
 
 from functools import cache
 
-from tightfit.capture.patches.manifest import GRAPH_TASK_ID, IN_BOTH, MODULE_APPLY, RUN_BACKWARD, STORAGE_USES
+from tightfit.capture.patches.manifest import (
+    GRAPH_TASK_ID,
+    IN_BOTH,
+    MODULE_APPLY,
+    RUN_BACKWARD,
+    SET_VERSIONS,
+    STORAGE_USES,
+)
 from tightfit.errors.private_names import Name, known, operators, require
 
 OPTIMIZER_INIT = known(
@@ -69,12 +76,6 @@ RETAIN_GRAD = known(
     "to tell which tensors of a graph are hooked, before its backward pass is run twice",
     "torch_hooks",
 )
-SET_VERSIONS = known(
-    "torch._C._autograd:_unsafe_set_version_counter",
-    "to try out whether a graph still needs parameters that were updated, without updating them",
-    "techniques",
-)
-
 _SAVED = "to find what a graph has saved and the program may write to, before the graph is run twice"
 SAVED_DATA = known(
     "torch._C._autograd:SavedTensor.data", f"{_SAVED}, and what a kept graph retains", "runtime techniques"

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tightfit.capture.patches.manifest import SET_VERSIONS
+
 _ELSEWHERE = "tightfit_gradient_elsewhere"
 
 
@@ -53,7 +55,9 @@ def hand_on(former: Any, target: torch.Tensor) -> None:
     former.register_post_accumulate_grad_hook(hand)
     if not former.is_cuda or not former.numel():
         return
-    # A graph that refers to the parameter refers to its present memory, and not to the former.
+    # A graph that refers to the parameter refers to its present memory, and not to the former. That writes to nothing that a graph has saved.
+    version = former._version
     with torch.no_grad():
         nothing = torch.empty(1, dtype=former.dtype, device=former.device)
         former.set_(nothing.expand(former.shape))
+    SET_VERSIONS.value()((former,), (version,))

@@ -81,8 +81,16 @@ GRAPH_TASK_ID = known(
     "torch._C:_current_graph_task_id", "to tell what runs within a backward pass", "capture techniques torch_hooks"
 )
 
+SET_VERSIONS = known(
+    "torch._C._autograd:_unsafe_set_version_counter",
+    "to try out whether a graph still needs parameters that were updated, without updating them, and to move a parameter"
+    " without a write to what graphs have saved",
+    "capture/patches techniques",
+)
+
 IN_BOTH: tuple[Name, ...] = (
     RUN_BACKWARD,
+    SET_VERSIONS,
     GRAPH_TASK_ID,
     MODULE_APPLY,
     STORAGE_USES,
@@ -179,7 +187,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:Tensor._version",
         "to see whether a tensor was written to",
-        "capture/steps effects engine guarding techniques",
+        "capture/patches capture/steps effects engine guarding techniques",
     ),
     known(
         "torch:UntypedStorage._cdata",
