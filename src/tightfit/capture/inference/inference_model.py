@@ -7,12 +7,14 @@ from tightfit.capture.huggingface.target import load_config
 from tightfit.capture.inference.paged_attention import NAME
 from tightfit.errors import UsageError
 
-_AUTO_CLASSES = (
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForSpeechSeq2Seq",
-)
+# The classes that generate, and the names of the tables of model types that transformers has for them.
+_AUTO_CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+_ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
 
 
@@ -26,17 +28,18 @@ def build(source: str, dtype: str | None) -> tuple[Any, Any]:
     transformers = importlib.import_module("transformers")
     config = load_config(source)
     kept = dtype or dtype_of(config)
-    for name in _AUTO_CLASSES:
-        auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping and not _sees_both_ways(transformers, config):
+    tables = importlib.import_module("transformers.models.auto.modeling_auto")
+    for name, table in _AUTO_CLASSES.items():
+        if config.model_type in getattr(tables, table) and not _sees_both_ways(tables, config):
             with torch.device("meta"):
-                return _made(auto, config, getattr(torch, kept)).eval().requires_grad_(False), config
+                made = _made(getattr(transformers, name), config, getattr(torch, kept))
+            return made.eval().requires_grad_(False), config
     raise UsageError(f"{source}: a {config.model_type} model generates no tokens; serve takes models that do")
 
 
-def _sees_both_ways(transformers: Any, config: Any) -> bool:
+def _sees_both_ways(tables: Any, config: Any) -> bool:
     """Whether it is an encoder (BERT): those have a class that generates too, if their config says that they are decoders."""
-    is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    is_encoder = config.model_type in getattr(tables, _ENCODERS)
     return is_encoder and not getattr(config, "is_encoder_decoder", False) and not getattr(config, "is_decoder", False)
 
 

@@ -17,15 +17,20 @@ def weight_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Each parameter and buffer once, tied ones under their first name: shape, item size, what its module is, and how tensor parallelism cuts it."""
     plan = plan_of(model)
     heads = {id(part) for part in (_embeddings(model), _output(model)) if part is not None}
-    names: dict[int, str] = {}
+    saved = set(model.state_dict(keep_vars=True))
+    seen: set[int] = set()
     rows = []
     for path, module in model.named_modules():
-        for kind, tensors in (("parameter", module._parameters), ("buffer", _saved_buffers(module))):
-            for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in names:
-                    continue
+        tensors = (
+            ("parameter", module.named_parameters(recurse=False)),
+            ("buffer", module.named_buffers(recurse=False)),
+        )
+        for kind, named in tensors:
+            for name, tensor in named:
                 full = f"{path}.{name}" if path else name
-                names[id(tensor)] = full
+                if id(tensor) in seen or full not in saved:
+                    continue
+                seen.add(id(tensor))
                 rows.append(
                     {
                         "name": full,
@@ -95,11 +100,6 @@ def _cut(plan: Mapping[str, str], path: str, full: str) -> str:
         if re.fullmatch(expression, full) or re.fullmatch(expression, path):
             return style
     return ""
-
-
-def _saved_buffers(module: torch.nn.Module) -> dict[str, Any]:
-    left_out = module._non_persistent_buffers_set
-    return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
 
 
 def _embeddings(model: Any) -> torch.nn.Module | None:
