@@ -116,6 +116,22 @@ def test_a_model_without_a_cache_or_a_limit_is_refused(tmp_path: Path) -> None:
         estimated(config_file(tmp_path, "llama"), max_model_len=128, lengths=[200])
 
 
+def test_ranks_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--gpus 3: model.layers.0.self_attn.q_proj.weight has 64 rows"):
+        estimated(config_file(tmp_path, "llama"), max_model_len=128, num_gpus=3)
+
+
+def test_a_card_without_a_fused_kernel_for_grouped_heads_keeps_no_matrix_of_scores(tmp_path: Path) -> None:
+    source = config_file(tmp_path, "llama", max_position_embeddings=8192)
+    asked = ServeSettings(chunked_prefill=False, max_num_seqs=8)
+    found = serving.serve(source, "Tesla V100-SXM2-16GB", asked=asked, engine_version="0.6.4")
+    assert found.settings.max_num_batched_tokens == 8192
+    # Four heads of 8,192 x 8,192 scores in bfloat16 would be 512 MiB.
+    assert found.activation_bytes < 64 << 20
+    with pytest.raises(UsageError, match="this GPU has no bfloat16; give --dtype float16"):
+        serving.serve(source, "Tesla V100-SXM2-16GB", asked=asked, engine_version="0.6.4", dtype="bfloat16")
+
+
 def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Sizes of weights and caches, lengths of requests and the rules of engines, in numbers."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.serving.cache_size import CacheSize, max_requests, num_tokens
+from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.engine_rules import parsed_version, rules_of
 from tightfit.serving.lengths import lengths_of
 from tightfit.serving.model_facts import CacheTensor, WeightRow
@@ -132,3 +134,52 @@ def test_versions_and_settings_that_cannot_be_are_one_clear_line() -> None:
         ResolvedSettings.of(ServeSettings(), rules_of("vllm"), find("L4"), None)
     with pytest.raises(UsageError, match="without chunked prefill the engine refuses that"):
         ResolvedSettings.of(ServeSettings(max_num_batched_tokens=512), rules_of("vllm", "0.4.0"), find("L4"), 8192)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-block"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}},
+            },
+            "fp8",
+        ),
+    ],
+)
+def test_a_checkpoint_says_its_format(quantization: dict[str, object], name: str) -> None:
+    found = checkpoint_format(quantization)
+    assert found is not None
+    assert found.name == name
+
+
+def test_a_checkpoint_says_the_size_of_its_groups() -> None:
+    groups = [{"quant_method": "gptq", "bits": 4, "group_size": size} for size in (128, 32, -1)]
+    sizes = [row_bytes(linear(), checkpoint_format(group)) for group in groups]
+    # 256 rows of 512 weights: scales and zero points of 20 bits for each group.
+    assert sizes[1] - sizes[0] == 256 * (16 - 4) * 20 // 8
+    assert sizes[0] - sizes[2] == 256 * (4 - 1) * 20 // 8
+
+
+@pytest.mark.parametrize(
+    ("left_out", "is_left_out"), [("proj", True), ("block.proj", True), ("re:.*proj$", True), ("pro", False)]
+)
+def test_layers_that_a_checkpoint_leaves_out_keep_their_type(left_out: str, is_left_out: bool) -> None:
+    row = dataclasses.replace(linear(), name="model.block.proj.weight")
+    found = checkpoint_format({"quant_method": "fp8", "ignore": [left_out]})
+    assert (row_bytes(row, found) == row.num_bytes) is is_left_out
+
+
+def test_a_checkpoint_of_another_format_is_refused() -> None:
+    with pytest.raises(UsageError, match="gptq with 3 bits: its size is not known"):
+        checkpoint_format({"quant_method": "gptq", "bits": 3})
+    groups = {"group_0": {"weights": {"type": "int", "num_bits": 2}}}
+    with pytest.raises(UsageError, match="weights of int of 2 bits"):
+        checkpoint_format({"quant_method": "compressed-tensors", "config_groups": groups})
+    with pytest.raises(UsageError, match="vptq"):
+        checkpoint_format({"quant_method": "vptq"})

@@ -10,10 +10,11 @@ from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
+from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.engine_rules import rules_of
 from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.profiled_batch import step_memory
-from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings, quantization_of
+from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
 from tightfit.serving.weight_formats import format_named
 
@@ -53,7 +54,7 @@ def serve(
     asked = asked or ServeSettings()
     rules = rules_of(engine, engine_version)
     card = find(device)
-    format_named(asked.quantization)
+    weight_format = format_named(asked.quantization)
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
     traced = traced_model(
@@ -76,7 +77,7 @@ def serve(
         device=card,
         rules=rules,
         settings=traced.settings,
-        weight_format=format_named(quantization_of(asked, traced.facts)),
+        weight_format=weight_format if asked.quantization else checkpoint_format(traced.facts.quantization),
         lengths=lengths,
     )
 

@@ -6,7 +6,6 @@ from typing import Self
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.serving.engine_rules import EngineRules
-from tightfit.serving.model_facts import ModelFacts
 
 KV_DTYPES = {"auto": 0, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element of the cache; 0: of the model's own type."""
@@ -81,11 +80,3 @@ class ResolvedSettings:
             enforce_eager=asked.enforce_eager,
             is_chunked=is_chunked,
         )
-
-
-def quantization_of(asked: ServeSettings, facts: ModelFacts) -> str | None:
-    """The weight format that is asked for, or that of the checkpoint."""
-    if asked.quantization is not None:
-        return asked.quantization
-    named = facts.quantization.get("quant_method")
-    return None if named is None else str(named)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ _CUT_STYLES = frozenset(
 )
 _ALIASES = {
     "compressed-tensors": "int8",
+    "fbgemm_fp8": "fp8",
     "w8a8": "int8",
     "bnb": "bitsandbytes",
     "bnb-4bit": "bitsandbytes",
@@ -28,7 +30,8 @@ _ALIASES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """One format; sizes in bits, see `weight_formats.toml`."""
+    """One format; sizes in bits, see `weight_formats.toml`. `left_out` are modules that a checkpoint keeps in the model's own type: parts of their path, or
+    a regular expression after `re:`."""
 
     name: str
     bits: float
@@ -41,10 +44,11 @@ class WeightFormat:
     tensor_bits: float = 0.0
     embedding_bits: float = 0.0
     head_bits: float = 0.0
+    left_out: tuple[str, ...] = ()
 
     def num_bytes(self, row: WeightRow, degree: int = 1) -> int:
         """Bytes of `row` in this format on one of `degree` ranks."""
-        if row.role == "other" or row.role in self.keeps or len(row.shape) < 2:
+        if row.role == "other" or row.role in self.keeps or len(row.shape) < 2 or self._leaves_out(row):
             return row.num_bytes // _share(row, degree)
         whole = {"embedding": self.embedding_bits, "head": self.head_bits}.get(row.role, 0.0)
         if whole:
@@ -56,6 +60,15 @@ class WeightFormat:
         if self.group:
             bits += num_rows * math.ceil(num_inputs / self.group) * self.group_bits
         return math.ceil(bits / 8 / _share(row, degree))
+
+    def _leaves_out(self, row: WeightRow) -> bool:
+        module = row.name.rpartition(".")[0]
+        return any(
+            re.match(name.removeprefix("re:"), module) is not None
+            if name.startswith("re:")
+            else f".{name}." in f".{module}."
+            for name in self.left_out
+        )
 
 
 @functools.cache

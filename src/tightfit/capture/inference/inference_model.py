@@ -14,20 +14,28 @@ _AUTO_CLASSES = {
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
+# Engines load bfloat16 weights in float16 on older cards, and refuse to where they are told to keep it.
+_BFLOAT16 = (8, 0)
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+# What configs call the tokens beyond which a layer keeps no more.
+_WINDOWS = ("window", "chunk", "local")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
 
 
 def build(source: str, dtype: str | None) -> tuple[Any, Any]:
-    """The model of `source` and its config; `dtype` by default that of the config, and bfloat16 where it says none or float32.
+    """The model of `source` and its config; `dtype` by default that of the config, bfloat16 where it says none or float32, and float16 on cards without bfloat16.
 
     Raises:
-        UsageError: the model generates no text.
+        UsageError: the model generates no text, or `dtype` is none of the card's.
     """
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     config = load_config(source)
     kept = dtype or dtype_of(config)
+    if kept == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
+        if dtype is not None:
+            raise UsageError("--dtype bfloat16: this GPU has no bfloat16; give --dtype float16")
+        kept = "float16"
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     for name, table in _AUTO_CLASSES.items():
         if config.model_type in getattr(tables, table) and not _sees_both_ways(tables, config):
@@ -55,6 +63,17 @@ def input_width(config: Any) -> int | None:
     """How many positions the model has, None where it names no limit."""
     text = config.get_text_config(decoder=True)
     return next((int(getattr(text, name)) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
+
+
+def widest_window(config: Any) -> int:
+    """The largest window of attention that `config` or a part of it names, 0 if none."""
+    numbers = [0]
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            numbers.append(widest_window(value))
+        elif type(value) is int and any(word in name for word in _WINDOWS):
+            numbers.append(value)
+    return max(numbers)
 
 
 def _made(auto: Any, config: Any, dtype: Any) -> Any:

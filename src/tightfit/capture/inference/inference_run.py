@@ -13,14 +13,15 @@ import torch
 from tightfit.capture.inference import paged_attention
 from tightfit.capture.inference.alike_layers import shorten
 from tightfit.capture.inference.cache_layout import layout_of
-from tightfit.capture.inference.inference_model import build, input_width
+from tightfit.capture.inference.inference_model import build, input_width, widest_window
 from tightfit.capture.inference.sampler import sample
 from tightfit.capture.inference.weight_rows import cut_layers, plan_of, weight_rows
+from tightfit.errors import UsageError
 
 PARTS = ("load", "profile", "prefill", "decode")
 REPORT: dict[str, Any] = {}
-# One short request; and one that is longer than any window that is known (the longest is 131,072), with one token more.
-_SHORT, _LONG = 8, 262_144
+# One short request; and one that is longer than every window that the config names, with one token more.
+_SHORT, _LONG = 8, 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,17 @@ def inference(**fields: Any) -> Iterator[None]:
         if request.ranks > 1:
             cut_layers(model, request.ranks)
         yield
-        run.profile()
-        yield
-        run.prefill()
-        yield
-        run.decode()
-        yield
+        for part in (run.profile, run.prefill, run.decode):
+            try:
+                part()
+            except RuntimeError as error:
+                if request.ranks == 1:
+                    raise
+                # What is left of the layers does not fit together: the plan leaves out some of them.
+                raise UsageError(
+                    f"--gpus {request.ranks}: the tensor-parallel plan of a {config.model_type} model in transformers does not cut all of its layers ({error})"
+                ) from error
+            yield
 
 
 class _Run:
@@ -100,7 +106,8 @@ class _Run:
 
     def lengths(self) -> None:
         """Runs one request at several lengths and notes what its cache holds."""
-        for length in (_SHORT, _SHORT + 1, _LONG, _LONG + 1):
+        long = max(_LONG, 2 * widest_window(self.config))
+        for length in (_SHORT, _SHORT + 1, long, long + 1):
             cache = self._cache(self._forward(1, length, use_cache=True))
             REPORT["caches"][str(length)] = layout_of(cache)
             if cache is None:

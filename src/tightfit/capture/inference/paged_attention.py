@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 NAME = "fused_without_mask"
+_FLASH = (8, 0)
 
 
 def register() -> None:
@@ -29,6 +30,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` (batch, heads, queries, width) over `key` and `value` (batch, key-value heads, keys, width); returns (batch, queries, heads, width)."""
     is_grouped = query.shape[1] != key.shape[1]
+    if is_grouped and torch.cuda.get_device_capability() < _FLASH:
+        # The fused kernel of older GPUs takes no groups of heads, and torch would make the whole matrix of scores instead.
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        is_grouped = False
     # One new token sees all keys; a prompt sees those before each of its tokens.
     is_causal = query.shape[2] > 1 and getattr(module, "is_causal", True)
     out = functional.scaled_dot_product_attention(

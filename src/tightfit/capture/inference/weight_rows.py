@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tightfit.errors import UsageError
+
 _BY_OUTPUT = ("colwise", "packed_colwise", "colwise_rep", "colwise_gather_output")
 _BY_INPUT = ("rowwise", "packed_rowwise", "rowwise_rep")
 
@@ -53,7 +55,7 @@ def cut_layers(model: torch.nn.Module, degree: int) -> None:
     """Leaves each weight that the plan cuts with the share of one of `degree` ranks, so that the model computes as one rank does.
 
     Raises:
-        ValueError: a size is not divisible; the message says which.
+        UsageError: a size is not divisible; the message says which.
     """
     plan = plan_of(model)
     for path, module in list(model.named_modules()):
@@ -64,7 +66,9 @@ def cut_layers(model: torch.nn.Module, degree: int) -> None:
                 continue
             shape = list(weight.shape)
             if shape[dimension] % degree:
-                raise ValueError(f"{path}.{name} has {shape[dimension]} rows or columns, not divisible by {degree}")
+                raise UsageError(
+                    f"--gpus {degree}: {path}.{name} has {shape[dimension]:,} rows or columns, which {degree} does not divide"
+                )
             shape[dimension] //= degree
             part = torch.nn.Parameter(weight.new_empty(shape), requires_grad=False)
             setattr(module, name, part)
