@@ -47,7 +47,7 @@ def config_file(folder: Path, model_type: str, **changes: Any) -> str:
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFacts]:
     """Each model, traced once."""
     asked, folder = ServeSettings(max_model_len=128), tmp_path_factory.mktemp("configs")
-    settings: dict[str, Any] = {"engine": "vllm", "engine_version": None, "dtype": None, "prompt_tokens": 64}
+    settings: dict[str, Any] = {"engine": "vllm", "engine_version": None, "dtype": None}
     return {
         name: serving.traced_model(config_file(folder, name), "L4", asked=asked, **settings).facts for name in MODELS
     }
@@ -86,7 +86,7 @@ def estimated(source: str, **changes: Any) -> ServingEstimate:
 
 def test_the_parts_add_up_to_the_share_of_the_card(tmp_path: Path) -> None:
     source = config_file(tmp_path, "llama")
-    found = estimated(source, max_model_len=128, lengths=[100, 60])
+    found = estimated(source, max_model_len=128, lengths=[(90, 10), (50, 10)])
     share = int(found.capacity_bytes * 0.9)
     assert found.fits
     assert found.weights_bytes + found.activation_bytes + found.non_torch_bytes + found.kv_bytes == share
@@ -96,6 +96,13 @@ def test_the_parts_add_up_to_the_share_of_the_card(tmp_path: Path) -> None:
     assert found.max_concurrency == found.kv_bytes / (128 * found.kv_bytes_per_token)
     # Pages of 16 tokens: 112 and 64.
     assert found.concurrency_at_lengths == found.kv_bytes / (88 * found.kv_bytes_per_token)
+    speed = found.speed
+    assert speed is not None
+    assert (speed.prompt_tokens, speed.answer_tokens, speed.num_requests) == (70, 10, found.settings.max_num_seqs)
+    assert 0 < speed.each_token.low < speed.each_token.high < 0.1
+    # At least all weights but the embedding, and the cache of all requests, are read for each token.
+    num_bytes = found.weights_bytes - 99 * 64 * 2 + speed.num_requests * 75 * found.kv_bytes_per_token
+    assert speed.each_token.low > num_bytes / 300e9
     halved = estimated(source, max_model_len=128, kv_dtype="fp8", max_num_batched_tokens=8192)
     assert halved.activation_bytes > 2 * found.activation_bytes
     assert halved.kv_bytes_per_token == found.kv_bytes_per_token // 2
@@ -113,7 +120,7 @@ def test_a_model_without_a_cache_or_a_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a bert model generates no tokens"):
         estimated("bert")
     with pytest.raises(UsageError, match="a request of 200 tokens is longer than --max-model-len, 128"):
-        estimated(config_file(tmp_path, "llama"), max_model_len=128, lengths=[200])
+        estimated(config_file(tmp_path, "llama"), max_model_len=128, lengths=[(150, 50)])
 
 
 def test_ranks_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
@@ -136,12 +143,17 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = config_file(tmp_path, "llama")
-    assert run(["serve", source, "--device", "L4", "--lengths", "100:20", "--max-model-len", "128", "--json"]) == 0
+    given = ["--lengths", "100:20", "--max-model-len", "128", "--price-per-hour", "0.8", "--json"]
+    assert run(["serve", source, "--device", "L4", *given]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["fits"]
+    fast = answer["speed"]["tokens_per_second_high"]
+    assert answer["cost_of_a_million_tokens"][0] == pytest.approx(0.8 / 3600 / fast * 1e6)
     assert answer["settings"]["max_model_len"] == 128
     assert run(["serve", source, "--device", "L4", "--max-model-len", "99999999"]) == 1
     said = capfd.readouterr().out
     assert said.startswith("does not start: one request of 99,999,999 tokens")
+    assert run(["serve", source, "--device", "L4", "--price-per-hour", "0.8"]) == 2
+    assert "--price-per-hour: give what a GPU costs per hour, and --lengths" in capfd.readouterr().err
     assert run(["serve", source, "--device", "L4", "--engine", "tgi"]) == 2
     assert "--engine tgi: its start-up is not known; one of vllm" in capfd.readouterr().err

@@ -143,7 +143,7 @@ OPTIONS = {
             "--gpus",
         ),
         *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
-        "--quantization",
+        *("--price-per-hour", "--quantization"),
     ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],

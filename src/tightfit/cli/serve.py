@@ -58,6 +58,7 @@ def serve(
     engine: str = "vllm",
     engine_version: str | None = None,
     dtype: str | None = None,
+    price_per_hour: float | None = None,
     json: bool = False,
     arguments: EngineArguments = _DEFAULTS,
 ) -> int:
@@ -81,9 +82,12 @@ def serve(
         Its version ("0.8.5"); by default the newest that is known.
     dtype
         Type of the weights: bfloat16 or float16; by default that of the config.
+    price_per_hour
+        What one GPU costs per hour, for the cost of a million tokens; with --lengths.
     json
         Print JSON.
     """
+    from tightfit.errors import UsageError
     from tightfit.fit import serving
     from tightfit.reports.text.serving import write_serving
     from tightfit.serving.lengths import lengths_of
@@ -92,7 +96,9 @@ def serve(
     started = time.monotonic()
     card = device or own_card()
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
-    requests = [prompt + answer for prompt, answer in lengths_of(lengths)] if lengths is not None else []
+    requests = lengths_of(lengths) if lengths is not None else []
+    if price_per_hour is not None and not (price_per_hour > 0 and requests):
+        raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
     with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
         found = serving.serve(
             model,
@@ -105,7 +111,7 @@ def serve(
             on_progress=line.report,
         )
     if json:
-        print(jsonlib.dumps(found.to_json()))
+        print(jsonlib.dumps(found.to_json(price_per_hour)))
     else:
-        write_serving(found, elapsed_seconds=time.monotonic() - started)
+        write_serving(found, price_per_hour=price_per_hour, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1

@@ -1,12 +1,14 @@
 """`serve`: the wiring from a Hugging Face config to the estimate of a server that runs it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tightfit.capture.huggingface.target import is_huggingface_source
 from tightfit.capture.targets import GeneratorFunction
 from tightfit.capture.trace import Preparation, Traced, trace
 from tightfit.devices.catalogue import find
+from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
@@ -16,12 +18,14 @@ from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.profiled_batch import step_memory
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
+from tightfit.serving.serving_speed import ServingSpeed, TracedLayers, reductions_seconds, seconds_of_step
 from tightfit.serving.weight_formats import format_named
 
 _RUN = "tightfit.capture.inference.inference_run"
-# The parts of a trace, as `inference_run.PARTS` has them.
+# The steps of `inference_run.start_up` and `inference_run.speed`.
 _PROFILE = 1
-_PROMPT_TOKENS = 1024
+_PREFILL, _DECODE = 1, 3
+_NO_SPEED = "the speed of weights in {} is not estimated"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +46,11 @@ def serve(
     engine: str = "vllm",
     engine_version: str | None = None,
     dtype: str | None = None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[tuple[int, int]] = (),
     on_progress: OnProgress | None = None,
 ) -> ServingEstimate:
-    """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served.
+    """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served, and with `lengths` (tokens of prompt and answer of
+    each request) how fast it is.
 
     Raises:
         UsageError: no such model, device, engine or setting, or one whose size is not known.
@@ -58,27 +63,63 @@ def serve(
     if dtype not in (None, "bfloat16", "float16", "float32"):
         raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
     traced = traced_model(
-        model,
-        device,
-        asked=asked,
-        engine=engine,
-        engine_version=engine_version,
-        dtype=dtype,
-        prompt_tokens=_PROMPT_TOKENS,
-        on_progress=on_progress,
+        model, device, asked=asked, engine=engine, engine_version=engine_version, dtype=dtype, on_progress=on_progress
     )
-    longest, limit = max(lengths, default=0), traced.settings.max_model_len
+    whole = [prompt + answer for prompt, answer in lengths]
+    longest, limit = max(whole, default=0), traced.settings.max_model_len
     if longest > limit:
         raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than --max-model-len, {limit:,}")
-    return estimate_serving(
+    weight_format = weight_format if asked.quantization else checkpoint_format(traced.facts.quantization)
+    found = estimate_serving(
         traced.facts,
         step_memory(traced.traced.tape, _PROFILE),
         model=model,
         device=card,
         rules=rules,
         settings=traced.settings,
-        weight_format=weight_format if asked.quantization else checkpoint_format(traced.facts.quantization),
-        lengths=lengths,
+        weight_format=weight_format,
+        lengths=whole,
+    )
+    if not (found.fits and lengths):
+        return found
+    if weight_format is not None:
+        return dataclasses.replace(found, assumptions=(*found.assumptions, _NO_SPEED.format(weight_format.name)))
+    return dataclasses.replace(
+        found, speed=_speed(found, traced.facts, card, lengths, dtype=dtype, on_progress=on_progress)
+    )
+
+
+def _speed(
+    found: ServingEstimate,
+    facts: ModelFacts,
+    card: Device,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    dtype: str | None,
+    on_progress: OnProgress | None,
+) -> ServingSpeed:
+    prompt, answer = (max(1, round(sum(pair[part] for pair in lengths) / len(lengths))) for part in (0, 1))
+    together = min(int(found.concurrency_at_lengths or 1), found.settings.max_num_seqs)
+    degree, num_requests = found.settings.num_gpus, max(1, together)
+    parameters = {
+        "source": found.model,
+        "dtype": dtype,
+        "prompt": prompt,
+        "batch": num_requests,
+        # In the middle of its answer.
+        "context": prompt + answer // 2,
+        "ranks": degree,
+    }
+    traced = _traced("speed", found.model, card.name, parameters, num_steps=4, on_progress=on_progress)
+    layers = TracedLayers.of_report(traced.report)
+    return ServingSpeed(
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        num_requests=num_requests,
+        first_token=seconds_of_step(traced.tape, _PREFILL, card, layers)
+        + reductions_seconds(facts, card, degree, prompt),
+        each_token=seconds_of_step(traced.tape, _DECODE, card, layers, is_decoding=True)
+        + reductions_seconds(facts, card, degree, num_requests),
     )
 
 
@@ -90,7 +131,6 @@ def traced_model(
     engine: str,
     engine_version: str | None,
     dtype: str | None,
-    prompt_tokens: int,
     on_progress: OnProgress | None = None,
 ) -> TracedModel:
     """`model`, traced with the largest batch that the engine would measure."""
@@ -99,36 +139,41 @@ def traced_model(
             f"{model} is no Hugging Face config: give a config.json, its folder, a preset (llama-3-8b) or a model type"
         )
     card, rules = find(device), rules_of(engine, engine_version)
-    log = ProgressLog(on_progress=on_progress)
-    log.begin("tracing", num_steps=4)
-    target = GeneratorFunction(
-        location=_RUN,
-        function="inference",
-        parameters={
-            "source": model,
-            "dtype": dtype,
-            "batched_tokens": asked.max_num_batched_tokens,
-            "tokens_chunked": rules.chunk_tokens(card),
-            "tokens_whole": rules.tokens_whole,
-            "chunked_above": rules.chunked_above(asked.chunked_prefill),
-            "max_model_len": asked.max_model_len,
-            "sampled_rows": asked.max_num_seqs or rules.max_sequences(card),
-            "sorts": True,
-            "prompt": prompt_tokens,
-            "batch": 1,
-            "context": prompt_tokens,
-            "ranks": asked.num_gpus,
-        },
-    )
-    traced = trace(
-        target,
-        label=model,
-        device=device,
-        num_steps=4,
-        on_progress=log.on_trace,
-        preparation=Preparation(function=f"{_RUN}:prepare", argument=None),
-    )
+    parameters = {
+        "source": model,
+        "dtype": dtype,
+        "batched_tokens": asked.max_num_batched_tokens,
+        "tokens_chunked": rules.chunk_tokens(card),
+        "tokens_whole": rules.tokens_whole,
+        "chunked_above": rules.chunked_above(asked.chunked_prefill),
+        "max_model_len": asked.max_model_len,
+        "sampled_rows": asked.max_num_seqs or rules.max_sequences(card),
+        "sorts": True,
+        "ranks": asked.num_gpus,
+    }
+    traced = _traced("start_up", model, device, parameters, num_steps=2, on_progress=on_progress)
     facts = ModelFacts.from_report(traced.report)
     return TracedModel(
         facts=facts, traced=traced, settings=ResolvedSettings.of(asked, rules, card, facts.max_positions)
+    )
+
+
+def _traced(
+    function: str,
+    model: str,
+    device: str,
+    parameters: Mapping[str, Any],
+    *,
+    num_steps: int,
+    on_progress: OnProgress | None,
+) -> Traced:
+    log = ProgressLog(on_progress=on_progress)
+    log.begin("tracing", num_steps=num_steps)
+    return trace(
+        GeneratorFunction(location=_RUN, function=function, parameters=dict(parameters)),
+        label=model,
+        device=device,
+        num_steps=num_steps,
+        on_progress=log.on_trace,
+        preparation=Preparation(function=f"{_RUN}:prepare", argument=None),
     )

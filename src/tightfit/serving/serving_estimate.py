@@ -12,6 +12,7 @@ from tightfit.serving.engine_rules import EngineRules
 from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.profiled_batch import StepMemory
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
+from tightfit.serving.serving_speed import ServingSpeed
 from tightfit.serving.weight_formats import WeightFormat, weights_bytes, whole_rows
 from tightfit.units import format_bytes
 
@@ -41,16 +42,23 @@ class ServingEstimate:
     concurrency_at_lengths: float | None
     why: str
     assumptions: tuple[str, ...]
+    speed: ServingSpeed | None = None
 
     @property
     def fits(self) -> bool:
         """Whether the engine starts."""
         return not self.why
 
-    def to_json(self) -> dict[str, Any]:
+    def cost_of_a_million(self, price_per_hour: float) -> tuple[float, float] | None:
+        """What a million tokens of answers cost where one GPU costs so much per hour, the lower and the upper end; None where the speed is not known."""
+        return None if self.speed is None else self.speed.cost_of_a_million(price_per_hour * self.settings.num_gpus)
+
+    def to_json(self, price_per_hour: float | None = None) -> dict[str, Any]:
         """Plain data, with a schema version."""
         plain = dataclasses.asdict(self)
         settings = plain.pop("settings")
+        plain["speed"] = self.speed.to_json() if self.speed is not None else None
+        plain["cost_of_a_million_tokens"] = None if price_per_hour is None else self.cost_of_a_million(price_per_hour)
         return {"schema": 1, "fits": self.fits, **plain, "settings": settings}
 
 

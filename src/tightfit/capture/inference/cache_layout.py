@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 _MAX_DEPTH = 6
+# Requests, heads, tokens, width.
+_KEY_DIMENSIONS = 4
 
 
 def cached_tensors(cache: Any) -> dict[str, torch.Tensor]:
@@ -25,6 +27,27 @@ def layout_of(cache: Any) -> dict[str, dict[str, Any]]:
         path: {"shape": list(tensor.shape), "item_bytes": tensor.element_size(), "floating": tensor.is_floating_point()}
         for path, tensor in cached_tensors(cache).items()
     }
+
+
+def append_in_place(cache: Any) -> None:
+    """Has each layer of `cache` that keeps keys and values write what comes next behind them, where transformers' would copy all of them to a longer tensor.
+
+    A cache without such layers (states, or a kind of a model's own) stays as it is.
+    """
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.dim() == _KEY_DIMENSIONS:
+            layer.update = _appending(layer.keys, layer.values)
+
+
+def _appending(keys: torch.Tensor, values: torch.Tensor) -> Any:
+    longer = [tensor.new_empty(*tensor.shape[:2], tensor.shape[2] + 1, tensor.shape[3]) for tensor in (keys, values)]
+
+    def update(new_keys: torch.Tensor, new_values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        for kept, new in zip(longer, (new_keys, new_values), strict=True):
+            kept[:, :, -1:].copy_(new)
+        return tuple(longer)
+
+    return update
 
 
 def _walk(value: Any, path: str, depth: int, above: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

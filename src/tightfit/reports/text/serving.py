@@ -8,10 +8,11 @@ from rich.text import Text
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
 from tightfit.serving.serving_estimate import ServingEstimate
-from tightfit.units import format_bytes
+from tightfit.serving.serving_speed import SecondsRange
+from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
 
 
-def write_serving(found: ServingEstimate, *, elapsed_seconds: float) -> None:
+def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None, elapsed_seconds: float) -> None:
     """Prints the estimate on stdout."""
     out = console()
     out.print(_verdict(found))
@@ -26,7 +27,7 @@ def write_serving(found: ServingEstimate, *, elapsed_seconds: float) -> None:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", style="dim")
-    for row in _rows(found):
+    for row in (*_rows(found), *_speed_rows(found, price_per_hour)):
         table.add_row(*row)
     out.print(table)
     out.print()
@@ -61,3 +62,27 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
     yield "one more token", format_bytes(found.kv_bytes_per_token), "of cache" + each
     yield "one request", format_bytes(found.request_bytes), "of cache" + each
+
+
+def _speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterator[tuple[str, str, str]]:
+    speed = found.speed
+    if speed is None:
+        return
+    yield "", "", ""
+    yield (
+        "first token",
+        _range(speed.first_token),
+        f"of a prompt of {speed.prompt_tokens:,} tokens, of a request that waits for no other",
+    )
+    requests = f"{speed.num_requests:,} requests at once" if speed.num_requests > 1 else "one request"
+    yield "each token", _range(speed.each_token), f"with {requests}"
+    slow, fast = speed.tokens_per_second
+    yield "throughput", f"{slow:,.0f}-{fast:,.0f}", "tokens of answers per second, where requests never run out"
+    cost = None if price_per_hour is None else found.cost_of_a_million(price_per_hour)
+    if cost is not None:
+        yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "of a million tokens of answers"
+
+
+def _range(seconds: SecondsRange) -> str:
+    unit = format_seconds(seconds.high).rpartition(" ")[2]
+    return f"{format_range_of_seconds(seconds.high, seconds.low, seconds.high)} {unit}"
