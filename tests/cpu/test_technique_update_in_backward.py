@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.analysis.profile import Profile
+from tightfit.capture.trace_settings import TraceSettings
 from tightfit.devices.catalogue import find
 from tightfit.errors import ApplyError
+from tightfit.fit import capture
 from tightfit.techniques.lazy_tensors.lazy_tensor import LazyTensor
 from tightfit.techniques.lazy_tensors.retained_graphs import _bits_and_key
 from tightfit.techniques.optimizer.update_in_backward import UpdateInBackward
@@ -356,6 +358,44 @@ def test_the_promised_saving_is_the_traced_one(max_norm, kernel):
     saved = peak_bytes(plain) - peak_bytes(actual)
     assert saved > 30e6
     assert peak_bytes(plain) - peak_bytes(plain, [option]) == pytest.approx(saved, rel=UpdateInBackward.tolerance)
+
+
+SCALED = """\
+import torch
+from tightfit.planner.plan import Choice
+from tightfit.runtime.apply import apply_choices
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(64, 64), torch.nn.Parameter(torch.ones([]))
+
+    def forward(self, x):
+        return (self.scale.exp() * self.layer(x)).square().mean()
+
+
+def workload():
+    model = Scaled().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"kernel": "same", "clips": True}
+    kept = Choice(technique="update_in_backward", where="", settings=settings, saves_bytes=0, adds_seconds=0.0, exact=True)
+    apply_choices([kept], model, [optimizer])
+    while True:
+        model(torch.randn(8, 64, device="cuda")).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert not any(parameter.grad.source.held() for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+"""
+
+
+def test_clipping_on_the_virtual_gpu_makes_no_gradient_of_one_number(tmp_path):
+    # Values of small tensors are followed there, and to ask for those of a gradient that is not kept would make it.
+    (tmp_path / "program.py").write_text(SCALED)
+    tape = capture(f"{tmp_path}/program.py:workload", device=DEVICE, tracing=TraceSettings(steps=2))
+    assert "aten.mul_.Tensor" in [tape.strings[name] for name in tape.operators.name]
 
 
 def test_nothing_is_offered_where_gradients_are_read_before_the_step():

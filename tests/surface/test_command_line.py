@@ -132,6 +132,19 @@ OPTIONS = {
         *("--parameter", "--redact", "--show-output", "--steps", "--timeout", "--until", "-o", "-p"),
     ],
     "forecast": ["--capacity", "--horizon", "--job", "--json", "--quantile"],
+    "serve": [
+        *(
+            "--device",
+            "--dtype",
+            "--enforce-eager",
+            "--engine",
+            "--engine-version",
+            "--gpu-memory-utilization",
+            "--gpus",
+        ),
+        *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
+        *("--price-per-hour", "--quantization"),
+    ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],
 }

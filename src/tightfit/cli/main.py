@@ -46,6 +46,9 @@ _GROUPS = {
         "run": "Run an unmodified script with a plan applied.",
         "techniques": "List the techniques, and what each trades for memory.",
     },
+    "Serve it": {
+        "serve": "Estimate what a language model needs to be served, and for how many requests there is room.",
+    },
     "What happened?": {
         "record": "Run a script and record its memory.",
         "doctor": "Explain the memory of a run: categories, allocation sites, growth, fragmentation, suggestions.",

@@ -65,8 +65,10 @@ class Shadows:
         )
 
     def known(self, virtual: torch.Tensor) -> bool:
-        """Whether the values of `virtual` are kept."""
-        return virtual.layout == torch.strided and virtual.untyped_storage()._cdata in self._storages
+        """Whether the values of `virtual` are kept. Those of a gradient that a technique makes only when it is asked for are not: asking would make it."""
+        if not isinstance(virtual, FakeTensor) or virtual.layout != torch.strided:
+            return False
+        return virtual.untyped_storage()._cdata in self._storages
 
     def forget(self, storage_address: int) -> None:
         """The storage was freed, or was written with unknown values."""

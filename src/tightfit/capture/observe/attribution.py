@@ -56,6 +56,10 @@ class Attribution:
         self._forward_places: dict[int, tuple[int, int]] = {}
         self._is_user_code: dict[CodeType, bool] = {}
         self._lines: dict[tuple[CodeType, int], int] = {}
+        self.call_code: CodeType | None = None
+        """The code that calls a module: its frame divides what runs in the module from what has called it."""
+        self.lines_below: dict[FrameType, int] = {}
+        """The line below each such frame that is on the stack; whoever calls the module takes its frame out again."""
 
     def locate(self) -> tuple[int, int]:
         """The place of the operator that is being dispatched: (module, line), as indices of strings."""
@@ -83,22 +87,39 @@ class Attribution:
         self._forward_places.clear()
 
     def line(self) -> int:
-        """The innermost line of the user's own code, as an index of strings; 0 where there is none on this thread."""
+        """The innermost line of the user's own code, as an index of strings; 0 where there is none on this thread.
+
+        Below the call of a module nothing moves before it returns, so that the walk ends there from the second operator on.
+        """
         frame: FrameType | None = sys._getframe(1)
-        known = self._is_user_code
+        index, passed = 0, []
         while frame is not None:
             code = frame.f_code
-            is_user_code = known.get(code)
-            if is_user_code is None:
-                is_user_code = known[code] = is_user_file(code.co_filename)
-            if is_user_code:
-                key = (code, frame.f_lineno)
-                index = self._lines.get(key)
-                if index is None:
-                    index = self._lines[key] = self.recorder.intern(f"{short(code.co_filename)}:{frame.f_lineno}")
-                return index
+            if code is self.call_code:
+                below = self.lines_below.get(frame)
+                if below is not None:
+                    index = below
+                    break
+                passed.append(frame)
+            elif self._is_users(code):
+                index = self._line_of(code, frame.f_lineno)
+                break
             frame = frame.f_back
-        return 0
+        for call in passed:
+            self.lines_below[call] = index
+        return index
+
+    def _is_users(self, code: CodeType) -> bool:
+        known = self._is_user_code.get(code)
+        if known is None:
+            known = self._is_user_code[code] = is_user_file(code.co_filename)
+        return known
+
+    def _line_of(self, code: CodeType, number: int) -> int:
+        index = self._lines.get((code, number))
+        if index is None:
+            index = self._lines[code, number] = self.recorder.intern(f"{short(code.co_filename)}:{number}")
+        return index
 
     def where(self) -> str:
         """The user's line as text, for an assumption."""

@@ -155,7 +155,8 @@ class StepHooks:
 
     def _watch_modules(self) -> None:
         call = torch.nn.Module.__call__
-        recorder, modules = self._gpu.recorder, self._gpu.attribution.modules
+        attribution = self._gpu.attribution
+        recorder, modules, lines_below = self._gpu.recorder, attribution.modules, attribution.lines_below
         repetition = Repetition(self._gpu)
         repetition.install()
         effects = self._effects
@@ -168,6 +169,9 @@ class StepHooks:
                 return call(module, *args, **kwargs)
             finally:
                 modules.pop()
+                lines_below.pop(sys._getframe(), None)
+
+        attribution.call_code = inside.__code__
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if recorder.is_in_thread:

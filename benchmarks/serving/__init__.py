@@ -1,0 +1,1 @@
+"""Predicted against published start-ups of serving engines."""

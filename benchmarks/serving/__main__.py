@@ -1,0 +1,119 @@
+"""Predicted against published start-ups of vLLM: `python -m benchmarks.serving`.
+
+30 start-ups that other people have logged (model, card, settings, then weights, activation peak, cache in tokens), each predicted from the model's
+config alone. Beside it what users reckon with: parameters times bytes for the weights, and all of the share that they leave for the cache.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import TightfitError
+from tightfit.fit import serving
+from tightfit.serving.serve_settings import ServeSettings
+from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.units import GIB
+
+_START_UPS = Path(__file__).with_name("start_ups.toml")
+_PUBLISHED = Path(__file__).parents[3] / "shared/data/published/vllm_startups.csv"
+_OTHER_ENGINES = ("sglang", "pegainfer")
+Row = Mapping[str, str]
+
+
+def published(path: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+    """Each published row with what `start_ups.toml` knows of it, {} where it knows nothing."""
+    known = tomllib.loads(_START_UPS.read_text(encoding="utf-8"))["rows"]
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = [row["model"], row["gpu"], int(row["n_gpu"])]
+            is_another = any(engine in row["engine_version"].lower() for engine in _OTHER_ENGINES)
+            yield row, {} if is_another else next((of for of in known if of["row"] == key), {})
+
+
+def predicted(row: Row, known: Mapping[str, Any], folder: Path) -> ServingEstimate:
+    """The estimate for a row."""
+    config = tomllib.loads(_START_UPS.read_text(encoding="utf-8"))["models"][known["model"]]
+    path = folder / f"{known['model']}.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    kv_dtype = row["kv_dtype"] or "auto"
+    return serving.serve(
+        str(path),
+        known["device"],
+        asked=ServeSettings(
+            num_gpus=int(row["tp"]),
+            kv_dtype=kv_dtype,
+            max_model_len=known.get("max_model_len") or _number(row["max_model_len"]),
+            max_num_seqs=_number(row["max_num_seqs"]),
+            max_num_batched_tokens=_number(row["max_num_batched_tokens"]),
+            gpu_memory_utilization=float(row["gpu_mem_util"].split()[0]) if row["gpu_mem_util"] else None,
+            chunked_prefill=known.get("chunked_prefill"),
+        ),
+        engine_version=known["version"],
+        dtype=known.get("dtype"),
+    )
+
+
+def main() -> None:
+    """Prints a line per row, then the errors over all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, default=_PUBLISHED, help="the table of published start-ups")
+    parser.add_argument("--only", default="", help="rows whose model contains this")
+    given = parser.parse_args()
+    errors: dict[str, list[float]] = {"weights": [], "parameters x bytes": [], "tokens": [], "share - weights": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for row, known in published(given.rows):
+            if given.only not in row["model"]:
+                continue
+            print(_line(row, known, Path(folder), errors), flush=True)
+    for name, found in errors.items():
+        if found:
+            ordered = sorted(abs(error) for error in found)
+            ninth = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+            print(f"{name}: {len(found)} rows, median {statistics.median(ordered):.1%}, P90 {ninth:.1%}")
+
+
+def _line(row: Row, known: Mapping[str, Any], folder: Path, errors: dict[str, list[float]]) -> str:
+    name = f"{row['model'][:44]:44} {row['gpu'][:22]:22} x{row['n_gpu']}"
+    if not known:
+        return f"{name} not predicted: another engine, or no published config"
+    try:
+        found = predicted(row, known, folder)
+    except TightfitError as error:
+        return f"{name} refused: {error}"
+    parts = []
+    weights, tokens, activations = (_number(row[key]) for key in ("weights_GiB_per_gpu", "kv_tokens", "act_peak_GiB"))
+    if weights:
+        errors["weights"].append(found.weights_bytes / GIB / weights - 1)
+        parts.append(f"weights {found.weights_bytes / GIB:.2f} GiB ({weights:.2f}, {errors['weights'][-1]:+.1%})")
+    if activations and "leaves_out" not in known:
+        parts.append(f"activations {found.activation_bytes / GIB:.2f} GiB ({activations:.2f})")
+    cache = _number(row["kv_GiB_per_gpu"])
+    if cache and "leaves_out" not in known:
+        parts.append(f"cache {found.kv_bytes / GIB:.2f} GiB ({cache:.2f})")
+    if tokens and "leaves_out" not in known:
+        errors["tokens"].append(found.kv_tokens / tokens - 1)
+        parts.append(f"{found.kv_tokens:,} tokens ({tokens:,.0f}, {errors['tokens'][-1]:+.1%})")
+        simple = (
+            found.capacity_bytes * found.settings.gpu_memory_utilization - found.weights_bytes
+        ) / found.kv_bytes_per_token
+        errors["share - weights"].append(simple / tokens - 1)
+    return f"{name} {'; '.join(parts)}{'; ' + known['leaves_out'] if 'leaves_out' in known else ''}"
+
+
+def _number(text: str) -> Any:
+    first = text.split(maxsplit=1)[0] if text.split() else ""
+    try:
+        number = float(first)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and "." not in first else number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A Hugging Face model for inference from its config alone: without memory (on the device `meta`), in the type that its weights are kept in."""
+
+import importlib
+from typing import Any
+
+from tightfit.capture.huggingface.target import load_config
+from tightfit.capture.inference.paged_attention import NAME
+from tightfit.errors import UsageError
+
+# The classes that generate, and the names of the tables of model types that transformers has for them.
+_AUTO_CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+# Engines load bfloat16 weights in float16 on older cards, and refuse to where they are told to keep it.
+_BFLOAT16 = (8, 0)
+_ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+# What configs call the tokens beyond which a layer keeps no more.
+_WINDOWS = ("window", "chunk", "local")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+
+
+def build(source: str, dtype: str | None) -> tuple[Any, Any]:
+    """The model of `source` and its config; `dtype` by default that of the config, bfloat16 where it says none or float32, and float16 on cards without bfloat16.
+
+    Raises:
+        UsageError: the model generates no text, or `dtype` is none of the card's.
+    """
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    config = load_config(source)
+    kept = dtype or dtype_of(config)
+    if kept == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
+        if dtype is not None:
+            raise UsageError("--dtype bfloat16: this GPU has no bfloat16; give --dtype float16")
+        kept = "float16"
+    tables = importlib.import_module("transformers.models.auto.modeling_auto")
+    for name, table in _AUTO_CLASSES.items():
+        if config.model_type in getattr(tables, table) and not _sees_both_ways(tables, config):
+            with torch.device("meta"):
+                made = _made(getattr(transformers, name), config, getattr(torch, kept))
+            return made.eval().requires_grad_(False), config
+    raise UsageError(f"{source}: a {config.model_type} model generates no tokens; serve takes models that do")
+
+
+def _sees_both_ways(tables: Any, config: Any) -> bool:
+    """Whether it is an encoder (BERT): those have a class that generates too, if their config says that they are decoders."""
+    is_encoder = config.model_type in getattr(tables, _ENCODERS)
+    return is_encoder and not getattr(config, "is_encoder_decoder", False) and not getattr(config, "is_decoder", False)
+
+
+def dtype_of(config: Any) -> str:
+    """The type that an engine keeps the weights in: that of the config; of float32 ones bfloat16, as engines load them."""
+    text = config.get_text_config()
+    named = next((getattr(part, "dtype", None) for part in (config, text) if getattr(part, "dtype", None)), None)
+    name = str(named).removeprefix("torch.") if named is not None else "bfloat16"
+    return "bfloat16" if name == "float32" else name
+
+
+def input_width(config: Any) -> int | None:
+    """How many positions the model has, None where it names no limit."""
+    text = config.get_text_config(decoder=True)
+    return next((int(getattr(text, name)) for name in _POSITIONS if isinstance(getattr(text, name, None), int)), None)
+
+
+def widest_window(config: Any) -> int:
+    """The largest window of attention that `config` or a part of it names, 0 if none."""
+    numbers = [0]
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            numbers.append(widest_window(value))
+        elif type(value) is int and any(word in name for word in _WINDOWS):
+            numbers.append(value)
+    return max(numbers)
+
+
+def _made(auto: Any, config: Any, dtype: Any) -> Any:
+    """With attention that makes no mask; as the model has it, where it takes no other."""
+    try:
+        return auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+    except ValueError:
+        return auto.from_config(config, dtype=dtype)

@@ -1,0 +1,156 @@
+"""The answer to what a model needs on a card: the parts of its memory, the cache that is left, and whether the engine starts."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tightfit.cost.collectives import communicator_bytes
+from tightfit.devices.device import Device
+from tightfit.devices.nodes import node_of
+from tightfit.serving.cache_size import CacheSize, max_requests, num_tokens
+from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.model_facts import ModelFacts
+from tightfit.serving.profiled_batch import StepMemory
+from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
+from tightfit.serving.serving_speed import ServingSpeed
+from tightfit.serving.weight_formats import WeightFormat, weights_bytes, whole_rows
+from tightfit.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServingEstimate:
+    """One start of an engine, in bytes of one card; `kv_tokens` and `max_concurrency` are of the whole engine.
+
+    `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
+    """
+
+    model: str
+    device: str
+    capacity_bytes: int
+    settings: ResolvedSettings
+    engine: str
+    engine_version: str
+    weights_bytes: int
+    activation_bytes: int
+    non_torch_bytes: int
+    context_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    request_bytes: int
+    kv_tokens: int
+    max_concurrency: float
+    concurrency_at_lengths: float | None
+    why: str
+    assumptions: tuple[str, ...]
+    speed: ServingSpeed | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the engine starts."""
+        return not self.why
+
+    def cost_of_a_million(self, price_per_hour: float) -> tuple[float, float] | None:
+        """What a million tokens of answers cost where one GPU costs so much per hour, the lower and the upper end; None where the speed is not known."""
+        return None if self.speed is None else self.speed.cost_of_a_million(price_per_hour * self.settings.num_gpus)
+
+    def to_json(self, price_per_hour: float | None = None) -> dict[str, Any]:
+        """Plain data, with a schema version."""
+        plain = dataclasses.asdict(self)
+        settings = plain.pop("settings")
+        plain["speed"] = self.speed.to_json() if self.speed is not None else None
+        plain["cost_of_a_million_tokens"] = None if price_per_hour is None else self.cost_of_a_million(price_per_hour)
+        return {"schema": 1, "fits": self.fits, **plain, "settings": settings}
+
+
+def estimate_serving(
+    facts: ModelFacts,
+    profiled: StepMemory,
+    *,
+    model: str,
+    device: Device,
+    rules: EngineRules,
+    settings: ResolvedSettings,
+    weight_format: WeightFormat | None,
+    lengths: Sequence[int] = (),
+) -> ServingEstimate:
+    """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of whole requests."""
+    degree = settings.num_gpus
+    weights = weights_bytes(facts, weight_format, degree)
+    is_reserved = rules.activation_peak == "reserved"
+    activation = profiled.reserved_bytes if is_reserved else profiled.allocated_bytes
+    communicators = communicator_bytes(node_of(device), 1) if degree > 1 else 0
+    context = device.context_bytes
+    charged = weights + activation + communicators + (context if rules.charges_context else 0)
+    share = int(device.capacity_bytes * settings.gpu_memory_utilization)
+    kv_bytes = share - charged
+    size = CacheSize(
+        tensors=facts.cache,
+        element_bytes=KV_DTYPES[settings.kv_dtype],
+        degree=degree,
+        block_tokens=rules.block_tokens,
+    )
+    longest = size.request_bytes(settings.max_model_len)
+    asked = size.request_bytes(round(sum(lengths) / len(lengths))) if lengths else longest
+    return ServingEstimate(
+        model=model,
+        device=device.name,
+        capacity_bytes=device.capacity_bytes,
+        settings=settings,
+        engine=rules.engine,
+        engine_version=rules.version,
+        weights_bytes=weights,
+        activation_bytes=activation,
+        non_torch_bytes=communicators + (context if rules.charges_context else 0),
+        context_bytes=context,
+        kv_bytes=max(0, kv_bytes),
+        kv_bytes_per_token=size.token_bytes or size.window_token_bytes,
+        request_bytes=asked,
+        kv_tokens=num_tokens(size, kv_bytes),
+        max_concurrency=max_requests(size, kv_bytes, [settings.max_model_len]),
+        concurrency_at_lengths=max_requests(size, kv_bytes, lengths) if lengths else None,
+        why=_refusal(kv_bytes, longest, share, settings, device),
+        assumptions=_assumptions(facts, settings, rules),
+    )
+
+
+def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device) -> str:
+    if share > device.capacity_bytes - device.context_bytes:
+        return (
+            f"{settings.gpu_memory_utilization:g} of the card is {format_bytes(share)}, and {format_bytes(device.capacity_bytes - device.context_bytes)}"
+            " are free beside the CUDA context: lower --gpu-memory-utilization"
+        )
+    if kv_bytes <= 0:
+        return f"no memory is left for the cache: {format_bytes(-kv_bytes)} are missing; raise --gpu-memory-utilization, quantise, or use more cards"
+    if kv_bytes < longest:
+        return (
+            f"one request of {settings.max_model_len:,} tokens needs {format_bytes(longest)} of cache, and {format_bytes(kv_bytes)} are left:"
+            " lower --max-model-len"
+        )
+    return ""
+
+
+def _assumptions(facts: ModelFacts, settings: ResolvedSettings, rules: EngineRules) -> tuple[str, ...]:
+    found = [f"{rules.engine} {rules.version}: {rules.source}"]
+    if rules.charges_graphs and not settings.enforce_eager:
+        found.append(
+            "CUDA graphs, which this version measures before it sizes the cache, are not counted: some hundred MiB"
+        )
+    if settings.num_gpus > 1:
+        whole = sum(row.num_bytes for row in whole_rows(facts))
+        if whole:
+            found.append(
+                f"the model's tensor-parallel plan leaves {format_bytes(whole)} of matrices whole on every card; the engine may cut them"
+            )
+    return tuple(found)
+
+
+def settings_words(settings: ResolvedSettings) -> Mapping[str, str]:
+    """The settings as an engine's arguments would say them."""
+    return {
+        "--max-model-len": str(settings.max_model_len),
+        "--max-num-seqs": str(settings.max_num_seqs),
+        "--max-num-batched-tokens": str(settings.max_num_batched_tokens),
+        "--gpu-memory-utilization": f"{settings.gpu_memory_utilization:g}",
+        "--kv-cache-dtype": settings.kv_dtype,
+        "--tensor-parallel-size": str(settings.num_gpus),
+    }
