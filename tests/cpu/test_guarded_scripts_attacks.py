@@ -210,7 +210,11 @@ REFUSED = {
         """,
 }
 # The calls of `fail` that raise.
-AT = {"weights had been updated in it already": {4}, "no plan that holds less is left": {2, 4}, "outside of the turns": {10}}
+AT = {
+    "weights had been updated in it already": {4},
+    "no plan that holds less is left": {2, 4},
+    "outside of the turns": {10},
+}
 
 
 @pytest.fixture
