@@ -312,8 +312,10 @@ def test_exit_codes(tape: str, arguments: list[str], code: int) -> None:
         assert answer.stderr == ""
     else:
         assert answer.stdout == ""
-        assert answer.stderr.startswith("tightfit: ")
-        assert answer.stderr.count("\n") == 1
+        # On a slow machine there are lines of progress before it.
+        said = [line for line in answer.stderr.splitlines() if not re.match(r"tightfit: \d+:\d\d ", line)]
+        assert len(said) == 1
+        assert said[0].startswith("tightfit: ")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
