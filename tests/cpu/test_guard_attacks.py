@@ -266,7 +266,7 @@ def a_loader(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: 
 
 
 def a_setting(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def a_setting(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches:
     [
         (by_data, r"weights had been updated in it already \(by their `data`\)"),
         (by_hand, r"weights had been updated in it already"),
-        (a_loader, r"was drawn from, which cannot be taken back"),
+        (a_loader, r"a batch that it got from a data loader, which cannot be asked for it again"),
         (a_setting, r"it changed the settings of an optimizer"),
     ],
 )

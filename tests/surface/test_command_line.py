@@ -99,7 +99,7 @@ OPTIONS = {
     ],
     "run": [
         *("--allow", "--allow-network", "--allow-writes", "--budget", "--check-steps", "--device", "--disk-folder"),
-        *("--plan", "--used", "--virtual"),
+        *("--fallback", "--guard", "--plan", "--post-mortems", "--used", "--virtual"),
     ],
     "replay": ["--alloc-conf", "--device", "--json", "--memory", "--tune"],
     "record": [

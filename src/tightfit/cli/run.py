@@ -7,11 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from tightfit.capture.targets import Script
 from tightfit.cli.arguments.options import CLOSED_IN, SEVERAL, Permissions
 from tightfit.cli.arguments.programs import exit_code_of
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import local_cards
+from tightfit.cli.guarded_run import UNGUARDED, Guarding, run_guarded
 from tightfit.errors import DoesNotFit, UsageError
 from tightfit.planner.plan import Plan
 from tightfit.units import format_bytes
@@ -29,6 +31,7 @@ def run(
     virtual: bool = False,
     check_steps: int = 2,
     disk_folder: Path | None = None,
+    guarding: Guarding = UNGUARDED,
     permissions: Permissions = CLOSED_IN,
 ) -> int:
     """Run a script with a plan applied. The script is not changed; its own arguments go after --.
@@ -56,7 +59,10 @@ def run(
     disk_folder
         The folder for what the plan keeps on disk, in a file without a name. Default: the folder for temporary files (TMPDIR).
     """
-    _check(script, check_steps, disk_folder)
+    _check(script, check_steps, disk_folder, guarding)
+    if guarding.guard:
+        others = {"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
+        return run_guarded(script, arguments, guarding, plan, others, check_steps=check_steps, disk_folder=disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
@@ -81,7 +87,6 @@ def run(
     # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
-    from tightfit.capture.targets import Script
     from tightfit.runtime.run_script import run as run_really
 
     return exit_code_of(
@@ -96,13 +101,15 @@ def run(
     )
 
 
-def _check(script: str, check_steps: int, disk_folder: Path | None) -> None:
+def _check(script: str, check_steps: int, disk_folder: Path | None, guarding: Guarding) -> None:
     if not script.endswith(".py") or not Path(script).is_file():
         raise UsageError(f"there is no script {script}; run takes a Python file, and its own arguments after --")
     if disk_folder is not None and not disk_folder.is_dir():
         raise UsageError(f"--disk-folder {disk_folder}: there is no such folder")
     if check_steps < 0:
         raise UsageError(f"--check-steps is {check_steps}: give how many steps are to be checked, 0 for none")
+    if guarding.fallback and not guarding.guard:
+        raise UsageError("--fallback names plans for a guarded run: give --guard too")
 
 
 def _made(

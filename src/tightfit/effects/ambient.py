@@ -110,6 +110,10 @@ class Ambient:
             now._put(Ambient.now())
             _put_autocast_depth(depth)
 
+    def put(self) -> None:
+        """Makes these the settings again, but for the modes, which end by themselves."""
+        self._put(Ambient.now())
+
     def _left(self, now: "Ambient") -> list[Any]:
         return [mode for mode in self.modes if not any(mode is other for other in now.modes)]
 

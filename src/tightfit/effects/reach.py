@@ -111,6 +111,13 @@ _STATELESS = frozenset(
         "signal",
     ]
 )
+# What counts steps, though it is torch's.
+_COUNTING = (
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.amp.grad_scaler",
+    "torch.cuda.amp.grad_scaler",
+)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
@@ -134,6 +141,8 @@ class Reach:
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
     # Of `functools.cache`, with their paths: their contents cannot be inspected.
     caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    is_cut: bool = False
+    """Whether there were more objects than a walk looks at."""
 
     def _mappings(self) -> list[dict[Any, Any]]:
         attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
@@ -193,12 +202,17 @@ def reach_of(module: torch.nn.Module) -> Reach:
     return walk.found
 
 
-def reach_of_arguments(arguments: Mapping[str, Any]) -> Reach:
-    """The state that can be reached from the arguments of a forward, by name."""
+def reach_of_arguments(arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset()) -> Reach:
+    """The state that can be reached from the arguments of a forward, by name; of Python modules among them, what is named by `attributes`."""
     walk = _Walk(frozenset())
+    walk.named_attributes |= attributes
     for name, argument in arguments.items():
-        walk.argument(name, argument)
+        if isinstance(argument, types.ModuleType):
+            walk.python_module(argument, attributes)
+        else:
+            walk.argument(name, argument)
     walk.finish()
+    walk.found.is_cut = walk.collected.is_full()
     return walk.found
 
 
@@ -337,12 +351,12 @@ class _CodeWalk(abc.ABC):
         for name in names:
             value = space.get(name)
             if isinstance(value, types.ModuleType):
-                self._python_module(value, attributes)
+                self.python_module(value, attributes)
             else:
                 self._value(f"{module}.{name}", value)
         for name in imported:
             if isinstance(module_named := sys.modules.get(name), types.ModuleType):
-                self._python_module(module_named, attributes)
+                self.python_module(module_named, attributes)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if variable != "__class__" and self.collected.is_new(cell):
                 self.collected.hold(Cell(f"{path}:{variable}", cell), is_other=True)
@@ -357,10 +371,11 @@ class _CodeWalk(abc.ABC):
             for name, value in list(vars(function).items()):
                 self._value(f"{path}.{name}", value)
 
-    def _python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+    def python_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        """A Python module: the environment, or what code names of a module of the user's."""
         if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
             self.collected.hold(environment(), is_other=True)
-        if not _is_users_module(module) or not self.collected.is_new(module):
+        if not _is_users_module(module):
             return
         named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
         self.collected.hold(
@@ -368,6 +383,10 @@ class _CodeWalk(abc.ABC):
         )
         for name in named:
             self._value(f"{module.__name__}.{name}", vars(module)[name])
+        # What its functions name in turn.
+        for name in sorted(attributes & vars(module).keys()):
+            if isinstance(vars(module)[name], types.FunctionType):
+                self._value(f"{module.__name__}.{name}", vars(module)[name])
 
 
 class _Walk(_CodeWalk):
@@ -540,15 +559,16 @@ class _Walk(_CodeWalk):
         kind = type(value)
         origin = kind.__module__.partition(".")[0]
         is_bag = origin in _BAGS
-        if not is_bag and (origin in _STATELESS or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
+        is_stateless = origin in _STATELESS and kind.__module__ not in _COUNTING
+        if not is_bag and (is_stateless or (origin in sys.stdlib_module_names and not kind.__dictoffset__)):
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self.collected.hold_dict(path, own, is_attributes=True)
         if not is_bag and not is_users_class(kind):
-            # Of a library's object (a cache, a configuration): the containers and tensors that are its own.
+            # Of a library's object (a cache, a configuration): the containers and tensors that are its own, and what counts steps.
             for name, inner in list(own.items()) if isinstance(own, dict) else ():
-                if isinstance(inner, torch.Tensor | list | dict | set):
+                if isinstance(inner, torch.Tensor | list | dict | set) or type(inner).__module__ in _COUNTING:
                     self._value(f"{path}.{name}", inner)
             return
         slots = slots_of(kind)

@@ -93,9 +93,9 @@ class RegionState:
         return reach, contents
 
 
-def snapshot_of_arguments(arguments: Mapping[str, Any]) -> Snapshot:
-    """The state of the arguments of a forward: versions of tensors, contents of containers and objects."""
-    reach = reach_of_arguments(arguments)
+def snapshot_of_arguments(arguments: Mapping[str, Any], *, attributes: frozenset[str] = frozenset()) -> Snapshot:
+    """The state of the arguments of a forward: versions of tensors, contents of containers and objects, and of Python modules what `attributes` name."""
+    reach = reach_of_arguments(arguments, attributes=attributes)
     return _taken(reach, reach.contents)
 
 

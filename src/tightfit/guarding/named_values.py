@@ -1,4 +1,4 @@
-"""What the code of a step names: the globals, closures, defaults and attributes of a function, and of the user's functions that it calls."""
+"""The attributes that the code of a step names: a function, and the user's functions that it calls."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -9,14 +9,6 @@ import torch
 from tightfit.effects.reach import is_users_file
 
 _MOST_FUNCTIONS = 500
-
-
-def values_named_by(function: Callable[..., Any]) -> list[Any]:
-    """The objects that the code of `function` names, with their attributes if they are not modules of a model."""
-    found: list[Any] = []
-    for each, owner in _functions(function):
-        found += [*_values(each), *([] if owner is None else [owner])]
-    return [*found, *(own for value in found for own in _attributes(value))]
 
 
 def attributes_named_by(function: Callable[..., Any]) -> set[str]:
@@ -99,9 +91,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _is_users(kind: type) -> bool:
     call = vars(kind).get("__call__")
     return isinstance(call, types.FunctionType) and is_users_file(call.__code__.co_filename)
-
-
-def _attributes(value: Any) -> list[Any]:
-    own = getattr(value, "__dict__", None)
-    is_object = not isinstance(value, types.ModuleType | type | types.FunctionType | torch.nn.Module)
-    return list(own.values()) if is_object and isinstance(own, dict) else []

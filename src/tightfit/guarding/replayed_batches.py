@@ -1,31 +1,75 @@
-"""Batches for steps that may be run twice: what was handed out in a step that failed is handed out again."""
+"""Batches for steps that may be run twice: what was handed out in a step that failed is handed out again.
 
+Making a batch draws random numbers (augmentation, the seed of workers), and is not done again: with a batch comes the random state that it left.
+"""
+
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from tightfit.guarding.drawn_random import AllRandom
+
 Batch = TypeVar("Batch")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """A batch, or the end of the batches, and the random states after it was made."""
+
+    batch: Any
+    is_end: bool
+    random: AllRandom
 
 
 class ReplayedBatches(Iterator[Batch], Generic[Batch]):
     """An iterator over `batches` that hands out its items since the last `begin` once more after `again`."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches: Iterator[Batch] = iter(batches)
-        self._given: list[Batch] = []
-        self._waiting: deque[Batch] = deque()
+        self._batches: Iterator[Batch] = iter(batches) if not hasattr(type(batches), "__next__") else batches  # type: ignore[assignment]
+        self.is_drawing = False
+        """Whether a batch is being made."""
+        self.is_broken = False
+        """Whether an error has ended the making of a batch since `begin`: what makes them cannot be asked for that one again."""
+        self._given: list[_Given] = []
+        self._waiting: deque[_Given] = deque()
 
     def __iter__(self) -> "ReplayedBatches[Batch]":
         return self
 
     def __next__(self) -> Batch:
-        batch: Any = self._waiting.popleft() if self._waiting else next(self._batches)
-        self._given.append(batch)
-        return batch
+        if self._waiting:
+            given = self._waiting.popleft()
+            given.random.put()
+        else:
+            given = self._drawn()
+        self._given.append(given)
+        if given.is_end:
+            raise StopIteration
+        return given.batch
+
+    def _drawn(self) -> _Given:
+        self.is_drawing = True
+        try:
+            batch: Any = next(self._batches)
+        except StopIteration:
+            return _Given(batch=None, is_end=True, random=AllRandom.now())
+        except BaseException:
+            self.is_broken = True
+            raise
+        finally:
+            self.is_drawing = False
+        return _Given(batch=batch, is_end=False, random=AllRandom.now())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are batches to be handed out again."""
+        return bool(self._waiting)
 
     def begin(self) -> None:
         """A step begins: what was handed out before is let go."""
         self._given.clear()
+        self.is_broken = False
 
     def again(self) -> None:
         """The step failed: its batches come again, in their order."""

@@ -8,7 +8,7 @@ where it needs no memory of its own.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.guarding.out_of_memory import is_out_of_memory
 from tightfit.techniques.session import Session
 from tightfit.torch_hooks.manifest import NUM_DISPATCH_MODES
+from tightfit.torch_hooks.weak_references import WeakTable
 
 
 class UpdateRetries:
@@ -31,17 +32,28 @@ class UpdateRetries:
         self.num_retries = 0
         self.is_done = False
         self.half_done = ""
+        # While no step of the loop is under way, this is the number of no stack of modes.
         self._num_modes = -1
         self._thread = 0
         self._rest: _Again | None = None
         self._free = free
         self._when_begun = when_begun
-        for optimizer in session.optimizers:
-            session.set(optimizer, "step", _GuardedStep(self, optimizer))
+        self._session = session
+        # What stands at `step` of each optimizer that is covered.
+        self._covers: WeakTable[torch.optim.Optimizer, Any] = WeakTable()
+        self.cover(session.optimizers)
+
+    def cover(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Puts itself around the steps of these optimizers, where it is not: outside of what a scheduler that was made since has put there."""
+        for optimizer in optimizers:
+            if self._covers.get(optimizer) is not vars(optimizer).get("step", optimizer):
+                self._session.set(optimizer, "step", _GuardedStep(self, optimizer))
+                self._covers[optimizer] = vars(optimizer)["step"]
 
     def begin(self) -> None:
         """A step of the loop begins."""
         self.is_done = False
+        self.half_done = ""
         self._num_modes = NUM_DISPATCH_MODES.value()()
         self._thread = threading.get_ident()
 
@@ -51,6 +63,7 @@ class UpdateRetries:
             rest, self._rest = self._rest, None
             if NUM_DISPATCH_MODES.value()() == self._num_modes + 1:
                 rest.__exit__(None, None, None)
+        self._num_modes = -1
 
     def run(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the step; after an error that left no half of an update, the optimizer's states are those of before.

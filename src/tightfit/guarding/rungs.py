@@ -1,6 +1,6 @@
 """The ladder of a guarded run: plans made in advance, each of which holds less than the one before, taken in turn when memory runs out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,16 +14,26 @@ _MOST_CALM_STEPS = 6400
 
 
 class Rungs:
-    """`plans` for `model`, from the fastest to the one that holds least; none of them is applied at first."""
+    """`plans` for the model that `model` gives when one is to be applied, from the fastest to the one that holds least.
+
+    `first`: the session of the first plan, where that is applied already; the ladder ends there then, else above all plans.
+    """
 
     def __init__(
-        self, plans: Sequence[Plan], model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        plans: Sequence[Plan],
+        model: Callable[[], torch.nn.Module],
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        *,
+        first: Callable[[], Session | None] = lambda: None,
+        has_first: bool = False,
     ) -> None:
         self._plans = plans
         self._model = model
         self._optimizers = optimizers
         self._session: Session | None = None
-        self._at = -1
+        self._first = first
+        self._top = self._at = 0 if has_first else -1
         self._calm_steps = _CALM_STEPS
         self._num_good = 0
         self._has_climbed = False
@@ -49,7 +59,7 @@ class Rungs:
     def step_succeeded(self) -> bool:
         """Counts a good step; after enough of them the plan before is taken again. True if that was done."""
         self._num_good += 1
-        if self._at < 0 or self._num_good < self._calm_steps:
+        if self._at <= self._top or self._num_good < self._calm_steps:
             return False
         self._put(self._at - 1)
         self._has_climbed = True
@@ -60,11 +70,13 @@ class Rungs:
         if self._session is not None:
             self._session.undo()
             self._session = None
+        elif self._at == self._top == 0 and (first := self._first()) is not None:
+            first.undo()
         self._at = -1
 
     def _put(self, at: int) -> None:
         self.end()
         self._num_good, self._has_climbed = 0, False
         if at >= 0:
-            self._session = apply(self._plans[at], self._model, self._optimizers)
+            self._session = apply(self._plans[at], self._model(), self._optimizers())
             self._at = at

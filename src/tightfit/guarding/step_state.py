@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from tightfit.effects.ambient import Ambient
 from tightfit.effects.state import (
     RegionState,
     Snapshot,
@@ -22,7 +23,9 @@ from tightfit.effects.state import (
     restore,
     snapshot_of_arguments,
 )
-from tightfit.guarding.named_values import attributes_named_by
+from tightfit.guarding.drawn_random import TorchRandom
+from tightfit.guarding.leaf_hooks import LeafHooks
+from tightfit.guarding.optimizer_settings import OptimizerSettings
 from tightfit.guarding.out_of_memory import release_memory
 from tightfit.guarding.step_gradients import StepGradients
 from tightfit.guarding.weight_sums import WeightSums
@@ -33,24 +36,6 @@ _MOST_BYTES_ON_CARD = 64 << 20
 # What a step writes only after these is not copied: it cannot be taken back.
 _STEPS_TO_LEARN = 50
 _WRITTEN = "was written to"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Random:
-    """The states of torch's generators: of the host, and of each card that was used."""
-
-    host: torch.Tensor
-    cards: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def now(cls) -> "_Random":
-        cards = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-        return cls(host=torch.get_rng_state(), cards=tuple(cards))
-
-    def put(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.cards:
-            torch.cuda.set_rng_state_all(self.cards)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +54,21 @@ class StepBeginning:
         copies: Mapping[int, _Copied],
         parameters: list[torch.nn.Parameter],
         leaves: list[torch.Tensor],
-        groups: list[dict[str, Any]],
+        settings: OptimizerSettings,
         sums: WeightSums | None,
     ) -> None:
         self.snapshots = snapshots
-        self.groups = groups
+        self.settings = settings
         self.gradients = StepGradients(leaves)
+        self._hooks = LeafHooks(leaves)
         self.sums = sums
         self._copies = copies
         self._parameters = {id(parameter) for parameter in parameters}
         # A snapshot leaves out those that a plan streams.
         self._versions = [(parameter, parameter._version) for parameter in parameters]
-        self._random = _Random.now()
+        self._random = TorchRandom.now()
+        self._ambient = Ambient.now()
+        self._takes_gradients = torch.is_grad_enabled()
 
     def changes(self, now: list[Snapshot]) -> list[StateDifference]:
         """What was changed until the snapshots `now`, in all that models and function can reach."""
@@ -113,14 +101,19 @@ class StepBeginning:
             for copied in self._copies.values():
                 if copied.tensor._version != copied.version or _is_statistics(copied.tensor):
                     copied.tensor.copy_(copied.copy)
+        self.settings.restore()
         self.gradients.restore()
+        self._hooks.restore()
+        self._ambient.put()
+        torch.set_grad_enabled(self._takes_gradients)
         self._random.put()
 
 
 class StepStates:
     """Takes the beginnings of the steps of one loop, and learns which tensors its steps write before they update weights."""
 
-    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, model: torch.nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        # Without a model: those that steps reach.
         self._model = model
         self._optimizers = optimizers
         # The regions of all modules that steps were seen to reach, with the modules.
@@ -130,13 +123,16 @@ class StepStates:
         self._is_updated_by_hand = False
 
     def begin(
-        self, function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+        self, reached: Mapping[str, Any], *, attributes: frozenset[str], names_data: Callable[[], bool]
     ) -> StepBeginning:
-        """The state before `function(*arguments, **keywords)`."""
+        """The state before a step that reaches these values, by name, and names these attributes of Python modules among them.
+
+        `names_data`: whether its code names an attribute `data`.
+        """
         self._num_steps += 1
-        reached = {"the step": function, **{f"argument {n}": a for n, a in enumerate(arguments, 1)}, **keywords}
-        of_function = snapshot_of_arguments(reached)
-        self._know([self._model, *filter(None, (reference() for reference in of_function.reach.modules))])
+        of_function = snapshot_of_arguments(reached, attributes=attributes)
+        known = [] if self._model is None else [self._model]
+        self._know([*known, *filter(None, (reference() for reference in of_function.reach.modules))])
         snapshots = [of_function, *self._of_modules()]
         parameters = self._parameters()
         return StepBeginning(
@@ -144,8 +140,10 @@ class StepStates:
             self._copies(snapshots, {id(p) for p in parameters}),
             parameters,
             leaves_of(parameters, snapshots),
-            [dict(group, params=None) for optimizer in self._optimizers for group in optimizer.param_groups],
-            WeightSums(parameters) if self._num_steps <= _FIRST_STEPS or self._writes_to_data(function) else None,
+            OptimizerSettings(self._optimizers),
+            WeightSums(parameters)
+            if self._num_steps <= _FIRST_STEPS or self._is_updated_by_hand or names_data()
+            else None,
         )
 
     def now(self, beginning: StepBeginning) -> list[Snapshot]:
@@ -154,10 +152,9 @@ class StepStates:
 
     def obstacle(self, beginning: StepBeginning) -> str:
         """Why the state at the beginning cannot be restored; empty if it can."""
-        now = [dict(group, params=None) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if not _same_settings(beginning.groups, now):
-            return "it changed the settings of an optimizer"
-        return beginning.obstacle(self.now(beginning))
+        if any(snapshot.reach.is_cut for snapshot in beginning.snapshots):
+            return "it reaches more objects than can be looked at"
+        return beginning.settings.obstacle(self._optimizers) or beginning.obstacle(self.now(beginning))
 
     def learn(self, beginning: StepBeginning) -> None:
         """Before the first update of a step: remembers which tensors it has written until here. Later steps copy them when they begin."""
@@ -172,7 +169,7 @@ class StepStates:
     def _know(self, modules: Sequence[torch.nn.Module]) -> None:
         """Takes each module that is not inside of another one."""
         inside = {id(part) for module in modules for part in module.modules() if part is not module}
-        inside -= {id(self._model)}
+        inside -= {id(self._model)} if self._model is not None else set()
         outermost = {id(module): module for module in modules if id(module) not in inside}
         if outermost.keys() != self._regions.keys():
             known = self._regions
@@ -184,10 +181,6 @@ class StepStates:
     def _of_modules(self) -> list[Snapshot]:
         living = [(reference(), region) for reference, region in self._regions.values()]
         return [region.snapshot(module) for module, region in living if module is not None]
-
-    def _writes_to_data(self, function: Callable[..., Any]) -> bool:
-        """Whether weights may be written to past their versions: steps were seen to, or code that the function calls names `data`."""
-        return self._is_updated_by_hand or "data" in attributes_named_by(function)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -214,13 +207,6 @@ def leaves_of(parameters: Sequence[torch.nn.Parameter], snapshots: Sequence[Snap
     reached = (tensor for snapshot in snapshots for tensor in snapshot.reach.tensors if not is_lazy(tensor))
     floating = (t for t in reached if (t.is_floating_point() or t.is_complex()) and t.is_leaf and not t.is_inference())
     return list({id(tensor): tensor for tensor in (*parameters, *floating)}.values())
-
-
-def _same_settings(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(a[name] is b[name] or bool(a[name] == b[name]) for name in a)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _is_statistics(tensor: torch.Tensor) -> bool:

@@ -172,9 +172,14 @@ def watch_inputs(session: Session, planned: Inputs | None, tell: Tell) -> InputC
 
 def has_plan(model: torch.nn.Module) -> bool:
     """Whether a session is active on the model."""
+    return session_on(model) is not None
+
+
+def session_on(model: torch.nn.Module) -> Session | None:
+    """The session that is active on the model."""
     known = _sessions.get(model)
     session = None if known is None else known()
-    return session is not None and session.is_on
+    return session if session is not None and session.is_on else None
 
 
 def is_module(where: str) -> bool:

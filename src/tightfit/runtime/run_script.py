@@ -6,6 +6,8 @@ plan waits for the script's model and optimizers (`tightfit.runtime.attach`).
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capture.targets import Script, run_script
@@ -20,14 +22,22 @@ if TYPE_CHECKING:
     from tightfit.runtime.attach import Attachment
     from tightfit.techniques.session import Session
 
+Compiled = Callable[[bytes, str], CodeType | None]
+
 ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def run(
-    plan: Plan, script: Script, say: Callable[[str], None], *, check_steps: int = 2, disk_folder: str | None = None
+    plan: Plan,
+    script: Script,
+    say: Callable[[str], None],
+    *,
+    check_steps: int = 2,
+    disk_folder: str | None = None,
+    around: Callable[[], AbstractContextManager[Compiled | None]] = nullcontext,
 ) -> None:
     """Runs `script` to its end with `plan` applied. `say` is called with what was applied: three lines, and one more for each further model.
-    `check_steps` and `disk_folder` are as in `tightfit.techniques.session.Session`.
+    `check_steps` and `disk_folder` are as in `tightfit.techniques.session.Session`. `around` is entered while the script runs, and gives what compiles it.
 
     Raises:
         ApplyError: the plan is for another model; the script is stopped before its first forward. Or the script ended without
@@ -57,7 +67,8 @@ def run(
     forget_apply_errors()
     end = attachment.install()
     try:
-        run_script(script)
+        with around() as compiled:
+            run_script(script, compiled=compiled)
         _raise_what_was_swallowed()
         _check(attachment, say)
     except TightfitError:

@@ -23,6 +23,16 @@ OPTIMIZER_INIT = known(
 MODULE_CALL = known(
     "torch.nn.modules.module:Module.__call__", "to apply a plan to the models of a script", "torch_hooks"
 )
+LOADER_ITER = known(
+    "torch.utils.data.dataloader:DataLoader.__iter__",
+    "to take a step back that begins to read a data set anew",
+    "torch_hooks",
+)
+LOADER_NEXT = known(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    "to know which steps have asked a data loader for a batch",
+    "torch_hooks",
+)
 LIGHTNING_STEP = known(
     "lightning.pytorch.strategies.strategy:Strategy.training_step",
     "to apply a plan to a LightningModule's training step",
@@ -95,6 +105,8 @@ REPLACED = (
     OPTIMIZER_INIT,
     MODULE_CALL,
     MODULE_APPLY,
+    LOADER_ITER,
+    LOADER_NEXT,
     LIGHTNING_STEP,
     PYTORCH_LIGHTNING_STEP,
     TRAINER_STEP,

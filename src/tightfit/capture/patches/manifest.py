@@ -202,7 +202,11 @@ IN_BOTH: tuple[Name, ...] = (
     known("torch.nn.modules.module:_global_forward_pre_hooks", "to see hooks on all modules", "effects techniques"),
     known("torch.nn.modules.module:_global_module_registration_hooks", "to see hooks on all modules", "effects"),
     known("torch.nn.modules.module:_global_parameter_registration_hooks", "to see hooks on all modules", "effects"),
-    known("torch.nn:Module._backward_hooks", "to see hooks on a module or tensor", "capture/steps effects techniques"),
+    known(
+        "torch.nn:Module._backward_hooks",
+        "to see hooks on a module or tensor",
+        "capture/steps effects guarding techniques",
+    ),
     known("torch.nn:Module._backward_pre_hooks", "to see hooks on a module", "capture/steps effects techniques"),
     known(
         "torch.nn:Module._buffers",
@@ -230,7 +234,7 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch:Tensor._post_accumulate_grad_hooks",
         "to see hooks on the gradient of a leaf",
-        "capture/steps techniques",
+        "capture/steps guarding techniques",
     ),
     # The card: context, allocator, compiler.
     known("torch.cuda.memory:_record_memory_history", "to record what the allocator does", "capture/patches runtime"),

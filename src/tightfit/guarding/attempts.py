@@ -1,0 +1,189 @@
+"""Attempts at a step: each begins with what is needed to take it back, and one that finds no memory is taken back or refused."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.errors import OutputError, TightfitError
+from tightfit.guarding.begun_loaders import BegunLoaders
+from tightfit.guarding.out_of_memory import release_memory
+from tightfit.guarding.post_mortem import bytes_by_holder, explain, write_post_mortem
+from tightfit.guarding.replayed_batches import ReplayedBatches
+from tightfit.guarding.retried_updates import UpdateRetries
+from tightfit.guarding.rungs import Rungs
+from tightfit.guarding.step_state import StepBeginning, StepStates
+from tightfit.techniques.session import Session
+from tightfit.torch_hooks.backward import on_backward
+from tightfit.torch_hooks.replaced import Leave
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempt at a step, from its beginning on. `leave` ends the watch for its backward passes."""
+
+    beginning: StepBeginning
+    sources: Sequence[ReplayedBatches[Any]]
+    leave: Leave
+
+
+class Attempts:
+    """Begins, ends and takes back attempts. `statistics` counts what was done.
+
+    `models` and `optimizers` are for the post-mortem; without a `model`, those that steps reach are watched.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        rungs: Rungs,
+        folder: Path,
+        models: Callable[[], Sequence[torch.nn.Module]],
+    ) -> None:
+        self.statistics: Counter[str] = Counter()
+        self.num_steps = 0
+        self._optimizers = optimizers
+        self._models = models
+        self._folder = folder
+        self._session = Session(model=model or torch.nn.Module(), optimizers=optimizers)
+        self._rungs = rungs
+        self._states = StepStates(model, optimizers)
+        self._retries = UpdateRetries(self._session, release_memory, self._learn)
+        self._running: Attempt | None = None
+        self._loaders = BegunLoaders(self._is_drawing)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is under way."""
+        return self._running is not None
+
+    def begin(
+        self,
+        reached: Mapping[str, Any],
+        *,
+        attributes: frozenset[str] = frozenset(),
+        names_data: Callable[[], bool],
+        sources: Sequence[ReplayedBatches[Any]] = (),
+    ) -> Attempt:
+        """A step begins that reaches these values by name, and `attributes` of Python modules among them."""
+        self._retries.cover(self._optimizers)
+        beginning = self._states.begin(reached, attributes=attributes, names_data=names_data)
+        for batches in sources:
+            batches.begin()
+        attempt = Attempt(beginning=beginning, sources=sources, leave=on_backward(beginning.gradients))
+        self._running = attempt
+        self._loaders.clear()
+        self._retries.begin()
+        return attempt
+
+    def leave(self, attempt: Attempt) -> None:
+        """The attempt is over, whatever its end."""
+        self._running = None
+        self._retries.end()
+        attempt.leave()
+
+    def succeeded(self, attempt: Attempt) -> None:
+        """It came to its end, and is not left yet."""
+        if not self._retries.is_done:
+            self._states.learn(attempt.beginning)
+        self.statistics["steps"] += 1
+
+    def climb(self) -> None:
+        """After enough good steps, tries the plan before. Only between steps."""
+        if self._rungs.step_succeeded():
+            self.statistics["climbs"] += 1
+
+    def take_back(
+        self, attempt: Attempt, error: BaseException, tried: list[str], *, refusal: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Restores the state at the beginning of the step, and frees memory for the next trial. `refusal` says why not, where the caller knows.
+
+        Raises:
+            BaseException: `error`, if the step cannot be taken back, or nothing is left to be tried; its notes say which.
+        """
+        beginning = attempt.beginning
+        self.statistics["out of memory"] += 1
+        why_not = "weights had been updated in it already" if self._retries.is_done else ""
+        why_not = why_not or self._retries.half_done or _many_processes() or refusal() or self._loaders.obstacle()
+        if any(batches.is_broken for batches in attempt.sources):
+            why_not = why_not or "the error was raised while a batch was made, and what makes it cannot be asked again"
+        why_not = why_not or self._states.obstacle(beginning)
+        if why_not:
+            raise self.final(error, tried, f"the step could not be run again: {why_not}")
+        beginning.restore()
+        if left := [change for change in beginning.changes(self._states.now(beginning)) if not change.is_in_place]:
+            raise self.final(error, tried, f"the step could not be run again: {left[0]}")
+        self._loaders.restore()
+        for batches in attempt.sources:
+            batches.again()
+        release_memory()
+        if not tried:
+            tried.append("released memory")
+        elif not self._go_down(tried):
+            raise self.final(error, tried, "no plan that holds less is left")
+        self.statistics["replays"] += 1
+
+    def final(self, error: BaseException, tried: Sequence[str], why: str) -> BaseException:
+        """The error with notes that say what was tried, after a post-mortem was written."""
+        release_memory()
+        models = self._models()
+        notes = [
+            f"tightfit: step {self.num_steps}: {why}",
+            f"tightfit: {explain(bytes_by_holder(models, self._optimizers))}",
+        ]
+        if tried:
+            notes.append("tightfit: tried: " + "; ".join(tried))
+        try:
+            path = write_post_mortem(
+                self._folder,
+                error,
+                step=self.num_steps,
+                tried=[*tried, why],
+                models=models,
+                optimizers=self._optimizers,
+            )
+            notes.append(f"tightfit: more in {path}")
+        except OutputError as failed:
+            notes.append(f"tightfit: {failed}")
+        for note in notes:
+            error.add_note(note)
+        return error
+
+    def end(self) -> None:
+        """Takes everything off the models and optimizers."""
+        self._rungs.end()
+        self._session.undo()
+        self._loaders.end()
+        self.statistics["retried operators"] = self._retries.num_retries
+
+    def _is_drawing(self) -> bool:
+        running = self._running
+        return running is None or any(source.is_drawing for source in running.sources)
+
+    def _learn(self) -> None:
+        if self._running is not None:
+            self._states.learn(self._running.beginning)
+
+    def _go_down(self, tried: list[str]) -> bool:
+        while True:
+            try:
+                if not self._rungs.go_down():
+                    return False
+            except TightfitError as error:
+                tried.append(f"plan {self._rungs.at + 2}: {error}")
+                return False
+            tried.append(f"plan {self._rungs.at + 1}")
+            return True
+
+
+def _many_processes() -> str:
+    """Why a step of several processes is not run again; empty for one process."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other processes take part in it, and would wait for this one"
+    return ""

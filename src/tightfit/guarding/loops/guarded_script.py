@@ -1,0 +1,135 @@
+"""Runs an unmodified script with its training loops guarded: `tightfit run --guard`."""
+
+import builtins
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from tightfit.errors import ApplyError
+from tightfit.guarding.attempts import Attempts
+from tightfit.guarding.loops.find_loops import Program, training_loops
+from tightfit.guarding.loops.guarded_loops import LoopGuard
+from tightfit.guarding.loops.outside_effects import OutsideEffects
+from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
+from tightfit.guarding.out_of_memory import is_out_of_memory
+from tightfit.guarding.rungs import Rungs
+from tightfit.planner.plan import Plan
+from tightfit.runtime.apply import session_on
+from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
+from tightfit.torch_hooks.weak_references import WeakTable
+
+
+class GuardedScript:
+    """The guard of one script. `plans` are tried in turn; the first of them is on already, where `has_first`.
+
+    `is_found` is whether the script has a training loop that can be guarded; `statistics` counts steps, errors, replays.
+    """
+
+    def __init__(self, path: str, plans: Sequence[Plan], *, has_first: bool, folder: Path) -> None:
+        self._program = Program.of(Path(path))
+        self._models: WeakTable[torch.nn.Module, None] = WeakTable()
+        self._optimizers: WeakTable[torch.optim.Optimizer, None] = WeakTable()
+        rungs = Rungs(
+            plans, self._model, self._own_optimizers, first=lambda: session_on(self._model()), has_first=has_first
+        )
+        self._attempts = Attempts(
+            None, _Living(self._optimizers), rungs=rungs, folder=folder, models=lambda: list(self._models)
+        )
+        self._guard = LoopGuard(self._attempts, OutsideEffects(), lambda: None)
+
+    @property
+    def statistics(self) -> Counter[str]:
+        """Counts of steps, errors and replays."""
+        return self._attempts.statistics
+
+    @property
+    def num_loops(self) -> int:
+        """How many loops were guarded, in the files that were loaded."""
+        return len(self._guard.names)
+
+    @contextmanager
+    def running(self) -> Iterator[Callable[[bytes, str], CodeType | None]]:
+        """While a script runs; gives what makes code of its source. An out-of-memory error outside of the loops leaves a post-mortem as well."""
+        plain = SourceFileLoader.get_code
+
+        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+            path = loader.get_filename(fullname)
+            code = self._compiled(loader.get_data(path), path) if self._is_own(path) else None
+            return plain(loader, fullname) if code is None else code
+
+        leaves = [on_new_optimizer(self), on_outermost_call(self)]
+        setattr(builtins, GUARD, self._guard)
+        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+        self._guard.effects.begin()
+        try:
+            yield self._compiled
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error) and not any("tightfit:" in n for n in getattr(error, "__notes__", ())):
+                self._attempts.final(error, [], "the error was raised outside of the turns of a training loop")
+            raise
+        finally:
+            self._guard.effects.end()
+            SourceFileLoader.get_code = plain  # type: ignore[method-assign]
+            delattr(builtins, GUARD)
+            for leave in leaves:
+                leave()
+            self._attempts.end()
+
+    def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its steps are covered from the next turn on."""
+        self._optimizers[optimizer] = None
+
+    def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The models of the script are those that it calls."""
+        self._models.setdefault(module, None)
+
+    def _is_own(self, path: str) -> bool:
+        return os.path.realpath(path) in self._program.trees
+
+    def _compiled(self, source: bytes, path: str) -> CodeType | None:
+        """The code of a file with its training loops guarded; None if it has none."""
+        real = os.path.realpath(path)
+        loops = training_loops(self._program, real)
+        if not loops:
+            return None
+        tree = self._program.trees[real]
+        names = rewrite(tree, loops, first=self.num_loops)
+        try:
+            code = compile(tree, path, "exec", dont_inherit=True)
+        except SyntaxError:
+            # Python says it of the file itself, or runs it unguarded.
+            return None
+        self._guard.names += names
+        return code
+
+    def _own_optimizers(self) -> list[torch.optim.Optimizer]:
+        held = {id(parameter) for parameter in self._model().parameters()}
+        return [o for o in self._optimizers if any(id(p) in held for group in o.param_groups for p in group["params"])]
+
+    def _model(self) -> torch.nn.Module:
+        """The model that a plan goes on: the one with most parameters that are trained."""
+        trained = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        sizes = {model: sum(p.numel() for p in model.parameters() if id(p) in trained) for model in self._models}
+        if not any(sizes.values()):
+            raise ApplyError("no model with an optimizer was called yet")
+        return max(sizes, key=lambda model: sizes[model])
+
+
+class _Living(Sequence[torch.optim.Optimizer]):
+    """The optimizers of a program that are alive now."""
+
+    def __init__(self, table: WeakTable[torch.optim.Optimizer, None]) -> None:
+        self._table = table
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._table)[index]
+
+    def __len__(self) -> int:
+        return len(self._table)

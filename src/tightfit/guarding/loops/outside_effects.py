@@ -1,0 +1,173 @@
+"""Notes what the main thread does to the world outside of the process: files opened or written, directories changed, connections, processes.
+
+Python's audit events say all but writes to files and connections that are open, and what is given to other threads (the writer of a logger, say):
+those are noted at the files that `open` returns from `begin` on, and at the methods that give. What is printed to the terminal is no such effect: a
+turn that is run again prints the same text, which is dropped.
+"""
+
+import builtins
+import concurrent.futures
+import functools
+import io
+import os
+import queue
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tightfit.guarding.loops.printed_text import PrintedText
+
+_EVENTS = {
+    "os.remove": "removed a file",
+    "os.rename": "renamed a file",
+    "os.truncate": "truncated a file",
+    "os.mkdir": "made a directory",
+    "os.rmdir": "removed a directory",
+    "os.link": "made a link",
+    "os.symlink": "made a link",
+    "os.system": "ran a command",
+    "subprocess.Popen": "started a process",
+    "socket.connect": "opened a connection",
+    "socket.sendto": "sent a message",
+    "sqlite3.connect": "opened a database",
+}
+# Of modules that are imported late Python writes the compiled code.
+_OF_PYTHON = "__pycache__"
+
+
+# What hands an object, or bytes, to another thread or process: a class of Python's library, the method, and what a turn that calls it has done.
+_GIVING = (
+    (queue.Queue, "put", "gave something to another thread"),
+    (concurrent.futures.ThreadPoolExecutor, "submit", "gave work to another thread"),
+    (concurrent.futures.ProcessPoolExecutor, "submit", "gave work to another process"),
+    (threading.Thread, "start", "started a thread"),
+    (socket.socket, "send", "sent a message"),
+    (socket.socket, "sendall", "sent a message"),
+)
+
+
+class OutsideEffects:
+    """The first effect since `clear`, in words; empty if there was none."""
+
+    def __init__(self) -> None:
+        self.first = ""
+        self._is_on = False
+        self._thread = threading.get_ident()
+        self._open = builtins.open
+        self._streams = (PrintedText(), PrintedText())
+        self._leave: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        """Effects are noted from now on. An audit hook stays for the life of the process; it is silent after `end`."""
+        self._is_on = True
+        sys.addaudithook(self._heard)
+        builtins.open = io.open = self._opened
+        for printed, stream in zip(self._streams, (sys.stdout, sys.stderr), strict=True):
+            printed.begin(stream)
+        self._leave = [_noted(kind, name, functools.partial(self._note, what)) for kind, name, what in _GIVING]
+
+    def end(self) -> None:
+        """Nothing is noted any more."""
+        self._is_on = False
+        builtins.open = io.open = self._open
+        for printed in self._streams:
+            printed.end()
+        while self._leave:
+            self._leave.pop()()
+
+    def clear(self) -> dict[str, Any]:
+        """A turn begins: what was noted is forgotten. Returns the streams that stand in place of those that text is printed to, by name."""
+        self.first = ""
+        for printed in self._streams:
+            printed.clear()
+        named = {"sys.stdout": sys.stdout, "sys.stderr": sys.stderr}
+        return {name: s for name, s in named.items() if not any(printed.is_at(s) for printed in self._streams)}
+
+    def stop(self) -> None:
+        """It is over."""
+        for printed in self._streams:
+            printed.stop()
+
+    def again(self) -> None:
+        """The turn that is over is run again: what it has printed is not printed twice."""
+        for printed in self._streams:
+            printed.again()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What happens within is not the turn's."""
+        first = self.first
+        noted = [printed.set_noted(is_noted=False) for printed in self._streams]
+        try:
+            yield
+        finally:
+            self.first = first
+            for printed, is_noted in zip(self._streams, noted, strict=True):
+                printed.set_noted(is_noted=is_noted)
+
+    def _note(self, what: str) -> None:
+        if self._is_on and not self.first and threading.get_ident() == self._thread:
+            self.first = what
+
+    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._is_on:
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            # Python's own `open` gives flags that say how.
+            is_written = (
+                bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+                if isinstance(flags, int)
+                else "r" not in str(mode)
+            )
+            if is_written and not _is_harmless(path):
+                self._note(f"opened {_name(path)} to write to it")
+        elif event == "sqlite3.connect/handle":
+            arguments[0].set_trace_callback(lambda statement: self._note("ran a statement in a database"))
+        elif event in _EVENTS and not (arguments and _is_harmless(arguments[0])):
+            self._note(_EVENTS[event])
+
+    def _opened(self, file: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = self._open(file, *args, **kwargs)
+        if opened.writable() and not _is_harmless(file):
+            opened.write = _counted(
+                weakref.ref(opened), type(opened).write, lambda: self._note(f"wrote to {_name(file)}")
+            )
+        return opened
+
+
+def _noted(kind: type, name: str, note: Callable[[], None]) -> Callable[[], object]:
+    """Calls `note` before each call of a method, until the returned function is called."""
+    has_own = name in vars(kind)
+    plain = getattr(kind, name)
+
+    @functools.wraps(plain)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return plain(*args, **kwargs)
+
+    setattr(kind, name, noted)
+    return functools.partial(setattr, kind, name, plain) if has_own else functools.partial(delattr, kind, name)
+
+
+def _counted(
+    reference: "weakref.ref[Any]", write: Callable[..., int], note: Callable[[], None]
+) -> Callable[[Any], int]:
+    def counted(data: Any) -> int:
+        note()
+        return write(reference(), data)
+
+    return counted
+
+
+def _is_harmless(path: Any) -> bool:
+    text = os.fsdecode(path) if isinstance(path, str | bytes) else str(path)
+    return _OF_PYTHON in text or text.startswith("/dev/")
+
+
+def _name(path: Any) -> str:
+    return "a file" if isinstance(path, int) else os.fsdecode(path)

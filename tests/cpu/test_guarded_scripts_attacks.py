@@ -1,0 +1,247 @@
+"""`tightfit run --guard` and loops that keep state where it is easily missed: each ends as the plain run, to the bit, or is refused with one line why."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests.cpu.guarded_scripts import Scripts
+
+# `fail()` raises once in a run: what it counts with is out of reach of the guard, as an allocator is.
+HEAD = """
+import queue, random, threading
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+data = TensorDataset(torch.randn(24, 8), torch.randn(24, 1))
+losses, calls = [], queue.SimpleQueue()
+def fail():
+    calls.put(1)
+    if calls.qsize() in FAILS:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+def mean_square(x, y):
+    loss = (model(x) - y).square().mean()
+    fail()
+    return loss
+def update(loss):
+    loss.backward()
+    fail()
+    optimizer.step()
+    fail()
+"""
+MODULE = """
+history, count = [], 0
+def note(value):
+    global count
+    count += 1
+    history.append(value)
+"""
+TAKEN_BACK = {
+    "a scheduler that steps first": """
+        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters(), lr=1.0), lambda n: 0.9**n)
+        schedule.optimizer.step()
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            schedule.step()
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+            losses.append((schedule.last_epoch, schedule.get_last_lr()[0]))
+        """,
+    "a learning rate set by hand": """
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+            losses.append(group["lr"])
+        """,
+    "the state of a module of the program": """
+        import noted
+        noted.history.clear()
+        noted.count = 0
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            noted.note("begin")
+            noted.count += 10
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+        losses += [*noted.history, noted.count]
+        """,
+    "a scaler and a schedule deep inside of objects": """
+        class Part: pass
+        state = Part()
+        state.inner = Part()
+        state.inner.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        state.inner.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        def step(x, y):
+            scaler = state.inner.scaler
+            optimizer.zero_grad()
+            scaler.scale(mean_square(x, y)).backward()
+            scaler.unscale_(optimizer)
+            fail()
+            scaler.step(optimizer)
+            scaler.update()
+            state.inner.schedule.step()
+            losses.append((scaler.get_scale(), state.inner.schedule.last_epoch))
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            step(x, y)
+        """,
+    "hooks that a turn registers": """
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            model[0].register_forward_hook(lambda m, i, o: losses.append(len(losses)))
+            model[4].weight.register_hook(lambda g: g * 0.5)
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+        """,
+    "names that a turn declares": """
+        def main():
+            total = [0]
+            for x, y in DataLoader(data, batch_size=8, shuffle=True):
+                global count
+                count += 1
+                total[0] += 1
+                optimizer.zero_grad()
+                update(mean_square(x, y))
+                del x, y
+            else:
+                total.append("else")
+            return total
+        count = 0
+        losses.append(main())
+        """,
+    "batches that are written to": """
+        batches = [{"x": torch.randn(6, 8), "y": torch.randn(6, 1), "n": k} for k in range(3)]
+        for batch in batches:
+            y = batch.pop("y")
+            batch["n"] += 1
+            x = batch["x"].mul_(2)
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+            losses.append((batch["n"], batch["x"].sum().item()))
+        """,
+    "settings of torch": """
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            losses.append(str(torch.ones(1).dtype))
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
+            losses.append(model(x).sum().item())
+            torch.set_grad_enabled(True)
+            optimizer.zero_grad()
+            loss = mean_square(x, y)
+            torch.set_default_dtype(torch.float32)
+            update(loss)
+        """,
+    "text to a stream of the program's own": """
+        import contextlib, io
+        stream = io.StringIO()
+        with contextlib.redirect_stdout(stream):
+            for x, y in DataLoader(data, batch_size=8, shuffle=True):
+                print("a turn")
+                optimizer.zero_grad()
+                update(mean_square(x, y))
+        losses.append(stream.getvalue())
+        """,
+    "an evaluation inside, and text": """
+        for x, y in DataLoader(data, batch_size=8, shuffle=True):
+            print("a turn", end="")
+            model.eval()
+            with torch.no_grad():
+                for a, b in DataLoader(data, batch_size=12, shuffle=True):
+                    losses.append((model(a) - b).square().mean().item())
+            model.train()
+            optimizer.zero_grad()
+            update(mean_square(x, y))
+            print(" is over")
+        """,
+}
+REFUSED = {
+    "it wrote to log.txt": """
+        with open("log.txt", "w") as log:
+            for x, y in DataLoader(data, batch_size=8):
+                log.write("a line")
+                update(mean_square(x, y))
+        """,
+    "gave something to another thread": """
+        writer = queue.Queue()
+        for x, y in DataLoader(data, batch_size=8):
+            writer.put(1)
+            update(mean_square(x, y))
+        """,
+    "a batch that it got from a data loader": """
+        batches = iter(DataLoader(data, batch_size=8))
+        def batch():
+            return next(batches)
+        for step in range(3):
+            update(mean_square(*batch()))
+        """,
+    "rng was drawn from": """
+        rng = np.random.default_rng(1)
+        for x, y in DataLoader(data, batch_size=8):
+            x = x * rng.random()
+            update(mean_square(x, y))
+        """,
+    "Numbers.values was drawn from": """
+        numbers = (number for number in range(100))
+        class Numbers:
+            values = numbers
+        for x, y in DataLoader(data, batch_size=8):
+            x = x * Numbers.values.__next__()
+            update(mean_square(x, y))
+        """,
+    "weights had been updated in it already": """
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x, y))
+            mean_square(x, y)
+        """,
+    "it changed the settings of an optimizer": """
+        for x, y in DataLoader(data, batch_size=8):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            update(mean_square(x, y))
+        """,
+    "no plan that holds less is left": """
+        for x, y in DataLoader(data, batch_size=8):
+            mean_square(x, y)
+            update(mean_square(x, y))
+        """,
+    "outside of the turns": """
+        for x, y in DataLoader(data, batch_size=8):
+            update(mean_square(x, y))
+        fail()
+        """,
+}
+# The calls of `fail` that raise.
+AT = {
+    "weights had been updated in it already": {4},
+    "no plan that holds less is left": {2, 4},
+    "outside of the turns": {10},
+}
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    (tmp_path / "noted.py").write_text(MODULE)
+    return Scripts(tmp_path, capsys, monkeypatch)
+
+
+def text(body: str, fails: set[int]) -> str:
+    return f"FAILS = {fails or '()'}\n" + HEAD + textwrap.dedent(body)
+
+
+# In the first turn; in the two after it.
+@pytest.mark.parametrize("fails", [{2}, {4, 8}], ids=str)
+@pytest.mark.parametrize("kind", TAKEN_BACK)
+def test_a_turn_that_is_run_again_leaves_no_trace(kind: str, fails: set[int], scripts: Scripts) -> None:
+    plain = scripts.run(scripts.write(text(TAKEN_BACK[kind], set())), guard=False)
+    found = scripts.run(scripts.write(text(TAKEN_BACK[kind], fails)))
+    assert plain.error is None
+    assert found.error is None, found.notes
+    assert found.is_same(plain)
+    assert found.statistics["replays"] == len(fails)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_taken_back_ends_the_script_with_its_error_and_the_reason(reason: str, scripts: Scripts) -> None:
+    found = scripts.run(scripts.write(text(REFUSED[reason], AT.get(reason, {2}))))
+    assert isinstance(found.error, RuntimeError)
+    assert reason in found.notes, found.notes
+    assert list(scripts.folder.glob("tightfit-out-of-memory-*.json"))
