@@ -74,8 +74,9 @@ class StreamedWeight:
 
     def is_ours(self) -> bool:
         """Whether its data is what was put there, and not what the program has set since (another dtype, another device)."""
-        expected = self.on_card if self.residence is Residence.CARD else self._at_host
-        return self.parameter.untyped_storage()._cdata == expected.untyped_storage()._cdata
+        # All weights at the host lie in one storage: another one's data is told from its own by the place alone.
+        expected = self._of(self.on_card) if self.residence is Residence.CARD else self._at_host
+        return _place(self.parameter) == _place(expected)
 
     def fetch(self, copies: CopyEngine) -> None:
         """Begins to bring it to the card."""
@@ -151,3 +152,9 @@ class StreamedWeight:
         elements = whole.view(self._dtype)
         # Offsets are those in the storage, and a part of the slab has one of its own.
         return elements.as_strided(self._shape, self._stride, elements.storage_offset() + self._offset)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Which bytes a tensor is, and as what."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -59,8 +59,16 @@ def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
         raise tiling.refuse(
             "has weights that are computed from others (functional_call), which its tiles would not find in the backward pass"
         )
+    _check_attributes(value, "input", tiling.refuse)
     trained = [p for p in tiling.parameters if p.requires_grad]
     return _Tiled.apply(tiling, _autocast(value.device.type), value, *trained)
+
+
+def _check_attributes(tensor: torch.Tensor, what: str, refuse: Refuse) -> None:
+    """Refuses a tensor with attributes of the program's own: a tile of it has none, and neither has what tiles are put together to."""
+    # Tensors of a virtual GPU, a subclass, have some of their own.
+    if type(tensor) is torch.Tensor and (names := list(vars(tensor))):
+        raise refuse(f"has an {what} with attributes of its own ({', '.join(names[:3])}), which its tiles would lose")
 
 
 class _Tiled(torch.autograd.Function):
@@ -78,6 +86,7 @@ class _Tiled(torch.autograd.Function):
         with torch.autocast(**autocast):
             for tile in tiling.tiles:
                 part = tiling.run(tile, tile.of(value, tiling.dim))
+                _check_attributes(part, "output", tiling.refuse)
                 if tiling.is_checked:
                     ctx.sums.append(checksum([part]))
                 if output is None:
