@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never
 
@@ -11,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from tightfit.capture.processes.simulated import is_simulated
 from tightfit.effects.reach import reach_of
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
@@ -20,8 +22,11 @@ from tightfit.techniques.precision.casts import cast, cast_results
 from tightfit.techniques.precision.stochastic_rounding import LowPrecisionUpdate, WideStates
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
+from tightfit.torch_hooks.manifest import STORAGE_USES
 
 _NAME = "pure_bf16"
+# What a reference from Python to a storage counts, beside those of its tensors.
+_USES_OF_A_NAME = 1
 # What errors of torch's and numpy's say where an operator does not know a type, or two do not go together.
 _ABOUT_TYPES = re.compile(r"bfloat16|dtype|scalar ?type", re.IGNORECASE)
 
@@ -81,7 +86,22 @@ def _shared(session: Session, lowered: Mapping[torch.Tensor, None]) -> str:
     others = {_address(tensor) for tensor in held if id(tensor) not in cast_too and has_values(tensor)} - {0}
     named = [(n, p) for n, p in model.named_parameters() if p in lowered]
     named += [(n, b) for n, b in model.named_buffers() if b.dtype == torch.float32]
-    return next((n for n, tensor in named if has_values(tensor) and _address(tensor) in others), "")
+    valued = [(n, tensor) for n, tensor in named if has_values(tensor)]
+    found = next((n for n, tensor in valued if _address(tensor) in others), "")
+    return found or ("" if is_simulated() else _held_elsewhere(valued))
+
+
+def _held_elsewhere(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """The first tensor whose memory is held by more than the tensors that are `named`: an alias or a numpy array of the program's, through which it may write."""
+    # A view keeps the tensor that it was taken from: a mask, often, made by `torch.ones(n, n).tril().view(1, 1, n, n)`.
+    bases = {id(base): base for _, tensor in named if (base := tensor._base) is not None}
+    of_storage = Counter(_address(tensor) for tensor in (*(tensor for _, tensor in named), *bases.values()))
+    for name, tensor in named:
+        if address := _address(tensor):
+            storage = tensor.untyped_storage()
+            if STORAGE_USES.value()(storage._cdata) > of_storage[address] + _USES_OF_A_NAME:
+                return name
+    return ""
 
 
 def _address(tensor: torch.Tensor) -> int:
