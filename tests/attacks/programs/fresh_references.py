@@ -39,7 +39,6 @@ def states_by_reference(t: Trial) -> None:
 
     def after(step: int) -> None:
         if step == 0:
-            # In the order of the parameters: updates in the backward pass make states in another one.
             kept.extend(optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p in optimizer.state)
         if step == 2:
             for each in kept:
@@ -47,6 +46,28 @@ def states_by_reference(t: Trial) -> None:
         t.note("momentum", kept)
 
     train(t, model, optimizer, after=after)
+
+
+@attack(
+    "gradients",
+    "the optimizer's states are read in their own order, and a group with a new layer is added while training",
+)
+def states_in_order(t: Trial) -> None:
+    model = Net()
+    added = nn.Linear(WIDTH, WIDTH)
+    optimizer = sgd(model)
+    t.apply(model, optimizer)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": list(added.parameters())})
+        x, y = tokens(step)
+        loss = model(x if step < 2 else x + added(x), y)
+        t.note("loss", loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        t.note("shapes", [tuple(state["momentum_buffer"].shape) for state in optimizer.state.values()])
+        t.end_step()
 
 
 @attack(

@@ -99,10 +99,12 @@ class _Innermost:
     def __init__(self, update: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._update = update
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._num_states = 0
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Gradients that a step has left hidden were those of a step that was interrupted.
         self._hidden.clear()
+        self._num_states = len(optimizer.state)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_update() -> Any:
@@ -122,10 +124,31 @@ class _Innermost:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
+        _in_order(optimizer, self._num_states)
+
+
+def _in_order(optimizer: torch.optim.Optimizer, num_before: int) -> None:
+    """Puts the states that a step has made into the order in which torch's own loop makes them: programs go through `optimizer.state.values()`."""
+    state: dict[Any, Any] = optimizer.state
+    if len(state) <= num_before:
+        return
+    made = list(state)[num_before:]
+    places = {parameter: place for place, parameter in enumerate(groups_by_parameter(optimizer))}
+    ordered = {key: state[key] for key in sorted(made, key=lambda key: places.get(key, len(places)))}
+    if [id(key) for key in ordered] == [id(key) for key in made]:
+        return
+    try:
+        for key, value in ordered.items():
+            del state[key]
+            state[key] = value
+    finally:
+        # An interrupt may come in between.
+        for key, value in ordered.items():
+            state.setdefault(key, value)
 
 
 def update_within_step(
