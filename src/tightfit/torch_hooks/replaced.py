@@ -47,8 +47,8 @@ class Replaced(Generic[Owner]):
         # two of them may be called one inside the other: only the newest asks the owners, so none is notified
         # twice.
         self._layer = 0
-        # What takes ours away, by the number of what stands there and by how many owners there are.
-        self._away: dict[tuple[int, int], Callable[[], object]] = {}
+        # What takes ours away, by whether ours stands there and by how many owners there are.
+        self._away: dict[tuple[bool, int], Callable[[], object]] = {}
 
     def enter(self, owner: Owner) -> Leave:
         """Adds `owner` until the returned function is called, or `owner` is collected.
@@ -81,7 +81,7 @@ class Replaced(Generic[Owner]):
         with self._lock:
             if not self._references and vars(holder).get(self.known.name) is self._ours:
                 # Other code has removed its wrapper from around ours.
-                self._away[id(self._ours), 0]()
+                self._away[True, 0]()
         return self.owners()
 
     def _install(self, holder: Any) -> None:
@@ -98,7 +98,7 @@ class Replaced(Generic[Owner]):
         # what other code changes in the base later.
         away = functools.partial(delattr, holder, name)
         self._away.clear()
-        self._away[id(self._ours), 0] = away if is_inherited else functools.partial(setattr, holder, name, current)
+        self._away[True, 0] = away if is_inherited else functools.partial(setattr, holder, name, current)
         setattr(holder, name, self._ours)
 
     def _leave(self, holder: Any, number: int) -> Callable[[object], object]:
@@ -109,13 +109,15 @@ class Replaced(Generic[Owner]):
         # `map` and `zip` over endless iterators: each `next` on the chain performs one removal, entirely in C.
         # Python drops exceptions in callbacks of weak references, and a KeyboardInterrupt in Python code there
         # would be lost.
+        # `id` would not do: it tells the audit hooks of the process (`sys.addaudithook`), which are Python code.
         always = itertools.repeat
         left = map(self._references.pop, always(number), always(None))
-        now = map(id, map(vars(holder).get, always(self.known.name)))
-        # The key (identity of what the name is bound to, number of owners) is in `_away` only if our wrapper is
+        ours = map(operator.attrgetter("_ours"), always(self))
+        is_ours = map(operator.is_, map(vars(holder).get, always(self.known.name)), ours)
+        # The key (whether the name is bound to our wrapper, number of owners) is in `_away` only if our wrapper is
         # bound there and no owner is left; for every other key `get` returns its default, `int`, and calling
         # that does nothing.
-        place = zip(now, map(len, always(self._references)), strict=True)
+        place = zip(is_ours, map(len, always(self._references)), strict=True)
         put = map(operator.call, map(self._away.get, place, always(int)))
         return functools.partial(cast(Callable[..., object], next), zip(left, put, strict=True))
 
