@@ -121,7 +121,9 @@ def test_a_model_that_is_called_in_a_loop_may_be_run_twice_itself(tmp_path: Path
     # 40 calls leave a MiB twice each, one of which counts as an output; what they leave is back for one call at a time.
     assert max(-change.num_bytes for change in merged(option.changes)) > 38 << 20
     found = find_plan(target, device="RTX 4090", budget="1MiB")
-    assert [choice.where for choice in found.choices if choice.technique == "checkpointing"] == ["Policy"]
+    # Whole, or but for the few numbers that its last layer returns.
+    recomputed = [choice.where for choice in found.choices if choice.technique.endswith("checkpointing")]
+    assert recomputed == ["Policy"]
     assert found.run.peak.allocated_bytes < found.baseline.peak.allocated_bytes - (60 << 20)
 
 
