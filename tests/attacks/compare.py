@@ -88,8 +88,12 @@ def _moved_elsewhere(begin: Values, plain: Values, found: Values) -> str:
     """Whether the weights as a whole have gone elsewhere than those of the plain run."""
     if plain.keys() != found.keys():
         return f"weights are {sorted(found)} instead of {sorted(plain)}"
+    if other := [n for n in plain if found[n].shape != plain[n].shape]:
+        return f"{other[0]} has the shape {list(found[other[0]].shape)} instead of {list(plain[other[0]].shape)}"
+    # A weight that has grown has no way from where it began.
+    there = [n for n in plain if n in begin and begin[n].shape == plain[n].shape]
     off = math.sqrt(sum(float((found[n].double() - plain[n].double()).square().sum()) for n in plain))
-    way = math.sqrt(sum(float((plain[n].double() - begin[n].double()).square().sum()) for n in plain if n in begin))
+    way = math.sqrt(sum(float((plain[n].double() - begin[n].double()).square().sum()) for n in there))
     size = math.sqrt(sum(float(plain[n].double().square().sum()) for n in plain))
     if off <= _LOSSY_SHARE * way + _LOSSY_ROUNDING * size:
         return ""

@@ -74,8 +74,9 @@ class Trial:
         return session
 
     def track(self, model: nn.Module) -> None:
-        """Has the state of one more model compared."""
-        self.models.append(model)
+        """Has the state of one more model compared: before the first technique is put on, where a refusal may come of it."""
+        if not any(model is each for each in self.models):
+            self.models.append(model)
         if len(self.snapshots) < 2:
             self.snapshots[:] = [self.snapshot()]
 

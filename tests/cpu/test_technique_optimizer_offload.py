@@ -499,3 +499,41 @@ def test_a_checkpoint_goes_from_a_run_with_updates_on_the_host_to_one_without_an
         for each, optimizer in ((models[0], optimizers[0]), (models[2], optimizers[2])):
             step(each, optimizer, seed)
     assert same(models[0], models[2])
+
+
+def test_a_checkpoint_in_memory_is_loaded_while_its_states_are_those_that_it_was_made_from() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = offloaded(model, optimizer)
+    step(model, optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    copied = copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer, 1)
+    optimizer.load_state_dict(copied)
+    step(model, optimizer, 2)
+    session.undo()
+
+
+@pytest.mark.parametrize("executor", ["card", "host"])
+def test_a_checkpoint_in_memory_whose_states_were_updated_since_is_refused(executor: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = offloaded(model, optimizer, executor=executor)
+    step(model, optimizer, 0)
+    kept = optimizer.state_dict()
+    step(model, optimizer, 1)
+    with pytest.raises(ApplyError, match=r"copy\.deepcopy"):
+        optimizer.load_state_dict(kept)
+    session.undo()
+
+
+def test_a_checkpoint_in_memory_of_another_optimizer_is_refused() -> None:
+    models = model_of(), model_of()
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    sessions = [offloaded(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer, 0)
+    with pytest.raises(ApplyError, match=r"another optimizer.*copy\.deepcopy"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for session in sessions:
+        session.undo()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 from pathlib import Path
 
@@ -164,3 +165,31 @@ def test_what_a_forward_begins_to_write_after_the_first_steps_is_written_once() 
         return [*model.state_dict().values(), *(part.scale for part in model), torch.tensor(model[0].calls)]
 
     torch.testing.assert_close(trained(twice=True), trained(twice=False), rtol=0, atol=0)
+
+
+class Counting(nn.Linear):
+    """Counts its calls, in an attribute and with Python's random state."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls * random.random())
+
+
+def test_state_that_was_set_back_before_the_backward_pass_is_as_it_was_after_it() -> None:
+    model = Net()
+    model.blocks = nn.ModuleList(Counting(4, 4) for _ in range(2))
+    random.seed(0)
+    drawn = [random.random() for _ in range(3)]
+    session = checkpointed(model)
+    for _ in range(4):
+        random.seed(0)
+        loss = model(torch.ones(2, 4)).sum()
+        random.seed(0)
+        for block in model.blocks:
+            block.calls = 0
+        loss.backward()
+        assert [block.calls for block in model.blocks] == [0, 0]
+        assert random.random() == drawn[0]
+    session.undo()

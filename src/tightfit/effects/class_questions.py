@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.reach import is_users_class, is_users_file
+from tightfit.effects.users_code import is_users_class, is_users_file
 
 _NOT_LOOKED_AT = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _MAX_FUNCTIONS = 4_000

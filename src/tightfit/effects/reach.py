@@ -14,12 +14,10 @@ import itertools
 import operator
 import os
 import sys
-import sysconfig
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +27,12 @@ from tightfit.effects.cells import Cell, contents
 from tightfit.effects.drawn import Drawn, drawn
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
+from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
 
 # Bounds for programs that keep a data set or a tokeniser on the model: a snapshot is taken in every call, and
 # its cost must stay far below that of a block.
 _MAX_OBJECTS = 20_000
 _MAX_ITEMS = 4_096
-_LIBRARIES = tuple(
-    {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
-)
 _IN_GRAPH = object()
 # Source: torch/nn/modules/module.py, torch 2.6 to 2.13.
 _HOOKS_OF_ALL_MODULES = (
@@ -170,24 +165,6 @@ class Reach:
             and sum(map(len, mappings)) == len(self.values)
             and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, mappings)), self.values))
         )
-
-
-def _is_users_module(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    # One that a program has made by itself has neither a file nor a loader.
-    return is_users_file(file) if file else module.__spec__ is None and module.__loader__ is None
-
-
-@functools.cache
-def is_users_file(file: str) -> bool:
-    """Whether code in `file` is the user's own, and not a library's, Python's or ours."""
-    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
-
-
-def is_users_class(kind: type) -> bool:
-    """Whether a class is the user's own."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
 
 
 def reach_of(module: torch.nn.Module) -> Reach:
@@ -375,7 +352,8 @@ class _CodeWalk(abc.ABC):
         """A Python module: the environment, or what code names of a module of the user's."""
         if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
             self.collected.hold(environment(), is_other=True)
-        if not _is_users_module(module):
+        if not is_users_module(module):
+            self._put_in_library(module, attributes)
             return
         named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
         self.collected.hold(
@@ -387,6 +365,14 @@ class _CodeWalk(abc.ABC):
         for name in sorted(attributes & vars(module).keys()):
             if isinstance(vars(module)[name], types.FunctionType):
                 self._value(f"{module.__name__}.{name}", vars(module)[name])
+
+    def _put_in_library(self, module: types.ModuleType, attributes: frozenset[str] | None) -> None:
+        """The user's own functions in a library's module, in the place of the library's; `attributes` are the names to look at, None for all."""
+        names = vars(module).keys() if attributes is None else attributes & vars(module).keys()
+        for name in sorted(names):
+            value = vars(module)[name]
+            if is_users_function(value):
+                self._value(f"{module.__name__}.{name}", value)
 
 
 class _Walk(_CodeWalk):
@@ -431,7 +417,8 @@ class _Walk(_CodeWalk):
         self.users_class(type(module), path)
 
     def hooks_of_all_modules(self) -> None:
-        """The hooks that torch calls for every module of the process."""
+        """The hooks that torch calls for every module of the process, and what the program has put in the place of functions that they call."""
+        self._put_in_library(torch.nn.functional, None)
         for name in _HOOKS_OF_ALL_MODULES:
             hooks = vars(torch.nn.modules.module)[name]
             if hooks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.effects.reach import is_users_file
+from tightfit.effects.users_code import is_users_file
 
 aten = torch.ops.aten
 # `Tensor.item()`, `bool()`, `int()` and `float()` end in the first; `torch.equal` compares on the device and

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.reach import is_users_file
+from tightfit.effects.users_code import is_users_file
 
 _MOST_FUNCTIONS = 500
 

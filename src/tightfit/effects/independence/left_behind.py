@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.independence.row_flow import Flow
-from tightfit.effects.reach import is_users_class
 from tightfit.effects.state import Snapshot, StateDifference, differences
+from tightfit.effects.users_code import is_users_class
 
 # Code, and names of things: nothing that is computed.
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType, torch.dtype)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.effects.dispatched import dispatched
 from tightfit.effects.independence.operations import (
     Operation,
     add_left_out,
@@ -454,6 +455,7 @@ class Functions(TorchFunctionMode):
         self._atoms = atoms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = dispatched(func)
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("register_hook", "register_post_accumulate_grad_hook"):
             raise self._run.fail(f"puts a hook on a gradient{at_line()}")

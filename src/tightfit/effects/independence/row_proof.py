@@ -32,8 +32,8 @@ from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
 from tightfit.effects.independence.rows import Layout, Mixes
 from tightfit.effects.independence.rules import RULES
-from tightfit.effects.reach import is_users_class, is_users_file
 from tightfit.effects.state import RegionState, restore
+from tightfit.effects.users_code import is_users_class, is_users_file
 from tightfit.errors.faults import is_ours
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.reach import is_users_class, is_users_file
+from tightfit.effects.users_code import is_users_class, is_users_file
 from tightfit.guarding.attempts import Attempt, Attempts
 from tightfit.guarding.loops.names_of_turn import TurnNames
 from tightfit.guarding.loops.outside_effects import OutsideEffects

@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.deferred_scores import started
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
@@ -42,6 +43,7 @@ class _Start(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = dispatched(func)
         given = dict(kwargs or {})
         if name_of(func) in ("matmul", "__matmul__", "bmm", "einsum") and not are_forwards_plain():
             # Deferred scores among the operands: their own class handles the call, as the product with the

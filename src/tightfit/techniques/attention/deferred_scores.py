@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.attention.attention_masks import Fill, Masks, is_low
 from tightfit.techniques.attention.score_products import apply_weights, scores_of
@@ -208,6 +209,7 @@ class DeferredScores(DeferredTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = dispatched(func)
         args, given = tuple(args), dict(kwargs or {})
         refuse_lost_gradients(func, args, given)
         if name_of(func) == "type_as":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.effects.dispatched import dispatched
 from tightfit.techniques.lazy_tensors.seen_as_tensor import SeenAsTensor
 
 NOT_ANSWERED = object()
@@ -80,6 +81,7 @@ class LazyTensor(torch.Tensor, metaclass=SeenAsTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = dispatched(func)
         # Optimizers ask for it first, of every gradient (torch/optim/adam.py, `_init_group`), before they read
         # or write anything.
         if func == _IS_SPARSE:

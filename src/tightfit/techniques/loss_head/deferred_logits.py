@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.effects.dispatched import dispatched
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import DeferredTensor, is_read_of_node, refuse_lost_gradients
 from tightfit.techniques.lazy_tensors.deferral import FACTS, changes, fact, name_of
@@ -246,6 +247,7 @@ class DeferredLogits(DeferredTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = dispatched(func)
         rest = dict(kwargs or {})
         name = name_of(func)
         refuse_lost_gradients(func, args, rest)

@@ -11,6 +11,8 @@ from tightfit.effects.value_checks import bound_for, difference
 from tightfit.techniques.loss_head.chunked_cross_entropy import ChunkedCrossEntropy, Loss, changed_logits
 
 _MAX_TOKENS = 32
+# As it was when this was imported: the program may put its own there.
+_CROSS_ENTROPY = functional.cross_entropy
 
 
 def sample_differs(
@@ -26,7 +28,7 @@ def sample_differs(
         own_bias = None if bias is None else bias.detach().to(loss.head_type)
         scores = functional.linear(one.to(loss.head_type), weight.detach().to(loss.head_type), own_bias)
         logits = changed_logits(scores, loss.pointwise)
-        plain = functional.cross_entropy(
+        plain = _CROSS_ENTROPY(
             logits.to(loss.result_type),
             classes,
             ignore_index=loss.ignore_index,

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tightfit.effects.dispatched import dispatched
 from tightfit.effects.random_operators import draws
 from tightfit.effects.reads import is_called_by_us
 from tightfit.errors import ApplyError
@@ -63,6 +64,7 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = dispatched(func)
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("batch_norm", "instance_norm") and uses_batch_statistics(func, args, kwargs):

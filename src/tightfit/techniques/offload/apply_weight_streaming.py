@@ -82,7 +82,31 @@ def stream_weights(
             block = streamed.add(of_block, with_gradients=are_trained)
             MOVED.update(dict.fromkeys(of_block))
             session.wrap_forward(module, _Around(streamed, block, session.verdict, where, technique).run)
+            for part in module.modules():
+                if any(parameter in MOVED for parameter in part.parameters(recurse=False)):
+                    session.hook(
+                        part.register_load_state_dict_pre_hook, _LoadedInPlace(session.verdict, where, technique)
+                    )
     return streamed
+
+
+class _LoadedInPlace:
+    """Refuses that loaded weights are exchanged for those that are streamed, as tensors: torch does that with no tensor that is referred to weakly."""
+
+    def __init__(self, verdict: Verdict, where: str, technique: str) -> None:
+        self._verdict, self._where, self._technique = verdict, where, technique
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_LoadedInPlace":
+        return _LoadedInPlace(Verdict(), self._where, self._technique)
+
+    def __call__(self, *_: Any) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise self._verdict.refuse(
+                f"{self._where}: the program has loaded weights exchanged for the present ones as tensors (torch.__future__."
+                f"set_swap_module_params_on_conversion), which are streamed; leave it out: tightfit plan --without {self._technique}",
+                technique=self._technique,
+                places=(self._where,),
+            )
 
 
 def _beside(choice: Choice) -> list[str]:

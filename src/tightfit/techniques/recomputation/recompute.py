@@ -318,11 +318,16 @@ class RecomputedCall:
             with self._ambient.put_back():
                 yield
         finally:
-            if needs_restoring:
+            # What the program has put back in between is as before the first run, and was written to by this one.
+            if needs_restoring or self._is_written_since(now, held):
                 restore(now)
                 if held is not None:
                     restore(held)
-                kept.clear()
+            kept.clear()
+
+    def _is_written_since(self, now: Snapshot, held: Snapshot | None) -> bool:
+        after = self._owner.state.snapshot(self._owner.owner())
+        return bool(differences(now, after) or (held is not None and differences(held, again(held))))
 
     def _refuse_lost(self, changed: Sequence[StateDifference]) -> None:
         for difference in changed:

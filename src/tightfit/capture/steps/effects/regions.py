@@ -19,8 +19,8 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.observe.attribution import user_line
 from tightfit.capture.steps.effects.lines import line_of, line_of_function
 from tightfit.capture.steps.effects.storage_writes import StorageWrites
-from tightfit.effects.reach import is_users_class
 from tightfit.effects.state import RegionState, Snapshot, StateDifference, differences
+from tightfit.effects.users_code import is_users_class
 from tightfit.tape import Effect, EffectKind, Phase
 
 # Calls whose backward pass may still come: those of this step and of the one before it.

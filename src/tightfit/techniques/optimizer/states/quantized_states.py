@@ -6,12 +6,15 @@ device memory; loaded states are quantised again.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.lazy_tensor import AbstractSource, LazyTensor
 from tightfit.techniques.optimizer.states.decoding_states import DecodingStates, is_shared, num_holders
 from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Encoded
@@ -26,6 +29,11 @@ from tightfit.techniques.optimizer.updates.optimizer_steps import (
     update_within_step,
 )
 from tightfit.techniques.session import Session
+from tightfit.techniques.wrappers.first_order import Refuse
+
+# What checkpoints in memory have been given, with the states that they were made from, and the number of updates on the host by then.
+_SAVED_FROM: MutableMapping[torch.Tensor, "tuple[weakref.ref[AbstractSource] | None, int]"] = WeakTensorKeyDictionary()
+_NOT_SAVED: "tuple[weakref.ref[AbstractSource] | None, int]" = None, 0
 
 
 @final
@@ -84,8 +92,17 @@ class EncodedStates:
     With `window_bytes`, what decoding needs is brought ahead of the updates, in the order that they are expected in.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, codec: AbstractCodec, window_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        codec: AbstractCodec,
+        window_bytes: int | None = None,
+        refuse: Refuse = ApplyError,
+    ) -> None:
         self._optimizer = optimizer
+        self._refuse = refuse
+        # Of states that are updated where they are.
+        self._num_updates_on_host = 0
         self._codec = codec
         self._update_whole = update_alone(optimizer)
         self.on_host: UpdatesElsewhere | None = None
@@ -105,6 +122,7 @@ class EncodedStates:
             for parameter in here:
                 self.update(parameter, groups[parameter])
         if self.on_host is not None:
+            self._num_updates_on_host += bool(taken)
             self.on_host.update(taken, groups)
         return updated
 
@@ -176,7 +194,30 @@ class EncodedStates:
     def saved(self, _optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with dequantised states, on the host."""
         states = {index: {n: _on_host(v) for n, v in dict.items(state)} for index, state in state_dict["state"].items()}
+        for index, state in state_dict["state"].items():
+            for name, value in dict.items(state):
+                if isinstance(value, LazyTensor):
+                    _SAVED_FROM[states[index][name]] = weakref.ref(value.source), self._num_updates_on_host
         return {**state_dict, "state": states}
+
+    def loads(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Checks that what is loaded is no checkpoint in memory of a state that has changed since.
+
+        Raises:
+            ApplyError: it is one, or one of another optimizer's.
+        """
+        own = {id(value.source) for state in optimizer.state.values() for value in _lazy(state)}
+        for state in state_dict["state"].values():
+            for value in dict.values(state):
+                saved_from, num_updates = (
+                    _SAVED_FROM.get(value, _NOT_SAVED) if isinstance(value, torch.Tensor) else _NOT_SAVED
+                )
+                if saved_from is None or (id(saved_from()) in own and num_updates == self._num_updates_on_host):
+                    continue
+                raise self._refuse(
+                    "the program loads what state_dict() has returned before an update, or of another optimizer: without a copy these are the states "
+                    "themselves in the plain run, which have changed since, or are shared from then on; load copy.deepcopy(optimizer.state_dict())"
+                )
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Quantises loaded states."""
@@ -189,6 +230,10 @@ def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[
     state = optimizer.state.get(parameter, {})
     sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
     return [source for source in sources if isinstance(source, EncodedState)]
+
+
+def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
+    return (value for value in dict.values(state) if isinstance(value, LazyTensor))
 
 
 def _on_host(value: Any) -> Any:
@@ -218,7 +263,8 @@ def encode_states(
         check_separable(optimizer, technique)
         if given.kernel == "fused":
             check_kernel(optimizer, session.model, "fused")
-    states = {optimizer: EncodedStates(optimizer, codec, window_bytes) for optimizer in session.optimizers}
+    refuse = functools.partial(session.verdict.refuse, technique=technique)
+    states = {optimizer: EncodedStates(optimizer, codec, window_bytes, refuse) for optimizer in session.optimizers}
     for optimizer, encoded in states.items():
         encoded.on_host = elsewhere(optimizer) if elsewhere is not None else None
         if given.kernel == "fused":
@@ -235,6 +281,7 @@ def encode_states(
         # The lazy tensors of the states would be dequantised one by one on the device by whatever serialises
         # the checkpoint.
         session.hook(optimizer.register_state_dict_post_hook, encoded.saved)
+        session.hook(optimizer.register_load_state_dict_pre_hook, encoded.loads)
         session.hook(optimizer.register_load_state_dict_post_hook, encoded.loaded)
     if given.in_backward:
         updates = {optimizer: encoded.update for optimizer, encoded in states.items()}

@@ -1,0 +1,41 @@
+"""Which code is the user's own: functions, classes and modules that are not a library's, Python's or ours."""
+
+import functools
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LIBRARIES = tuple(
+    {str(Path(sysconfig.get_paths()[name])) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen"}
+)
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether a Python module is the user's own."""
+    file = getattr(module, "__file__", None)
+    # One that a program has made by itself has neither a file nor a loader.
+    return is_users_file(file) if file else module.__spec__ is None and module.__loader__ is None
+
+
+@functools.cache
+def is_users_file(file: str) -> bool:
+    """Whether code in `file` is the user's own, and not a library's, Python's or ours."""
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is the user's own."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and is_users_file(file))
+
+
+def is_users_function(value: Any) -> bool:
+    """Whether a value is a function that the user wrote, or an object of a class of theirs that is called like one."""
+    if isinstance(value, types.FunctionType):
+        return is_users_file(value.__code__.co_filename)
+    return not isinstance(value, type | types.ModuleType) and callable(value) and is_users_class(type(value))
