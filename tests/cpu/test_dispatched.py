@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from tightfit.effects.code import Code
 from tightfit.effects.dispatched import dispatched
 from tightfit.effects.state import RegionState
 
@@ -74,10 +73,51 @@ def test_a_function_of_the_programs_that_passes_itself_on_is_itself() -> None:
 
 def test_what_is_put_in_the_place_of_a_function_of_torch_is_state_of_a_module(softmax: list[int]) -> None:
     model = nn.Softmax(0)
-    code, state = Code(model), RegionState()
+    state = RegionState()
     before = state.snapshot(model)
     functional.softmax(torch.ones(2), 0)
     assert any(after != now for after, now in zip(before.contents, state.snapshot(model).contents, strict=True))
-    assert code.is_same()
+    assert before.reach.code.is_same()
     functional.softmax = SOFTMAX
-    assert not code.is_same()
+    assert not before.reach.code.is_same()
+    assert state.snapshot(model).reach is not before.reach
+
+
+def _inner(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _outer(x: torch.Tensor) -> torch.Tensor:
+    return _inner(x)
+
+
+class Calling(nn.Module):
+    """Calls a function of this file, that calls another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return _outer(x)
+
+
+def test_a_function_is_seen_to_be_replaced_wherever_its_name_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, model = RegionState(), Calling()
+    for owner, name in ((globals(), "_inner"), (globals(), "_outer"), (Calling, "forward")):
+        before = state.snapshot(model)
+        assert state.snapshot(model).reach is before.reach
+        if isinstance(owner, dict):
+            monkeypatch.setitem(owner, name, lambda x: x)
+        else:
+            monkeypatch.setattr(owner, name, lambda _, x: x)
+        assert not before.reach.code.is_same()
+        assert state.snapshot(model).reach is not before.reach
+
+
+def test_the_code_of_a_function_is_seen_to_be_exchanged() -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    before, own = RegionState().snapshot(Calling()), _outer.__code__
+    _outer.__code__ = other.__code__
+    assert not before.reach.code.is_same()
+    _outer.__code__ = own
+    assert before.reach.code.is_same()

@@ -1,47 +1,44 @@
-"""The functions that a module's forward runs, those of its classes and those that they name, to detect when one of them is replaced."""
+"""The functions that a module's forward runs, and the names that they are found by, to detect when one of them is replaced."""
 
 import operator
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from tightfit.effects.users_code import is_users_file
-
-# Methods of `torch.nn.Module` are replaced by tools (and by ourselves) for every module alike; that is no
-# change of this model's code.
-_PLAIN_BASES = (torch.nn.Module, object)
+CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+_CODE_OF = operator.attrgetter("__code__")
 
 
 class Code:
-    """The functions at construction; `is_same` says whether they are unchanged."""
+    """What a walk has found of code; `is_same` says whether each name still stands for the same function."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        found: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = {}
-        for kind in {type(part) for part in module.modules()}:
-            for base in kind.__mro__:
-                if base not in _PLAIN_BASES:
-                    for space, name, value in _functions(base):
-                        found.setdefault(id(space), (space, {}))[1][name] = value
-        # What torch's own modules call by name.
-        functions = vars(torch.nn.functional)
-        called = found.setdefault(id(functions), (functions, {}))[1]
-        called |= {name: value for name, value in functions.items() if callable(value)}
-        self._places = [(space, list(values), list(values.values())) for space, values in found.values()]
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+        # What `vars` gives of a class is made anew each time.
+        self._classes: dict[type, Mapping[str, Any]] = {}
+        self._functions: dict[types.FunctionType, types.CodeType] = {}
+
+    def named(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Keeps what those of `names` stand for in `space` that are code."""
+        self._keep(space, {name: space[name] for name in names if isinstance(space.get(name), CODE)})
+
+    def method(self, kind: type, name: str) -> None:
+        """Keeps the method that a class has by this name, and that the classes before the one that has it have none."""
+        for base in kind.__mro__[:-1]:
+            space = self._classes.setdefault(base, vars(base))
+            self._keep(space, {name: space.get(name)})
+            if name in space:
+                break
+
+    def function(self, function: types.FunctionType) -> None:
+        """Keeps the code of a function, which a program may exchange too."""
+        self._functions[function] = function.__code__
 
     def is_same(self) -> bool:
-        """Whether each name is still bound to the same object."""
-        return all(all(map(operator.is_, map(space.get, names), values)) for space, names, values in self._places)
+        """Whether nothing was replaced."""
+        return all(
+            all(map(operator.is_, map(space.get, values), values.values())) for space, values in self._places.values()
+        ) and all(map(operator.is_, map(_CODE_OF, self._functions), self._functions.values()))
 
-
-def _functions(kind: type) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    own = kind.__dict__
-    for name, value in own.items():
-        if isinstance(value, types.FunctionType):
-            yield own, name, value
-            if is_users_file(value.__code__.co_filename):
-                space = value.__globals__
-                for used in value.__code__.co_names:
-                    if isinstance(space.get(used), types.FunctionType):
-                        yield space, used, space[used]
+    def _keep(self, space: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        self._places.setdefault(id(space), (space, {}))[1].update(values)

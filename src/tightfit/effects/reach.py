@@ -24,6 +24,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.cells import Cell, contents
+from tightfit.effects.code import CODE, Code
 from tightfit.effects.drawn import Drawn, drawn
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
 from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
@@ -113,7 +114,6 @@ _COUNTING = (
     "torch.amp.grad_scaler",
     "torch.cuda.amp.grad_scaler",
 )
-_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _BOUND_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -136,6 +136,8 @@ class Reach:
     drawn: list[Drawn] = dataclasses.field(default_factory=list)
     # Of `functools.cache`, with their paths: their contents cannot be inspected.
     caches: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    # What the code that was read is found by.
+    code: Code = dataclasses.field(default_factory=Code)
     is_cut: bool = False
     """Whether there were more objects than a walk looks at."""
 
@@ -302,6 +304,7 @@ class _CodeWalk(abc.ABC):
                 more = _names_in(function.__code__)[1] - seen
                 waiting += more
                 seen |= more
+            self.collected.found.code.method(kind, name)
         for base in kind.__mro__:
             if is_users_class(base) and self.collected.is_new(base):
                 self.collected.hold(ClassAttributes(base.__name__, base), is_other=True)
@@ -318,9 +321,11 @@ class _CodeWalk(abc.ABC):
         self._attributes_of(path, function)
         # Functions, classes and modules that a function names are code; whether they are replaced is watched by
         # `code`.
-        plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], _CODE)))
+        plain = tuple(sorted(n for n in names if n not in space or not isinstance(space[n], CODE)))
         plain = tuple(n for n in plain if n in space or n not in vars(builtins))
         module = function.__module__ or ""
+        self.collected.found.code.function(function)
+        self.collected.found.code.named(space, names)
         if plain:
             self.collected.hold(
                 Names(module, (id(space), plain), functools.partial(_same, space), only=plain), is_other=True
@@ -352,10 +357,11 @@ class _CodeWalk(abc.ABC):
         """A Python module: the environment, or what code names of a module of the user's."""
         if module is os and attributes & READS_ENVIRONMENT and self.collected.is_new(os.environ):
             self.collected.hold(environment(), is_other=True)
+        self.collected.found.code.named(vars(module), attributes)
         if not is_users_module(module):
             self._put_in_library(module, attributes)
             return
-        named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], _CODE)))
+        named = tuple(sorted(n for n in attributes & vars(module).keys() if not isinstance(vars(module)[n], CODE)))
         self.collected.hold(
             Names(module.__name__, (id(vars(module)), named), lambda: vars(module), only=named), is_other=True
         )
@@ -366,8 +372,8 @@ class _CodeWalk(abc.ABC):
             if isinstance(vars(module)[name], types.FunctionType):
                 self._value(f"{module.__name__}.{name}", vars(module)[name])
 
-    def _put_in_library(self, module: types.ModuleType, attributes: frozenset[str] | None) -> None:
-        """The user's own functions in a library's module, in the place of the library's; `attributes` are the names to look at, None for all."""
+    def _put_in_library(self, module: types.ModuleType | type, attributes: frozenset[str] | None) -> None:
+        """The user's own functions in a library's module or class, in the place of the library's; `attributes` are the names to look at, None for all."""
         names = vars(module).keys() if attributes is None else attributes & vars(module).keys()
         for name in sorted(names):
             value = vars(module)[name]
@@ -419,6 +425,8 @@ class _Walk(_CodeWalk):
     def hooks_of_all_modules(self) -> None:
         """The hooks that torch calls for every module of the process, and what the program has put in the place of functions that they call."""
         self._put_in_library(torch.nn.functional, None)
+        self._put_in_library(torch.nn.Module, None)
+        self.found.code.named(vars(torch.nn.functional), vars(torch.nn.functional).keys())
         for name in _HOOKS_OF_ALL_MODULES:
             hooks = vars(torch.nn.modules.module)[name]
             if hooks:

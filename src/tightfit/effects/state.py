@@ -16,7 +16,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tightfit.effects.code import Code
 from tightfit.effects.holders import PLAIN, in_graphs, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
@@ -65,17 +64,16 @@ class RegionState:
 
     def __init__(self) -> None:
         self._reach: Reach | None = None
-        self._code: Code | None = None
 
     def snapshot(self, module: torch.nn.Module, *, is_kept: bool = False) -> Snapshot:
         """The state now. `is_kept`: for a snapshot that may outlive the step; it does not keep graphs of earlier calls alive."""
         return _taken(*self._looked_through(module, is_kept=is_kept))
 
     def _looked_through(self, module: torch.nn.Module, *, is_kept: bool) -> tuple[Reach, list[Any]]:
-        if self._code is None or not self._code.is_same():
-            # Another function may reach other state.
-            self._reach, self._code = None, Code(module)
-        reach = self._reach or reach_of(module)
+        reach = self._reach
+        # Another function may reach other state.
+        if reach is None or not reach.code.is_same():
+            reach = reach_of(module)
         if reach.is_same():
             # The holders that are dicts are unchanged: only the others are read.
             contents = list(reach.contents) if reach.others else reach.contents

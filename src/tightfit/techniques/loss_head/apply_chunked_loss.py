@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.effects.class_questions import ClassQuestion
+from tightfit.effects.users_code import is_users_function
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.asked_gradients import watch_inputs_of_backward
@@ -26,7 +27,7 @@ def apply_chunked_loss(session: Session, chosen: Sequence[Choice]) -> None:
 
     def check(choice: Choice) -> torch.nn.Module:
         head = session.module(choice.where)
-        if type(head).forward is not torch.nn.Linear.forward:
+        if type(head).forward is not torch.nn.Linear.forward or is_users_function(torch.nn.Linear.forward):
             raise ApplyError(
                 f"the head {choice.where} is a {type(head).__name__}, and chunked_loss needs a torch.nn.Linear; leave it out"
             )
@@ -102,7 +103,11 @@ class _Deferral:
 
 def _linear_of(forward: Callable[..., Any]) -> torch.nn.Linear | None:
     """The module whose own `forward` this is; None if that is wrapped by something else."""
-    if isinstance(forward, functools.partial) and forward.func is torch.nn.Linear.forward:
+    if (
+        isinstance(forward, functools.partial)
+        and forward.func is torch.nn.Linear.forward
+        and not is_users_function(forward.func)
+    ):
         return forward.args[0]
     return None
 

@@ -133,7 +133,7 @@ class BatchProofs:
         self._before = self._state.snapshot(model, is_kept=True)
         if proved.is_of_first:
             return proved
-        self._code = Code(model)
+        self._code = self._before.reach.code
         # Padded text has a new length in nearly every batch; the proofs of an epoch are not kept for ever.
         if len(self._known) >= _MAX_SHAPES:
             self._known.clear()

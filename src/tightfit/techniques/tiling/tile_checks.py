@@ -60,7 +60,7 @@ class TileProofs:
             except Mixes as error:
                 raise self._refuse(f"cannot be run in tiles: {error}") from None
             now = self._state.snapshot(module, is_kept=True)
-            self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, Code(module)
+            self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, now.reach.code
         self.is_checked = self._checks_left > 0 and has_values(value)
         if self.is_checked:
             self._checks_left -= 1
