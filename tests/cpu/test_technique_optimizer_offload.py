@@ -537,3 +537,19 @@ def test_a_checkpoint_in_memory_of_another_optimizer_is_refused() -> None:
         optimizers[1].load_state_dict(optimizers[0].state_dict())
     for session in sessions:
         session.undo()
+
+
+@pytest.mark.parametrize("executor", ["card", "host"])
+def test_what_a_checkpoint_in_memory_has_is_the_state_itself_as_in_the_plain_run(executor: str) -> None:
+    kept = []
+    for is_planned in (False, True):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=executor == "host")
+        session = offloaded(model, optimizer, executor=executor) if is_planned else None
+        step(model, optimizer, 0)
+        kept.append(optimizer.state_dict()["state"][0]["exp_avg"])
+        for seed in (1, 2):
+            step(model, optimizer, seed)
+        if session is not None:
+            session.undo()
+    assert torch.equal(*kept)

@@ -45,6 +45,8 @@ class EncodedState(AbstractSource):
         self._name = name
         self._shape, self._dtype = value.shape, value.dtype
         self._coming: Encoded | None = None
+        self.given: list[weakref.ref[torch.Tensor]] = []
+        """Copies in checkpoints in memory, which are the state itself in the plain run: they are kept as it is."""
         self.encoded = codec.encode(name, value)
 
     @property
@@ -124,6 +126,10 @@ class EncodedStates:
         if self.on_host is not None:
             self._num_updates_on_host += bool(taken)
             self.on_host.update(taken, groups)
+            for parameter in taken:
+                for value in _lazy(self._optimizer.state.get(parameter, {})):
+                    for copied in _given(value):
+                        copied.copy_(value.whole())
         return updated
 
     @contextmanager
@@ -144,15 +150,40 @@ class EncodedStates:
         if self._ahead is not None and parameter not in self._optimizer.state:
             # Its states are about to be made.
             self._codec.settle()
+        given = self._given(parameter)
         self.decode(parameter)
+        # By their ids: what has another name is not encoded.
+        places = {name: id(dict.get(self._optimizer.state[parameter], name)) for name in given}
         try:
             self._update_whole(parameter, group)
         # An update that raises must not leave one parameter's states whole: the next step would run out of
         # memory.
         finally:
+            given = {
+                name: copies
+                for name, copies in given.items()
+                if self._written_to(parameter, name, places[name], copies)
+            }
             self.encode(parameter, settles=not is_expected)
+            for name, copies in given.items():
+                if isinstance(lazy := dict.get(self._optimizer.state[parameter], name), LazyTensor):
+                    lazy.source.given = [weakref.ref(copied) for copied in copies]  # pyrefly: ignore[missing-attribute]
         if self._ahead is not None and is_expected:
             self._ahead.after(parameter)
+
+    def _given(self, parameter: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        state = self._optimizer.state.get(parameter, {})
+        found = {name: _given(value) for name, value in dict.items(state) if isinstance(value, LazyTensor)}
+        return {name: copies for name, copies in found.items() if copies}
+
+    def _written_to(self, parameter: torch.Tensor, name: str, place: int, copies: Sequence[torch.Tensor]) -> bool:
+        """Writes a state to its copies if it is the tensor that it was; whether it is."""
+        state = self._optimizer.state.get(parameter, {})
+        if id(dict.get(state, name)) != place:
+            return False
+        for copied in copies:
+            copied.copy_(dict.__getitem__(state, name))
+        return True
 
     def encode(self, parameter: torch.Tensor, *, settles: bool = True) -> None:
         """Quantises the states of one parameter; `settles`: once what earlier ones have kept on the card is freed."""
@@ -197,7 +228,10 @@ class EncodedStates:
         for index, state in state_dict["state"].items():
             for name, value in dict.items(state):
                 if isinstance(value, LazyTensor):
-                    _SAVED_FROM[states[index][name]] = weakref.ref(value.source), self._num_updates_on_host
+                    copied = states[index][name]
+                    _SAVED_FROM[copied] = weakref.ref(value.source), self._num_updates_on_host
+                    if isinstance(value.source, EncodedState):
+                        value.source.given.append(weakref.ref(copied))
         return {**state_dict, "state": states}
 
     def loads(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -230,6 +264,11 @@ def _encoded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[
     state = optimizer.state.get(parameter, {})
     sources = [value.source for value in dict.values(state) if isinstance(value, LazyTensor)]
     return [source for source in sources if isinstance(source, EncodedState)]
+
+
+def _given(value: LazyTensor) -> list[torch.Tensor]:
+    copies = [reference() for reference in value.source.given] if isinstance(value.source, EncodedState) else []
+    return [copied for copied in copies if copied is not None]
 
 
 def _lazy(state: dict[str, Any]) -> Iterator[LazyTensor]:
