@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import saved_apart
 
@@ -133,7 +134,7 @@ def _passes(
         output = run(leaf)
         # A gradient that is not the same everywhere.
         slope = torch.linspace(0.5, 1.5, output.shape[-1], device=output.device, dtype=output.dtype).expand_as(output)
-        found = torch.autograd.grad(output, [leaf, *trained], slope, allow_unused=True)
+        found = grad(output, [leaf, *trained], slope, allow_unused=True)
         outputs.append(output.detach())
         inputs.append(torch.zeros_like(leaf) if found[0] is None else found[0])
         for number, one in enumerate(found[1:]):

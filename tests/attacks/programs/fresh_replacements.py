@@ -273,3 +273,143 @@ def state_dict_read_later(t: Trial) -> None:
         t.note("moments", [kept["state"][0]["exp_avg"], kept["state"][0]["step"]])
 
     train(t, model, optimizer, after=read)
+
+
+@attack(
+    "changes",
+    "the script puts a linear function of its own into torch's, for all linear layers, which counts and scales",
+)
+def linear_patched(t: Trial) -> None:
+    _exchanged(t, Net(), functional.__dict__, "linear", [0])
+
+
+@attack("changes", "the script puts a layer norm of its own into torch's functions (a fused one), which counts")
+def layer_norm_patched(t: Trial) -> None:
+    _exchanged(t, Net(), functional.__dict__, "layer_norm", [0])
+
+
+@attack("gradients", "the step of torch's own optimizer class is patched by one that counts and weighs the rate")
+def optimizer_class_patched(t: Trial) -> None:
+    counts, before = [0], torch.optim.SGD.step
+
+    def counted(self: torch.optim.SGD, *args: Any, **kwargs: Any) -> Any:
+        counts[0] += 1
+        self.param_groups[0]["lr"] = 0.1 / (1 + counts[0])
+        return before(self, *args, **kwargs)
+
+    def put(step: int) -> None:
+        torch.optim.SGD.step = counted if step in (2, 3) else before
+
+    try:
+        train(t, Net(), before=put, num_steps=5)
+    finally:
+        torch.optim.SGD.step = before
+    t.note("counts", counts)
+
+
+@attack(
+    "gradients", "the script puts a clipping of its own in the place of torch's, by the median of norms, for some steps"
+)
+def clipping_patched(t: Trial) -> None:
+    torchs, model = nn.utils.clip_grad_norm_, Net()
+
+    def own(parameters: Any, most: float) -> torch.Tensor:
+        each = [p for p in parameters if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in each]).median()
+        for p in each:
+            p.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def put(step: int) -> None:
+        nn.utils.clip_grad_norm_ = own if step in (2, 3) else torchs
+
+    def clip(_: int) -> None:
+        t.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+    try:
+        train(t, model, before=put, between=clip, num_steps=5)
+    finally:
+        nn.utils.clip_grad_norm_ = torchs
+
+
+@attack("changes", "the call of a helper's object and a property of a block's class are replaced by ones that count")
+def call_and_property_replaced(t: Trial) -> None:
+    counts = [0]
+
+    class Gate:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x)
+
+    class Gated(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate()
+
+        @property
+        def strength(self) -> float:
+            return 1.0
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate(super().inner(x)) * self.strength
+
+    def strong(_: Gated) -> float:
+        counts[0] += 1
+        return 1 + 0.05 * counts[0]
+
+    def called(_: Gate, x: torch.Tensor) -> torch.Tensor:
+        counts[0] += 1
+        return torch.tanh(x)
+
+    def put(step: int) -> None:
+        if step == 2:
+            Gated.strength = property(strong)
+        if step == 3:
+            Gate.__call__ = called
+
+    train(t, Net([Gated(), Gated()]), before=put, num_steps=5)
+    t.note("counts", counts)
+
+
+@attack(
+    "changes",
+    "the cross-entropy that the script has put in counts its calls before it calls torch's, from the beginning",
+)
+def counting_cross_entropy(t: Trial) -> None:
+    counts, torchs = [0], functional.cross_entropy
+
+    def own(logits: torch.Tensor, y: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        counts[0] += 1
+        return torchs(logits, y, **kwargs) * (1 + 0.05 * counts[0])
+
+    functional.cross_entropy = own
+    try:
+        train(t, Net(), num_steps=4)
+    finally:
+        functional.cross_entropy = torchs
+    t.note("counts", counts)
+
+
+@attack(
+    "gradients",
+    "backward passes and autograd.grad are wrapped in torch.autograd by ones that count (a tracer of the script's)",
+)
+def autograd_patched(t: Trial) -> None:
+    counts, before, grad = [0], torch.autograd.backward, torch.autograd.grad
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        counts[0] += 1
+        before(*args, **kwargs)
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        counts[0] += 100
+        return grad(*args, **kwargs)
+
+    def put(step: int) -> None:
+        torch.autograd.backward = counted if step in (1, 2) else before
+        torch.autograd.grad = asked if step in (1, 2) else grad
+
+    try:
+        train(t, Net(), before=put, num_steps=4)
+    finally:
+        torch.autograd.backward, torch.autograd.grad = before, grad
+    t.note("counts", counts)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
 import torch
+from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -147,7 +148,7 @@ class _Defer(torch.autograd.Function):
         with torch.enable_grad():
             out = ctx.attention.replayed(leaves)
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        found = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, grad_outputs), strict=True))
+        found = dict(zip(map(id, wanted), grad(out, wanted, grad_outputs), strict=True))
         # A tensor that was given twice gets its gradient once.
         return None, *(found.pop(id(leaves[id(t)]), None) for t in tensors)
 

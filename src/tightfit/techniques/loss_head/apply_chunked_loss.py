@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.effects.class_questions import ClassQuestion
@@ -84,7 +85,8 @@ class _Deferral:
         linear = _linear_of(forward)
         if are_transforms_active() or linear is None or kwargs or len(args) != 1:
             return forward(*args, **kwargs)
-        if not has_plain_weight(linear) or not _can_wait(linear, args[0]):
+        # A linear function that the program has put in the place of torch's is to be called.
+        if not has_plain_weight(linear) or not _can_wait(linear, args[0]) or is_users_function(functional.linear):
             return forward(*args, **kwargs)
         if line := self.question.line():
             raise self.refuse(

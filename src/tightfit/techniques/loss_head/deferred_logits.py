@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -187,7 +188,7 @@ class _Defer(torch.autograd.Function):
                 logits = functional.linear(*leaves)
             out = ctx.form.replayed(logits)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, grad_outputs))
+        found = iter(grad(out, wanted, grad_outputs))
         gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return *gradients, *([None] * (5 - len(gradients)))
 

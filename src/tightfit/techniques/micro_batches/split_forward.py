@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from torch.autograd import backward  # torch's own, whatever the program puts in its place later
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.effects.fingerprints import paused
@@ -160,7 +161,7 @@ class SplitForward:
             # As a program runs `backward` outside of its autocast context. `inputs=` keeps the pass from
             # accumulating into anything but the trained parameters.
             with torch.autocast(batch.device.type, enabled=False), of_a_part():
-                torch.autograd.backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
+                backward(loss, (weight * sums.loss_scale).to(loss.dtype), inputs=aside.parameters)
             sums.add(loss.detach(), weight)
             del loss
             self._counted()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
 from tightfit.effects.value_checks import checksum, sums_differ
@@ -124,7 +125,7 @@ class _Tiled(torch.autograd.Function):
                 raise tiling.refuse("gave another result when a tile was run again in the backward pass")
             wanted = [part, *trained] if whole is not None else trained
             along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
-            found: list[torch.Tensor | None] = list(torch.autograd.grad(result, wanted, along, allow_unused=True))
+            found: list[torch.Tensor | None] = list(grad(result, wanted, along, allow_unused=True))
             del result
             if whole is not None:
                 _put(whole.narrow(tiling.dim, tile.begin, tile.end - tile.begin), found.pop(0), adds=tiling.overlap)
