@@ -10,7 +10,7 @@ import subprocess
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,15 @@ def test_an_owner_that_is_collected_has_left(library: Any) -> None:
     assert library.compute is plain
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Where a shell started the tests in the background, interrupts are ignored, also by `interrupt_main`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_arrives_while_an_owner_is_collected_is_not_lost(library: Any) -> None:
     plain, name = library.compute, replaced()
     # A hook of a debugger or of a guarded run is Python code, and Python never takes it away again.
