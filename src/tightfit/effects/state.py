@@ -6,7 +6,6 @@ class attributes that the user's functions name; and the random states of Python
 references, not copies: it is cheap enough to be taken in every call.
 """
 
-import ctypes
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tightfit.effects.contents import SMALL_BYTES, content_of
 from tightfit.effects.holders import PLAIN, in_graphs, is_gone
 from tightfit.effects.random_states import numpy_state, put_python_state, python_state
 from tightfit.effects.reach import Reach, reach_of, reach_of_arguments
@@ -213,7 +213,6 @@ def _different_drawn(before: Snapshot, after: Snapshot) -> Iterator[StateDiffere
             yield StateDifference(path=each.path, what="was drawn from", is_in_place=each.put is None)
 
 
-_LARGEST_READ_BYTES = 1 << 14
 # Of the virtual GPU: they have storages of their own, without data.
 _FAKE = "torch._subclasses.fake_tensor"
 # Weights that are on the card or at the host by turns: their data is another each time, and whoever moves them looks for writes.
@@ -221,13 +220,11 @@ MOVED = WeakTensorKeyDictionary()
 
 
 def _version(tensor: torch.Tensor) -> Any:
-    """The number of writes to a tensor that torch knows of; of a small one at the host, which numpy may write to past torch, also the content."""
+    """The number of writes to a tensor that torch knows of; of a small one and of a weight at the host, which numpy and `.data` write to past torch, also the content."""
     number = _number_of_writes(tensor)
-    # Weights are not read: they are many, and who writes to them past torch does so between steps.
-    if number < 0 or tensor.requires_grad or not _is_read_by_value(tensor):
-        return number
-    # Not by an operator, which a mode of the program's would see.
-    return number, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    # Of what is large only weights are read: a forward may keep any number of other tensors.
+    is_read = tensor.nbytes <= SMALL_BYTES or (tensor.is_leaf and tensor.requires_grad)
+    return (number, content_of(tensor)) if number >= 0 and is_read else number
 
 
 def _number_of_writes(tensor: torch.Tensor) -> int:
@@ -235,17 +232,6 @@ def _number_of_writes(tensor: torch.Tensor) -> int:
     if is_lazy(tensor):
         return -2
     return -1 if tensor.is_inference() or _is_moved(tensor) else tensor._version
-
-
-def _is_read_by_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small, at the host, and of a kind whose content can be read at once."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Buffer)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.nbytes <= _LARGEST_READ_BYTES
-        and tensor.is_contiguous()
-    )
 
 
 def _is_moved(tensor: torch.Tensor) -> bool:

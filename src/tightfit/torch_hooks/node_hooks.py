@@ -5,6 +5,7 @@ function in Python, which makes the dict that the node keeps them in; that dict 
 """
 
 import functools
+import itertools
 import threading
 import types
 import weakref
@@ -14,7 +15,10 @@ from typing import Any, Protocol
 from tightfit.torch_hooks.manifest import NODE_HOOK
 from tightfit.torch_hooks.replaced import Leave, Replaced
 
-_hooks: "dict[int, weakref.ref[Any]]" = {}
+# The hooks of a node, with the number of the last one, and whether an owner of all hooks was there.
+_hooks: "dict[int, tuple[int, weakref.ref[Any], bool]]" = {}
+_numbers = itertools.count(1)
+_of_later: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class _Own(threading.local):
@@ -34,12 +38,16 @@ class NodeHookOwner(Protocol):
         ...
 
 
-def on_node_hooks(owner: NodeHookOwner) -> Leave:
+def on_node_hooks(owner: NodeHookOwner, *, is_of_later: bool = False) -> Leave:
     """Notifies `owner` of hooks on nodes until the returned function is called or the owner is collected. torch's own hooks for modules are left out.
+
+    With `is_of_later` it asks `is_any_node_hooked` with a moment alone: what is registered for it does not count for owners that ask for all.
 
     Raises:
         ApplyError: this torch has no such function.
     """
+    if is_of_later:
+        _of_later.add(owner)
     return _REPLACED.enter(owner)
 
 
@@ -52,13 +60,18 @@ def put_own_prehook(node: Any, hook: Callable[[Any], None]) -> None:
         _own.hook = None
 
 
-def is_any_node_hooked() -> bool:
-    """Whether a node of any live graph has a hook that was registered while there was an owner."""
-    for key, known in list(_hooks.items()):
+def is_any_node_hooked(since: int = 0) -> bool:
+    """Whether a node of any live graph has a hook that was registered while there was an owner, and after `since`, a number of `moment`."""
+    for key, (_, known, _) in list(_hooks.items()):
         if known() is None:
             del _hooks[key]
     # A handle that is removed empties its dict and leaves it with the node: an empty one counts as no hook.
-    return any(known() for known in _hooks.values())
+    return any(number > since and (since or is_of_all) and known() for number, known, is_of_all in _hooks.values())
+
+
+def moment() -> int:
+    """A number that is higher than those of all hooks so far."""
+    return next(_numbers)
 
 
 def _put(inner: Any, owners: Callable[[], list[NodeHookOwner]]) -> Any:
@@ -78,7 +91,8 @@ def _put(inner: Any, owners: Callable[[], list[NodeHookOwner]]) -> Any:
         if told and not is_own:
             # An `OrderedDict`, unlike a plain dict, can be referred to weakly (torch/autograd/function.py,
             # `_HookMixin._register_hook`).
-            _hooks[id(made[0])] = weakref.ref(made[0])
+            is_of_all = any(owner not in _of_later for owner in told)
+            _hooks[id(made[0])] = next(_numbers), weakref.ref(made[0]), is_of_all
         return made
 
     return staticmethod(_register_hook)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
+from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.errors import ApplyError
 from tightfit.techniques.loss_head.loss_options import NUM_WEIGHT_BLOCKS, GradientsIn
 from tightfit.techniques.wrappers.first_order import Refuse, first_order
@@ -115,6 +116,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             ctx.gradients = gradients
             if loss.gradients_in is not None:
                 ctx.save_for_backward(hidden, weight, bias, target, log_sums)
+                ctx.contents = contents_of([hidden, weight, bias, target])
             if loss.reduction == "none":
                 return rows
             total = rows.sum(dtype=loss.wide_type)
@@ -129,6 +131,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """The gradients from the forward pass, or recomputed ones; a retained graph recomputes them in every pass."""
         hidden, weight, bias, target, log_sums = ctx.saved_tensors
         (gradient,) = grad_outputs
+        if is_any_written(ctx.contents, [hidden, weight, bias, target]):
+            raise ctx.refuse(
+                "the head's weight, its input or the targets were written to past autograd (through .data) between forward and backward pass; "
+                "leave chunked_loss out"
+            )
         with torch.autocast(hidden.device.type, enabled=False):
             # Where the graph is kept, each pass computes them anew, so that all give the same bits.
             gradients = None if keeps_graph() else ctx.gradients

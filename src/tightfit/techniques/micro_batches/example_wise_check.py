@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from tightfit.effects.code import Code
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
@@ -59,6 +60,7 @@ class BatchProofs:
         self._unseen = unseen
         self._state = RegionState()
         self._before: Snapshot | None = None
+        self._classes: list[tuple[torch.nn.Module, type]] = []
         self._code: Code | None = None
         # By batch and parts, and then by decisions; the last that was used is the last one.
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
@@ -70,6 +72,7 @@ class BatchProofs:
         if is_new or (self._before is not None and self._is_changed(self._before, now)):
             self._known.clear()
         self._before = now
+        self._classes = _classes_of(self._owner())
         known = self._known.get(_key(batch, parts))
         return next(reversed(known.values())) if known else None
 
@@ -122,6 +125,8 @@ class BatchProofs:
         if len(parts) < 2:
             proved = Proved(joined=_all_rows(batch), means=frozenset({ROWS}))
         else:
+            if may_leave:
+                self._refuse_used_up(now)
             before = self._before if may_leave and self._before and self._is_changed(self._before, now) else None
             try:
                 with self._unseen(), plain_forwards(), _without_metrics(model), _as_in(before, now):
@@ -143,6 +148,18 @@ class BatchProofs:
             known.clear()
         known[proved.decisions] = proved
         return proved
+
+    def _refuse_used_up(self, now: Snapshot) -> None:
+        """Refuses what the run of the first part has left behind and no proof can begin before, as it cannot be put back: a first item, a class."""
+        lost = [] if self._before is None else differences(self._before, now)
+        used_up = [str(each) for each in lost if each.is_in_place and each.tensor is None]
+        used_up += [
+            f"a {before.__name__} became another class" for part, before in self._classes if type(part) is not before
+        ]
+        if used_up:
+            raise self._refuse(
+                f"parts of the batch may not give what the whole gives: {used_up[0]} in the forward of the first part; leave micro_batches out"
+            )
 
     def _proved(
         self,
@@ -208,6 +225,11 @@ class BatchProofs:
         model = self._model()
         assert model is not None
         return model
+
+
+def _classes_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type]]:
+    """The modules with their classes, but lazy ones, which change theirs when they have seen a shape."""
+    return [(part, type(part)) for part in model.modules() if not isinstance(part, LazyModuleMixin)]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from tightfit.techniques.micro_batches.loss_means import LossWatch
 from tightfit.techniques.micro_batches.split_outputs import Outputs, Sums, Unchanged, find_loss
 from tightfit.techniques.wrappers.first_order import Refuse, are_transforms_active
 from tightfit.torch_hooks.backward import of_a_part
+from tightfit.torch_hooks.node_hooks import is_any_node_hooked, moment, on_node_hooks
 
 WRAPPERS = frozenset({"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 """Modules that do their own work around the forward and the backward pass of the one inside."""
@@ -67,6 +68,8 @@ class SplitForward:
         self._proofs = BatchProofs(model, allows_randomness=allows_randomness, refuse=refuse, unseen=unseen)
         self._is_checked = False
         self._checks_left = check_steps
+        self._begins = moment()
+        on_node_hooks(self, is_of_later=True)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -85,6 +88,9 @@ class SplitForward:
             batch_of=self._batch_of,
             scaled=self._scaled,
         )
+
+    def before_node_hook(self, hook: object) -> None:
+        """Does nothing: `is_any_node_hooked` is asked before the backward pass of each part."""
 
     def __call__(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or are_transforms_active():
@@ -142,7 +148,7 @@ class SplitForward:
             decisions = watch.decisions
             # A plan may be applied to inner modules by their first forward, and change which parameters are
             # trained.
-            _refuse_hooks(self.model, self._refuse)
+            _refuse_hooks(self.model, self._refuse, since=self._begins)
             aside.take()
             loss_key, loss = find_loss(output)
             values = None if reads is None else reads.values
@@ -270,12 +276,22 @@ class _GradientsAside:
             parameter.grad = gradient
 
 
-def _refuse_hooks(model: torch.nn.Module, refuse: Refuse) -> None:
+def _refuse_hooks(model: torch.nn.Module, refuse: Refuse, *, since: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise refuse(
                 f"{name} has a hook on its gradient, which would see each part's instead of the batch's; leave micro_batches out"
             )
+    of_all = torch.nn.modules.module
+    if of_all._global_backward_hooks or of_all._global_backward_pre_hooks:
+        raise refuse(
+            "all modules have a backward hook, which would see each part's gradients instead of the batch's; leave micro_batches out"
+        )
+    # Such as those of gradient accumulation, which stay from batch to batch.
+    if is_any_node_hooked(since):
+        raise refuse(
+            "a node of a graph has a hook, which would see each part's gradients instead of the batch's; leave micro_batches out"
+        )
 
 
 def _refuse_float16(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Never
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.effects.independence.totals import ROWS
 from tightfit.effects.value_checks import checksum
 from tightfit.errors import ApplyError
@@ -22,13 +23,15 @@ SMALL_OUTPUT_BYTES = 16 << 20
 
 
 class Unchanged:
-    """Checks that the weights and the batch are unchanged when the loss's backward pass runs: by address, version and (with `has_checksum`)
-    values. It refers to them weakly: a batch that was freed cannot be changed.
+    """Checks that the weights and the batch are unchanged when the loss's backward pass runs: by address, version and values.
+
+    Values on a card are read with `has_checksum` alone, as they are waited for. It refers to them weakly: a batch that was freed cannot be changed.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, has_checksum: bool) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._places = [_place(tensor) for tensor in tensors]
+        self._contents = contents_of(tensors)
         self._checksums = [checksum([tensor]) for tensor in tensors] if has_checksum else None
 
     def what_changed(self) -> str:
@@ -40,7 +43,7 @@ class Unchanged:
             is_same = _place(tensor) == self._places[number] and (
                 self._checksums is None or checksum([tensor]) == self._checksums[number]
             )
-            if not is_same:
+            if not is_same or is_any_written([self._contents[number]], [tensor]):
                 return "a weight was changed" if isinstance(tensor, torch.nn.Parameter) else "the batch was overwritten"
         return ""
 

@@ -279,7 +279,8 @@ class RecomputedCall:
             self._owner.learn(self._before, self._copies)
         if self._has_graphs or self._of_all:
             after = self._owner.state.snapshot(self._owner.owner())
-            self._own_writes = frozenset(d.path for d in differences(self._before, after))
+            # What a forward draws from, a second run goes on drawing from: its results may be the same, and its gradients of another number.
+            self._own_writes = frozenset(d.path for d in differences(self._before, after) if d.what != "was drawn from")
             self._owner.stored.leaves(self._before.in_graphs(), after.in_graphs(), self._owner.num_second_runs)
 
     @contextmanager

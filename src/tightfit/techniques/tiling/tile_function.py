@@ -12,6 +12,7 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
+from tightfit.effects.contents import contents_of, is_any_written
 from tightfit.effects.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
@@ -77,6 +78,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, tiling: Tiling, autocast: dict[str, Any], value: torch.Tensor, *trained: Any) -> torch.Tensor:
         ctx.tiling, ctx.autocast, ctx.refuse, ctx.ambient = tiling, autocast, tiling.refuse, Ambient.now()
         ctx.checksum = checksum([value, *tiling.parameters]) if tiling.is_checked else None
+        ctx.contents = contents_of([value, *tiling.parameters])
         ctx.addresses = [parameter.data_ptr() for parameter in tiling.parameters]
         # Parameters too, so that autograd checks their versions: an in-place update between the passes raises
         # torch's own error.
@@ -107,7 +109,10 @@ class _Tiled(torch.autograd.Function):
         changed = tiling.changed()
         if not changed and ctx.addresses != [parameter.data_ptr() for parameter in tiling.parameters]:
             changed = "a weight was given other data"
-        if not changed and ctx.checksum is not None and ctx.checksum != checksum([value, *tiling.parameters]):
+        read = [value, *tiling.parameters]
+        if not changed and (
+            is_any_written(ctx.contents, read) or (ctx.checksum is not None and ctx.checksum != checksum(read))
+        ):
             changed = "the input or a weight was written to past autograd (through .data)"
         if changed:
             raise tiling.refuse(f"{changed} between the forward and the backward pass, in which tiles are run again")
