@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tightfit.engine.disk_file import close_gone
+from tightfit.engine.descriptors import close_gone
 from tightfit.engine.host_slab import HostSlab, unregister_gone
 from tightfit.engine.slab_notes import notes_on
 from tightfit.errors import ApplyError
