@@ -100,7 +100,7 @@ class StreamedWeights:
         when_unchanged: Callable[[StreamedWeight], object] = lambda _: None,
     ) -> None:
         self.slab = HostSlab(host_bytes, device)
-        self._device = device
+        self.device = device
         link = copies_for(device)
         self._copies: CopyEngine = link
         self.files: WeightFiles | None = None
@@ -127,13 +127,13 @@ class StreamedWeights:
             ApplyError: the disk fails.
         """
         with self._lock:
-            weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self._device) for p in parameters]
+            weights = [StreamedWeight(p, self._part_for(p, on_disk=on_disk), self.device) for p in parameters]
             block = StreamedBlock(len(self._blocks), weights)
             self._blocks.append(block)
             self._expect_in_order(block.number)
             for weight in weights:
                 if with_gradients and weight.parameter.requires_grad:
-                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self._device)
+                    weight.gradient = StreamedGradient(weight.parameter, weight.num_bytes, self.slab, self.device)
                     self._begin_to_leave(weight.gradient)
                 weight.leave(self._copies)
             self._gradients_leave()

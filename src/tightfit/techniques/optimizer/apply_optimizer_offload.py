@@ -9,7 +9,7 @@ from tightfit.errors import ApplyError
 from tightfit.techniques.optimizer.at_host.host_codec import HostCodec
 from tightfit.techniques.optimizer.at_host.host_updates import HostUpdates
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
-from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
+from tightfit.techniques.optimizer.states.state_sizes import LOST_STATES, MIN_NUMBERS
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
 from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
 from tightfit.techniques.session import Session
@@ -17,7 +17,6 @@ from tightfit.techniques.technique import Choice
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for
 
 _NAME = "optimizer_offload"
-_LOST = "; the step is not complete, and what the optimizer had there is lost: load the last checkpoint"
 
 
 def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
@@ -39,7 +38,7 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
         _check_updates_on_host(session, choice)
     least = int(choice.settings.get("least_elements", MIN_NUMBERS))
     _, on_disk = by_tier(chosen)
-    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", _LOST)
+    disk = disk_space_for(session, on_disk, _NAME, "optimizer states", LOST_STATES)
     codec = HostCodec(device, int(choice.settings["host_bytes"]), least_elements=least, disk=disk)
     slab = codec.slab
     # Undone last, when no state is at the host or on disk any more.
