@@ -191,7 +191,8 @@ class DiskCopies(CopyEngine):
             for number, part in enumerate(moving.tensor.split(self._piece_bytes)):
                 self._read([part, None], moving.there, number, after)
         except Exception as error:  # noqa: BLE001 - whatever it is, the bytes cannot be had
-            return error
+            # Its frames would keep what the caller waits for.
+            return error.with_traceback(None)
         return None
 
     def _finish(self, there: OnDisk) -> None:
