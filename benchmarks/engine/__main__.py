@@ -6,13 +6,17 @@ python -m benchmarks.engine budgets       plans that mix, beside those that do o
 python -m benchmarks.engine reach         how large a model is trained in full with a host of so much memory
 python -m benchmarks.engine exactness     six models, everything that is moved, host and disk: the same to the bit?
     python -m benchmarks.engine growth        whether a thousand steps take more than a hundred
+    python -m benchmarks.engine faults        what is left after copies that fail, interrupts, forks, full disks
+    python -m benchmarks.engine convergence   whether states in few bits at the host train to the same loss, five seeds
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.engine.convergence import convergence
 from benchmarks.engine.exactness import exactness
+from benchmarks.engine.faults import faults
 from benchmarks.engine.growth import growth
 from benchmarks.engine.optimizers import print_optimizers
 from benchmarks.engine.reach import reach
@@ -33,6 +37,7 @@ def main() -> int:
     parser.add_argument("--card", default="RTX 4090")
     parser.add_argument("--host", default="64GiB")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--places", type=int, default=12)
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     if given.what == "traffic":
@@ -48,6 +53,10 @@ def main() -> int:
         return int(exactness(given.steps or 50, given.csv) > 0)
     elif given.what == "growth":
         return int(growth(given.steps or 1000, given.csv) > 0)
+    elif given.what == "convergence":
+        return int(convergence(given.steps or 400, given.csv) > 0)
+    elif given.what == "faults":
+        return int(faults(given.places, given.csv) > 0)
     else:
         parser.error(f"there is no {given.what}")
     return 0

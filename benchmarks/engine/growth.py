@@ -24,6 +24,7 @@ from tightfit.engine.host_slab import HostSlab
 from tightfit.runtime.apply import apply_choices
 from tightfit.units import MIB
 
+_SECONDS_TO_END = 2.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -65,13 +66,13 @@ def held_now() -> Held:
         beside=sum(slab.overflow_bytes for slab in slabs if isinstance(slab, HostSlab)),
         in_files=sum(slab.num_bytes for slab in slabs if isinstance(slab, DiskSlab)),
         num_files=len(os.listdir("/proc/self/fd")),
-        num_threads=threading.active_count(),
+        num_threads=len(_threads()),
     )
 
 
 def grown(way: str, tier: str, num_steps: int, name: str = "resnet") -> Growth:
     """Trains one model for so many steps with one way of moving on it."""
-    _forget()
+    forget()
     before = held_now()
     torch.manual_seed(0)
     model, loss_of = ARCHITECTURES[name]()
@@ -91,7 +92,7 @@ def grown(way: str, tier: str, num_steps: int, name: str = "resnet") -> Growth:
     late, late_mib = held_now(), _process_mib()
     session.undo()
     del model, loss_of, optimizer, session
-    _forget()
+    forget()
     return Growth(
         moved=way,
         tier=tier,
@@ -104,9 +105,16 @@ def grown(way: str, tier: str, num_steps: int, name: str = "resnet") -> Growth:
     )
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Collects what is not needed, closes its files, and waits for its threads to end."""
     gc.collect()
     close_gone()
+    for thread in _threads():
+        thread.join(_SECONDS_TO_END)
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tightfit-")]
 
 
 def _process_mib() -> float:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from tightfit.engine.descriptors import close_gone
 from tightfit.engine.host_slab import HostSlab, unregister_gone
 from tightfit.engine.slab_notes import notes_on
@@ -27,12 +29,7 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
             parameter.
     """
     (choice,) = chosen
-    held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
-    devices = {parameter.device for parameter in held}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")
-    device = devices.pop()
+    device = device_of_optimizers(session)
     on_host = choice.settings.get("executor", "card") == "host"
     if on_host:
         _check_updates_on_host(session, choice)
@@ -57,6 +54,20 @@ def apply_optimizer_offload(session: Session, chosen: Sequence[Choice]) -> None:
         else None,
     )
     session.notes.extend(notes_on(device, [slab], "optimizer states"))
+
+
+def device_of_optimizers(session: Session) -> torch.device:
+    """The device of all parameters that the optimizers update.
+
+    Raises:
+        ApplyError: there are several.
+    """
+    held = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
+    devices = {parameter.device for parameter in held}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ApplyError(f"states are offloaded from one device, and the parameters of the optimizers are on {found}")
+    return devices.pop()
 
 
 def _check_updates_on_host(session: Session, choice: Choice) -> None:

@@ -52,8 +52,8 @@ class EncodedState(AbstractSource):
 
     @property
     def num_bytes(self) -> int:
-        """Of the dequantised state."""
-        return self._shape.numel() * self._dtype.itemsize
+        """Of what `begin` brings."""
+        return self._codec.num_bytes(self._shape, self._dtype)
 
     def begin(self) -> None:
         """Begins to bring what the next `whole` needs."""
