@@ -69,7 +69,9 @@ class StoredAt:
         storage = self._storage()
         if storage is None or self._offset + self._place.num_bytes > storage.nbytes():
             return None
-        return self._place.checksum_from(int(storage.data_ptr()) + self._offset)
+        address = storage.data_ptr()
+        assert isinstance(address, int)
+        return self._place.checksum_from(address + self._offset)
 
 
 class _Place:
