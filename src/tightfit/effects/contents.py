@@ -69,8 +69,7 @@ class StoredAt:
         storage = self._storage()
         if storage is None or self._offset + self._place.num_bytes > storage.nbytes():
             return None
-        address = storage.data_ptr()
-        assert isinstance(address, int)
+        address: Any = storage.data_ptr()
         return self._place.checksum_from(address + self._offset)
 
 

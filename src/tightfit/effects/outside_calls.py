@@ -2,7 +2,8 @@
 
 Code that is run again would do it once more, and nothing can put it back: a count in a file has moved on twice, whatever both runs compute. Calls are
 seen by Python's profile function, in this thread and for as long as the region runs; a profiler of the program's that is written in Python is called
-too. What is only printed or logged does not count, and neither does what Python's pools of threads hand on.
+too. What is only printed or logged does not count, and neither does what Python's pools of threads hand on, or what libraries write for themselves
+(torch's compiler has a cache of files).
 """
 
 import io
@@ -20,7 +21,7 @@ from tightfit.effects.users_code import is_users_file
 # Python modules all of whose functions work on what lies outside.
 _MODULES = frozenset(
     [
-        *("shelve", "dbm", "dbm.dumb", "sqlite3", "sqlite3.dbapi2", "mailbox", "tempfile", "shutil", "subprocess"),
+        *("shelve", "dbm", "dbm.dumb", "sqlite3", "sqlite3.dbapi2", "mailbox", "subprocess"),
         *("multiprocessing.shared_memory", "multiprocessing.sharedctypes", "multiprocessing.connection"),
         *("multiprocessing.queues", "multiprocessing.managers", "multiprocessing.synchronize"),
         *("socket", "socketserver", "ssl", "http.client", "urllib.request", "ftplib", "smtplib", "xmlrpc.client"),
@@ -32,6 +33,8 @@ _LIBRARIES = frozenset(
         *("requests", "sqlalchemy", "tables", "zarr", "zmq"),
     ]
 )
+# What writes for who calls it.
+_WRITERS = ("torch.serialization", "numpy")
 _OF_FILES = frozenset(["open", "truncate", "write", "writelines"])
 # Functions of C, by the modules of the functions or of the methods' classes.
 _BY_MODULE = {
@@ -56,7 +59,7 @@ for _module, _names in _BY_MODULE.items():
 # Under other names: Python's own, of the same classes and functions, and those of another system.
 _ALIASES = {"io": "_io", "nt": "posix", "_sqlite3": "sqlite3", "gdbm": "_gdbm", "_dbm": "_gdbm", "ctypes": "_ctypes"}
 # Which threads of Python's own hand on work and results, what logs, and we ourselves.
-_ALLOWED = re.compile(r"(concurrent\.futures|asyncio|logging|threading|multiprocessing\.pool|tightfit)(\.|$)")
+_ALLOWED = re.compile(r"(concurrent\.futures|asyncio|logging|threading|multiprocessing\.pool|weakref|tightfit)(\.|$)")
 _WRITES = re.compile(r"[rbt]{0,2}([wax][bt]?\+?[bt]?|\+[bt]?)$")
 
 NAMES = frozenset(
@@ -141,14 +144,15 @@ def _where(frame: types.FrameType | None) -> str:
 
 
 def _is_allowed(frame: types.FrameType | None) -> bool:
-    """Whether Python's own pools, a log or code of ours make the call."""
+    """Whether the call is not the program's: of Python's own pools, a log, a library that keeps a cache, or the end of an object, which may come at any time."""
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
-        if _ALLOWED.match(module):
+        root = module.partition(".")[0]
+        if _ALLOWED.match(module) or frame.f_code.co_name == "__del__":
             return True
-        # Of the program's own frames the innermost decides.
-        if module.partition(".")[0] not in sys.stdlib_module_names or module == "__main__":
-            return False
+        # Of the frames outside of Python's library the innermost decides.
+        if root not in sys.stdlib_module_names or root == "__main__":
+            return not (is_users_file(frame.f_code.co_filename) or root in _LIBRARIES or module.startswith(_WRITERS))
         frame = frame.f_back
     return False
 

@@ -497,6 +497,11 @@ class Switching(Block):
         return x + (2 * self.inner(x) if is_late else self.inner(x))
 
 
+# What is kept here of the techniques that run code more than once: the others run it as often as a plain step.
+_ONLY = ("checkpointing", "micro-batches")
+_FELT = (text_file, simple_queue, shared_value, database)
+
+
 def _register(make: Callable[[Kept], Count], at: int, *, is_felt: bool) -> None:
     def program(t: Trial) -> None:
         with contextlib.ExitStack() as kept:
@@ -506,11 +511,14 @@ def _register(make: Callable[[Kept], Count], at: int, *, is_felt: bool) -> None:
     program.__name__ = f"{make.__name__}_{'felt' if is_felt else 'counts'}_{at}"
     what = make.__name__.replace("_", " ")
     felt = ", which only gradients feel" if is_felt else ""
-    attack("recomputation", f"blocks count their calls in a counter outside ({what}), and change at call {at}{felt}")(
-        program
-    )
+    attack(
+        "recomputation",
+        f"blocks count their calls in a counter outside ({what}), and change at call {at}{felt}",
+        only=_ONLY,
+    )(program)
 
 
 for _make in COUNTERS:
     _register(_make, 13, is_felt=False)
+for _make in _FELT:
     _register(_make, 10, is_felt=True)
