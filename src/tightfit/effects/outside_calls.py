@@ -36,28 +36,28 @@ _LIBRARIES = frozenset(
 # What writes for who calls it.
 _WRITERS = ("torch.serialization", "numpy")
 _OF_FILES = frozenset(["open", "truncate", "write", "writelines"])
-# Functions of C, by the modules of the functions or of the methods' classes.
+# Functions of C, by the modules of the functions or of the methods' classes, without an underscore before them.
 _BY_MODULE = {
     "posix": "chdir chmod copy_file_range fchdir fork ftruncate kill link lseek mkdir mkfifo open posix_spawn putenv pwrite pwritev read readv "
     "remove rename replace rmdir sendfile setxattr symlink system truncate umask unlink unsetenv utime write writev",
-    "_socket": "accept connect recv recv_into recvfrom recvfrom_into recvmsg send sendall sendmsg sendto",
-    "_io": " ".join(_OF_FILES),
+    "socket": "accept connect recv recv_into recvfrom recvfrom_into recvmsg send sendall sendmsg sendto",
+    "io": " ".join(_OF_FILES),
     "sqlite3": "backup commit execute executemany executescript rollback",
-    "_queue": "get get_nowait put put_nowait",
+    "queue": "get get_nowait put put_nowait",
     "mmap": "move read read_byte readline resize seek write write_byte",
-    "_gdbm": "open firstkey nextkey sync reorganize",
-    "_posixshmem": "shm_open shm_unlink",
-    "_posixsubprocess": "fork_exec",
-    "_multiprocessing": "acquire release",
-    "_ctypes": "from_address",
+    "gdbm": "open firstkey nextkey sync reorganize",
+    "posixshmem": "shm_open shm_unlink",
+    "posixsubprocess": "fork_exec",
+    "multiprocessing": "acquire release",
+    "ctypes": "from_address",
     "numpy": "tofile",
 }
 _MODULES_OF: dict[str, set[str]] = defaultdict(set)
 for _module, _names in _BY_MODULE.items():
     for _name in _names.split():
         _MODULES_OF[_name].add(_module)
-# Under other names: Python's own, of the same classes and functions, and those of another system.
-_ALIASES = {"io": "_io", "nt": "posix", "_sqlite3": "sqlite3", "gdbm": "_gdbm", "_dbm": "_gdbm", "ctypes": "_ctypes"}
+# Under other names, besides those with an underscore.
+_ALIASES = {"nt": "posix", "dbm": "gdbm"}
 # Which threads of Python's own hand on work and results, what logs, and we ourselves.
 _ALLOWED = re.compile(r"(concurrent\.futures|asyncio|logging|threading|multiprocessing\.pool|weakref|tightfit)(\.|$)")
 _WRITES = re.compile(r"[rbt]{0,2}([wax][bt]?\+?[bt]?|\+[bt]?)$")
@@ -163,7 +163,9 @@ def _reaches_outside(frame: types.FrameType, function: Any, name: str) -> bool:
     is_method = owner is not None and not isinstance(owner, types.ModuleType)
     kind = owner if isinstance(owner, type) else type(owner)
     modules = {base.__module__ for base in kind.__mro__} if is_method else {function.__module__}
-    modules = {_ALIASES.get(module, module) for module in modules} & _MODULES_OF[name]
+    modules = {_ALIASES.get(each, each) for module in modules if (each := (module or "").lstrip("_"))} & _MODULES_OF[
+        name
+    ]
     if not modules:
         return False
     if name == "open":

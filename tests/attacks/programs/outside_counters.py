@@ -6,6 +6,7 @@ import json
 import mmap
 import multiprocessing
 import multiprocessing.shared_memory
+import multiprocessing.sharedctypes
 import os
 import pickle
 import queue
