@@ -424,7 +424,7 @@ def environment_of_system(kept: Kept) -> Count:
 def working_folder(kept: Kept) -> Count:
     here, folder = os.getcwd(), _folder(kept)
     kept.callback(os.chdir, here)
-    for number in range(100):
+    for number in range(60):
         (folder / str(number)).mkdir()
     os.chdir(folder / "0")
 
