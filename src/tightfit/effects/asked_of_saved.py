@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.users_code import is_users_file
+
 _ASKING = frozenset(["type", "id", "hasattr", "getattr", "setattr", "vars"])
 _OF_TENSORS = frozenset(dir(torch.Tensor)) - {"grad", "register_hook", "register_post_accumulate_grad_hook"}
 _MAX_DEPTH = 4
@@ -29,14 +31,27 @@ def question_of(caller: types.FrameType | None) -> str:
     return question_in(backward) if isinstance(backward, types.FunctionType) else ""
 
 
+@functools.lru_cache(maxsize=256)
 def question_in(backward: types.FunctionType) -> str:
     """The line where a backward function, or one that it calls, asks what a saved tensor is, or nothing."""
     names = _saved_names(backward.__code__)
-    return next((line for function, depth in _called(backward) for line in _questions(function, names if not depth else frozenset())), "")
+    return next(
+        (
+            line
+            for function, depth in _called(backward)
+            for line in _questions(function, names if not depth else frozenset())
+        ),
+        "",
+    )
+
+
+def told(question: str) -> str:
+    """Why a region with such a function is refused."""
+    return f"has a function whose backward pass asks which object, of which class or with which attributes a saved tensor is (at {question}): hooks for saved tensors give it another one"
 
 
 def _called(function: types.FunctionType) -> Iterator[tuple[types.FunctionType, int]]:
-    """The function and those that it names, of Python's, but none of torch's or of Python's library."""
+    """The function and those of the program's own that it names; libraries' helpers ask for classes for other reasons."""
     seen: set[Any] = set()
     waiting = [(function, 0)]
     while waiting:
@@ -54,7 +69,7 @@ def _functions_named(function: types.FunctionType) -> Iterator[types.FunctionTyp
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_full(cell)]
     for value in (*(function.__globals__[name] for name in names if name in function.__globals__), *cells):
         inner = value.__func__ if isinstance(value, types.MethodType) else value
-        if isinstance(inner, types.FunctionType) and not (inner.__module__ or "").startswith(("torch.", "tightfit.")):
+        if isinstance(inner, types.FunctionType) and is_users_file(inner.__code__.co_filename):
             yield inner
 
 

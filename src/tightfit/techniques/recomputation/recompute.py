@@ -26,6 +26,7 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
+from tightfit.effects.asked_of_saved import told
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
 from tightfit.effects.outside_calls import without_outside_calls
@@ -286,6 +287,8 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
+        if self._saved is not None and self._saved.question:
+            raise self._owner.refusal(told(self._saved.question))
         if self._of_all:
             self._owner.learn(self._before, self._copies)
         if self._has_graphs or self._of_all:

@@ -8,6 +8,7 @@ What the program itself still holds of them when the second run begins (an activ
 plain run would use what is there now, and the second run makes it anew. Their memory is read once more then.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tightfit.effects.asked_of_saved import question_of
 from tightfit.effects.contents import StoredAt, checksum_of
 from tightfit.effects.reads import line_of_code
 from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
@@ -47,6 +49,8 @@ class SavedValues:
     def __init__(self, weights: Container[int] = ()) -> None:
         self._weights = weights
         self._saved: list[_Saved] = []
+        self.question = ""
+        """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
 
     @contextmanager
     def of_first_run(self) -> Iterator[None]:
@@ -58,6 +62,7 @@ class SavedValues:
         pack, unpack = hooks
 
         def noted(tensor: torch.Tensor) -> Any:
+            self.question = self.question or question_of(sys._getframe(1))
             checksum = self._checksum(tensor)
             whole = tensor if tensor._base is None else tensor._base
             place = None if checksum is None or whole.grad_fn is None else StoredAt(tensor)
