@@ -162,7 +162,7 @@ class TestForecasts:
         planner, spent = found.agent._planner, [0.0]
         monkeypatch.setattr("tightfit.watch.outlook.planner.time.thread_time", lambda: spent[0])
 
-        def forecast(series: int, wall: float, *, is_card: bool) -> None:
+        def forecast(series: int, wall: float, used: int, *, is_card: bool) -> None:
             spent[0] += 0.05
 
         monkeypatch.setattr(planner, "_forecast", forecast)

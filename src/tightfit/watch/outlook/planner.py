@@ -10,7 +10,9 @@ from pathlib import Path
 
 from tightfit.errors import WatchError
 from tightfit.forecast.forecasts import forecast_series
+from tightfit.units import format_bytes
 from tightfit.watch.machine_state import Outlook
+from tightfit.watch.outlook.growth import steady_growth
 from tightfit.watch.store.history import History
 
 _SAMPLE_SECONDS = 60.0
@@ -67,7 +69,7 @@ class OutlookPlanner:
                 break
             before = time.thread_time()
             used, is_card = needed[series]
-            outlook = self._forecast(series, wall, is_card=is_card)
+            outlook = self._forecast(series, wall, used, is_card=is_card)
             self._made[series] = _Made(outlook, used, monotonic)
             if outlook is not None:
                 made[series] = outlook
@@ -101,7 +103,7 @@ class OutlookPlanner:
                 rows.append((2, -age, series))
         return (series for _, _, series in sorted(rows))
 
-    def _forecast(self, series: int, wall: float, *, is_card: bool) -> Outlook | None:
+    def _forecast(self, series: int, wall: float, used: int, *, is_card: bool) -> Outlook | None:
         settings = self._settings
         # The store may be locked, full or not written yet: then there is no forecast, and the next minute has one.
         with contextlib.suppress(sqlite3.Error, LookupError, WatchError):
@@ -113,13 +115,18 @@ class OutlookPlanner:
                 return None
             samples = max(1, round(settings.horizon_seconds / _SAMPLE_SECONDS))
             found = forecast_series(past, horizon=samples, quantile=settings.quantile)
+            grown = round(steady_growth(past) * settings.horizon_seconds)
+            is_growing = used + grown > found.upper_bytes
             return Outlook(
                 made_at=wall,
                 horizon_seconds=settings.horizon_seconds,
                 quantile=settings.quantile,
-                median_bytes=found.median_bytes,
-                upper_bytes=found.upper_bytes,
-                model=found.model,
-                note=found.note,
+                # What is used now is used in the next hour too, if only for a moment.
+                median_bytes=max(found.median_bytes, used),
+                upper_bytes=max(found.upper_bytes, used + grown),
+                model="growth" if is_growing and grown else found.model,
+                note=f"grows by {format_bytes(grown * 3600 // round(settings.horizon_seconds))} an hour"
+                if grown
+                else found.note,
             )
         return None

@@ -64,6 +64,14 @@ class History:
         """
         return outlooks_of(self._connection)
 
+    def series_of_cards(self) -> dict[str, int]:
+        """The series of the memory of each card, by its UUID.
+
+        Raises:
+            sqlite3.Error: the store cannot be read now.
+        """
+        return series_of_cards(self._connection)
+
     def minutes_of(self, series: int, *, count: int) -> Series:
         """The largest sample of each of the last `count` minutes of a series that has any, the minute that is not over included.
 
@@ -155,6 +163,14 @@ def outlooks_of(connection: sqlite3.Connection) -> dict[int, Outlook]:
     """The latest forecasts in a store, by series."""
     rows = connection.execute(f"SELECT series, {', '.join(Outlook.__slots__)} FROM outlooks")
     return {row[0]: Outlook(**dict(zip(Outlook.__slots__, row[1:], strict=True))) for row in rows}
+
+
+def series_of_cards(connection: sqlite3.Connection) -> dict[str, int]:
+    """The series of the memory of each card, by its UUID."""
+    rows = connection.execute(
+        "SELECT c.uuid, s.id FROM series s JOIN cards c ON c.id = s.card WHERE s.process = 0 AND s.kind = ?", (USED,)
+    )
+    return dict(rows.fetchall())
 
 
 def _level(seconds: float) -> str:

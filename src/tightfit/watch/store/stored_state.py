@@ -7,7 +7,7 @@ from typing import Any
 
 from tightfit.watch.machine_state import CardState, Episode, MachineState, Outlook, ProcessState
 from tightfit.watch.readings import CardReading, ProcessFacts
-from tightfit.watch.store.history import outlooks_of
+from tightfit.watch.store.history import outlooks_of, series_of_cards
 from tightfit.watch.store.schema import ALLOCATED, RESERVED, USED, open_to_read
 
 _NUM_EPISODES = 50
@@ -50,12 +50,7 @@ def _state(connection: sqlite3.Connection) -> MachineState:
         raise LookupError("the history has no reading yet")
     time, wall = last
     outlooks = outlooks_of(connection)
-    of_cards = dict(
-        connection.execute(
-            "SELECT c.uuid, s.id FROM series s JOIN cards c ON c.id = s.card WHERE s.process = 0 AND s.kind = ?",
-            (USED,),
-        )
-    )
+    of_cards = series_of_cards(connection)
     cards = [
         CardReading(**json.loads(reading))
         for (reading,) in connection.execute("SELECT reading FROM cards WHERE time = ?", (time,))
