@@ -145,7 +145,10 @@ OPTIONS = {
         *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
         *("--price-per-hour", "--quantization"),
     ],
-    "watch": ["--agent", "--interval", "--job", "--json", "--once", "--quantile", "--simulate", "--store"],
+    "watch": [
+        *("--agent", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile", "--simulate"),
+        *("--store", "--token", "--web"),
+    ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],
 }
