@@ -23,7 +23,7 @@ from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import own_card
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
-from tightfit.output_files import check_outputs
+from tightfit.output_files import check_outputs, write_text
 from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
@@ -79,12 +79,16 @@ class Cards:
         The kind of node by name (DGX H100, p4d.24xlarge) or its TOML file. Default: the first one with such GPUs.
     global_batch
         Examples in a step of all cards together. Default: the program's own.
+    export
+        Print the layout as a file for torchtitan, accelerate, deepspeed, megatron, torchrun, slurm or kubernetes, or write it with --output. Only layouts
+        that this tool runs are considered.
     """
 
     gpus: int | None = None
     nodes: int | None = None
     node: str | None = None
     global_batch: int | None = None
+    export: str | None = None
 
 
 ONE_CARD = Cards()
@@ -124,7 +128,7 @@ def plan(
         Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
         The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     output
-        Write the plan to this file (JSON), for tightfit run --plan.
+        Write the plan to this file (JSON), for tightfit run --plan; with --export that tool's file.
     json
         Print the plan as JSON.
     as_code
@@ -142,10 +146,16 @@ def plan(
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
     if cards != ONE_CARD:
-        is_plain = output is None and search is None and not as_code and not redact and gpu == AS_KNOWN
+        is_plain = (
+            (output is None or cards.export is not None)
+            and search is None
+            and not as_code
+            and not redact
+            and gpu == AS_KNOWN
+        )
         _check_alone(bounds, is_plain=is_plain)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
-        return _layout(target, card, cards, budget=bounds.budget, json=json, **traced)
+        return _layout(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
         "used": used_now(gpu.used, card, is_own=device is None),
@@ -191,13 +201,15 @@ def _check_alone(bounds: Bounds, *, is_plain: bool) -> None:
         )
 
 
-def _layout(target: str, device: str, cards: Cards, *, budget: Size | None, json: bool, **traced: Any) -> int:
+def _layout(
+    target: str, device: str, cards: Cards, *, budget: Size | None, output: Path | None, json: bool, **traced: Any
+) -> int:
     from tightfit.fit.layout_planning import plan_layout
-    from tightfit.reports.text.layouts import write_layout
+    from tightfit.reports.text.layouts import write_export, write_layout
 
     started = time.monotonic()
     if cards.gpus is None:
-        raise UsageError("--nodes, --node and --global-batch go with --gpus, the number of all GPUs")
+        raise UsageError("--nodes, --node, --global-batch and --export go with --gpus, the number of all GPUs")
     tracing = traced["tracing"]
     with ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output) as line:
         found = plan_layout(
@@ -209,15 +221,22 @@ def _layout(target: str, device: str, cards: Cards, *, budget: Size | None, json
             nodes=cards.nodes,
             node=cards.node,
             global_batch=cards.global_batch,
+            export=cards.export,
             **traced,
         )
     elapsed_seconds = time.monotonic() - started
-    if json:
-        sys.stdout.write(
-            jsonlib.dumps({"target": target, **found.to_json(), "elapsed_seconds": round(elapsed_seconds, 2)}) + "\n"
-        )
-    else:
-        write_layout(found, elapsed_seconds=elapsed_seconds)
+    try:
+        if output is not None and found.exports:
+            write_text(output, found.exports[0].text)
+    finally:
+        # Also where the file could not be written: the layout has been found by now.
+        if json:
+            answer = {"target": target, **found.to_json(), "elapsed_seconds": round(elapsed_seconds, 2)}
+            sys.stdout.write(jsonlib.dumps(answer) + "\n")
+        elif cards.export is not None and output is None and found.exports:
+            write_export(found)
+        else:
+            write_layout(found, elapsed_seconds=elapsed_seconds)
     return 0 if found.fits else 1
 
 
