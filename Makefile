@@ -69,7 +69,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,dev,examples]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,watch,dev,examples]"
 	@touch $@ $(VENV)/.demo
 
 clean:

@@ -146,6 +146,7 @@ OPTIONS = {
         *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
         *("--price-per-hour", "--quantization"),
     ],
+    "watch": ["--agent", "--interval", "--job", "--json", "--once", "--quantile", "--simulate", "--store"],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],
 }

@@ -14,7 +14,7 @@ import torch
 
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
-from tightfit.guarding.loops.find_loops import Program, training_loops
+from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
 from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
@@ -33,7 +33,7 @@ class GuardedScript:
     """
 
     def __init__(self, path: str, plans: Sequence[Plan], *, has_first: bool, folder: Path) -> None:
-        self._program = Program.of(Path(path))
+        self._program = GuardedProgram.of(Path(path))
         self._models: WeakTable[torch.nn.Module, None] = WeakTable()
         self._optimizers: WeakTable[torch.optim.Optimizer, None] = WeakTable()
         rungs = Rungs(

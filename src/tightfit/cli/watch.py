@@ -1,0 +1,153 @@
+"""`tightfit watch`: the GPUs of this machine, their processes, and what the next hour needs; as an agent, on a terminal, as JSON."""
+
+import contextlib
+import json as json_module
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from tightfit.cli.arguments.sizes import Size, with_unit
+from tightfit.errors import UsageError
+from tightfit.forecast.horizon import parse_horizon
+from tightfit.units import parse
+from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
+from tightfit.watch.outlook.admission_advice import JobAdvice
+from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.simulated_past import write_past
+from tightfit.watch.sources.abstract_source import AbstractSource
+from tightfit.watch.sources.open_source import open_source
+from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource, parse_machine
+from tightfit.watch.store.folder import StoreFolder, usual_folder
+from tightfit.watch.terminal.live import run_screen
+from tightfit.watch.terminal.raw_terminal import is_interactive
+from tightfit.watch.terminal.tables import tables
+from tightfit.watch.watching import Watching, one_reading, stored_state_or_none
+
+# rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
+_PIPED_WIDTH = 160
+
+
+def watch(
+    *,
+    once: bool = False,
+    json: bool = False,
+    agent: bool = False,
+    simulate: bool | str | None = None,
+    store: Path | None = None,
+    interval: str = "1s",
+    job: Size | None = None,
+    quantile: float = 0.975,
+) -> int:
+    """Watch the GPUs of this machine: who uses how much memory, and what the next hour needs.
+
+    With --job and --once, the exit code is 1 if the job fits on no GPU.
+
+    Args:
+        once: print one table and end; so it is where stdout is no terminal.
+        json: print one JSON object and end.
+        agent: only read and keep the history, until it is ended by a signal.
+        simulate: cards and processes that do not exist, such as 8x50 (cards x processes of each) or 8x50:7 (with a seed); 2x6 if none are named.
+        store: folder of the history (default: /var/lib/tightfit/watch for root, else one in the home folder).
+        interval: time between two readings, at least 1s (default 1s).
+        job: say of each GPU whether a job that needs this much fits, now and for the next hour.
+        quantile: the share of forecasts that the next hour is to stay within (default 0.975).
+    """
+    if not 0.5 <= quantile < 1:
+        raise UsageError(f"--quantile {quantile:g}: write a share from 0.5 up to, but not including, 1, such as 0.975")
+    settings = AgentSettings(interval_seconds=_interval(interval), outlooks=OutlookSettings(quantile=quantile))
+    job_bytes = None if job is None else parse(with_unit("--job", job))
+    machine = None if not simulate else SimulatedMachine() if simulate is True else parse_machine(simulate)
+    with _folder(machine, store) as path:
+        if machine is not None and store is None:
+            path.mkdir(exist_ok=True)
+            write_past(machine, StoreFolder(path).database, settings)
+        source: Callable[[], AbstractSource] = (
+            open_source if machine is None else lambda machine=machine: SimulatedSource(machine)
+        )
+        folder = StoreFolder(path)
+        if agent:
+            return _run_agent(folder, source, settings)
+        if once or json or not is_interactive():
+            is_own = machine is not None and store is None
+            return _print_once(folder, source, settings, job_bytes, is_own=is_own, json=json)
+        return _show(folder, source, settings, job_bytes)
+
+
+def _interval(text: str) -> float:
+    horizon = parse_horizon(text)
+    if not horizon.is_time or not MIN_INTERVAL_SECONDS <= horizon.count <= 3600:
+        raise UsageError(f"--interval {text}: write a time from 1s to 1h")
+    return horizon.count
+
+
+@contextlib.contextmanager
+def _folder(machine: SimulatedMachine | None, store: Path | None) -> Iterator[Path]:
+    """The folder of the history; for a simulation that names none, one that is gone afterwards."""
+    if machine is None or store is not None:
+        yield store or usual_folder()
+        return
+    with tempfile.TemporaryDirectory(prefix="tightfit-watch-") as folder:
+        yield Path(folder)
+
+
+def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings) -> int:
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: ended.set())
+    watching = Watching(folder, source, settings)
+    watching.start()
+    try:
+        role = f"reads; history in {folder.path}" if watching.is_agent else f"waits for process {folder.holder()}"
+        sys.stderr.write(f"tightfit: the agent {role}\n")
+        while not ended.wait(settings.interval_seconds):
+            watching.state()
+    finally:
+        watching.close()
+    return 0
+
+
+def _show(
+    folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings, job_bytes: int | None
+) -> int:
+    watching = Watching(folder, source, settings)
+    watching.start()
+    try:
+        run_screen(watching, JobAdvice(watching.database, job_bytes, settings.outlooks).sentences)
+    finally:
+        watching.close()
+    return 0
+
+
+def _print_once(
+    folder: StoreFolder,
+    source: Callable[[], AbstractSource],
+    settings: AgentSettings,
+    job_bytes: int | None,
+    *,
+    is_own: bool,
+    json: bool,
+) -> int:
+    """What the agent of this folder knows; without an agent, a reading that is not kept, unless the history is `is_own` and goes away anyhow."""
+    state = stored_state_or_none(folder.database) if folder.is_locked() else None
+    with tempfile.TemporaryDirectory(prefix="tightfit-watch-") as other:
+        path = folder.path if is_own or state is not None else Path(other)
+        if state is None:
+            state = one_reading(source(), path, settings)
+        advice = JobAdvice(StoreFolder(path).database, job_bytes, settings.outlooks).of(state)
+    if json:
+        answer = state.to_json()
+        if job_bytes is not None:
+            answer["admission"] = [each.to_json() for each in advice]
+        sys.stdout.write(json_module.dumps(answer) + "\n")
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+        console.print(tables(state, time.time()), highlight=False)
+        for each in advice:
+            console.print(each.sentence, highlight=False, markup=False)
+    return 0 if job_bytes is None or any(each.fits for each in advice) else 1
