@@ -57,8 +57,8 @@ def test_a_signal_ends_it_and_a_stop_hands_the_terminal_over(tmp_path: Path) -> 
         found.wait_for("q quit", gone=True)
         found.type("kill -TERM %1; fg; echo gone with $?", "Enter")
         found.wait_for("gone with 0")
-        found.type("clear; stty -a | grep -o -e '-\\?icanon'", "Enter")
-        found.wait_for("\nicanon")
+        found.type("stty -a | grep -o -w -e '-\\?echo'", "Enter")
+        found.wait_for("\necho\n")
 
 
 def test_a_terminal_that_can_do_nothing_gets_a_table(tmp_path: Path) -> None:
