@@ -65,6 +65,7 @@ OPTIONS = {
             "--device",
             "--disk",
             "--dtype",
+            "--export",
             "--global-batch",
             "--gpus",
             "--gradient-checkpointing",
