@@ -147,8 +147,8 @@ OPTIONS = {
         *("--price-per-hour", "--quantization"),
     ],
     "watch": [
-        *("--agent", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile", "--simulate"),
-        *("--store", "--token", "--web"),
+        *("--agent", "--alerts", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile"),
+        *("--simulate", "--store", "--tensorboard", "--token", "--wandb", "--web"),
     ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],

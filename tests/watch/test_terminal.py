@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tests.hostile_text import HOSTILE_TEXTS
-from tests.watch.machines import bench, card, simulated
+from tests.watch.machines import bench, simulated
+from tests.watch.states import NOW, machine, process
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import CardState, Episode, MachineState, Outlook, ProcessState
-from tightfit.watch.printable import printable
-from tightfit.watch.readings import ProcessFacts
+from tightfit.watch.machine_state import Episode, MachineState
 from tightfit.watch.store.history import CardHistory, Layer
 from tightfit.watch.terminal.charts import chart, resampled, sparkline
 from tightfit.watch.terminal.keys import KeyDecoder
@@ -23,59 +22,10 @@ from tightfit.watch.terminal.screen import Shown, screen
 from tightfit.watch.terminal.tables import tables
 from tightfit.watch.terminal.view import HELP, View, ordered, pressed, selected
 
-NOW = 1_700_000_000.0
 KEYS = [
     *("up", "down", "page up", "page down", "home", "end", "left", "right", "escape", "enter", "h", "a", "f", "c", "o"),
     *("g", "G", "n", "t", "x", ",", ".", "/", "I", "T", "K", "y", "é", "refresh", "line start", "line end"),
 ]
-
-
-def outlook(median: int, upper: int) -> Outlook:
-    return Outlook(
-        made_at=NOW,
-        horizon_seconds=3600.0,
-        quantile=0.975,
-        median_bytes=median,
-        upper_bytes=upper,
-        model="level_conditioned",
-        note="",
-    )
-
-
-def process(pid: int, used: int | None, *, command: str = "python train.py", index: int = 0) -> ProcessState:
-    facts = ProcessFacts(
-        pid=pid, identity=f"b:{pid}", started=NOW - 60.0 * pid, user="ada", command=printable(command), container=""
-    )
-    return ProcessState(
-        facts=facts,
-        card=f"GPU-{index}",
-        used_bytes=used,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        outlook=outlook(used, used + GIB) if used else None,
-    )
-
-
-def machine(num_cards: int = 2, processes: tuple[ProcessState, ...] | None = None) -> MachineState:
-    cards = tuple(
-        CardState(
-            reading=card(used_bytes=(10 + i) * GIB, uuid=f"GPU-{i}", index=i), outlook=outlook(12 * GIB, 70 * GIB)
-        )
-        for i in range(num_cards)
-    )
-    some = (process(10, 3 * GIB), process(11, 6 * GIB, index=1), process(12, 4 * GIB), process(13, None, index=1))
-    return MachineState(
-        host="node-1",
-        time=NOW,
-        source="NVML",
-        interval_seconds=1.0,
-        lost_since=None,
-        lost_reason="",
-        cards=cards,
-        processes=some if processes is None else processes,
-        episodes=(),
-        notes=(),
-    )
 
 
 def shown(state: MachineState, *, advice: tuple[str, ...] = ()) -> Shown:

@@ -1,12 +1,15 @@
 """This process's part in watching a machine: it is the agent, in a thread of its own, or a reader of the history that another process's agent writes."""
 
+import dataclasses
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tightfit.errors import WatchError
 from tightfit.watch.agent.agent import Agent, AgentSettings
+from tightfit.watch.alerts.rules import AlertSettings
+from tightfit.watch.background import Background
 from tightfit.watch.clock import AbstractClock, SystemClock
 from tightfit.watch.machine_state import MachineState
 from tightfit.watch.sources.abstract_source import AbstractSource
@@ -19,7 +22,15 @@ _RETRY_SECONDS = 5.0
 class Watching:
     """The machine, as an agent of this process or of another one sees it. A reader becomes the agent when the other one has ended."""
 
-    def __init__(self, folder: StoreFolder, open_source: Callable[[], AbstractSource], settings: AgentSettings) -> None:
+    def __init__(
+        self,
+        folder: StoreFolder,
+        open_source: Callable[[], AbstractSource],
+        settings: AgentSettings,
+        sinks: Sequence[Background[MachineState]] = (),
+    ) -> None:
+        """`sinks` are for the agent, if it is in this process."""
+        self._sinks = sinks
         self._folder, self._open_source, self._settings = folder, open_source, settings
         self._clock: AbstractClock = SystemClock()
         self._agent: Agent | None = None
@@ -83,7 +94,7 @@ class Watching:
                 return False
             raise
         try:
-            self._agent = Agent(self._open_source(), self.database, self._clock, self._settings)
+            self._agent = Agent(self._open_source(), self.database, self._clock, self._settings, self._sinks)
         except BaseException:
             self._folder.unlock()
             raise
@@ -118,7 +129,8 @@ def one_reading(source: AbstractSource, folder: Path, settings: AgentSettings) -
     Raises:
         WatchError: the driver does not answer.
     """
-    agent = Agent(source, folder / "history.sqlite", SystemClock(), settings)
+    quiet = dataclasses.replace(settings, alerts=AlertSettings(rules=()), listen_at=None)
+    agent = Agent(source, folder / "history.sqlite", SystemClock(), quiet)
     try:
         agent.tick()
         state = agent.state()

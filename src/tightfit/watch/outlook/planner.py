@@ -53,7 +53,9 @@ class OutlookPlanner:
         """Replaced as a whole, so that other threads may read it. Those of an agent before this one count until they are made anew."""
         with contextlib.suppress(sqlite3.Error, WatchError):
             self._history = History(database)
-            self.outlooks = self._history.outlooks()
+            before = self._history.outlooks().items()
+            horizon = (settings.horizon_seconds, settings.quantile)
+            self.outlooks = {s: each for s, each in before if (each.horizon_seconds, each.quantile) == horizon}
             self._made = {series: _Made(each, -1, -math.inf) for series, each in self.outlooks.items()}
 
     def plan(self, needed: Mapping[int, tuple[int, bool]], wall: float, monotonic: float) -> dict[int, Outlook]:
@@ -115,8 +117,9 @@ class OutlookPlanner:
                 return None
             samples = max(1, round(settings.horizon_seconds / _SAMPLE_SECONDS))
             found = forecast_series(past, horizon=samples, quantile=settings.quantile)
-            grown = round(steady_growth(past) * settings.horizon_seconds)
-            is_growing = used + grown > found.upper_bytes
+            slope = steady_growth(past)
+            grown, hourly = round(slope * settings.horizon_seconds), round(slope * 3600)
+            is_growing = grown > 0 and used + grown > found.upper_bytes
             return Outlook(
                 made_at=wall,
                 horizon_seconds=settings.horizon_seconds,
@@ -124,9 +127,8 @@ class OutlookPlanner:
                 # What is used now is used in the next hour too, if only for a moment.
                 median_bytes=max(found.median_bytes, used),
                 upper_bytes=max(found.upper_bytes, used + grown),
-                model="growth" if is_growing and grown else found.model,
-                note=f"grows by {format_bytes(grown * 3600 // round(settings.horizon_seconds))} an hour"
-                if grown
-                else found.note,
+                growth_bytes_per_hour=hourly,
+                model="growth" if is_growing else found.model,
+                note=f"grows by {format_bytes(hourly)} an hour" if hourly else found.note,
             )
         return None

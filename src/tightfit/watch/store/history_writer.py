@@ -28,7 +28,7 @@ _OF_THE_MACHINE = (
 _PRIMARY = 0xFF
 """The lower byte of SQLite's extended result codes."""
 _NUM_EPISODES = 1000
-_OUTLOOK = "INSERT OR REPLACE INTO outlooks VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_OUTLOOK = f"INSERT OR REPLACE INTO outlooks (series, {', '.join(Outlook.__slots__)}) VALUES (?{', ?' * len(Outlook.__slots__)})"
 _EPISODE = (
     "INSERT INTO episodes (rule, subject, message, fired_at, resolved_at) VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (rule, subject, fired_at) DO UPDATE SET message = excluded.message, resolved_at = excluded.resolved_at"
@@ -88,8 +88,7 @@ class HistoryWriter:
     def keep_outlooks(self, outlooks: Mapping[int, Outlook]) -> None:
         """Writes the forecasts of series, with the next reading."""
         for series, each in outlooks.items():
-            bounds = (each.horizon_seconds, each.quantile, each.median_bytes, each.upper_bytes)
-            self._beside.append((_OUTLOOK, (series, each.made_at, *bounds, each.model, each.note)))
+            self._beside.append((_OUTLOOK, (series, *(getattr(each, name) for name in Outlook.__slots__))))
 
     def keep_episodes(self, episodes: Iterable[Episode]) -> None:
         """Writes alerts that have begun or ended, with the next reading."""
@@ -134,7 +133,10 @@ class HistoryWriter:
             self._look_after()
 
     def _write_cards(self, last: Moment) -> None:
-        rows = [(json.dumps(dataclasses.asdict(card)), last.time, card.uuid) for card in last.cards]
+        rows = [
+            (json.dumps({name: getattr(card, name) for name in CardReading.__slots__}), last.time, card.uuid)
+            for card in last.cards
+        ]
         self._connection.executemany("UPDATE cards SET reading = ?, time = ? WHERE uuid = ?", rows)
 
     def _look_after(self) -> None:
