@@ -65,6 +65,7 @@ OPTIONS = {
             "--device",
             "--disk",
             "--dtype",
+            "--export",
             "--global-batch",
             "--gpus",
             "--gradient-checkpointing",
@@ -145,7 +146,10 @@ OPTIONS = {
         *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
         *("--price-per-hour", "--quantization"),
     ],
-    "watch": ["--agent", "--interval", "--job", "--json", "--once", "--quantile", "--simulate", "--store"],
+    "watch": [
+        *("--agent", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile", "--simulate"),
+        *("--store", "--token", "--web"),
+    ],
     "place": ["--alignment", "--capacity", "--json", "--output", "--seconds", "-o"],
     "calibrate": ["--device", "--disk", "--json", "--output", "--virtual", "-o"],
 }

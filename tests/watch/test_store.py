@@ -120,7 +120,7 @@ class TestCharts:
         found.clock.now += 80
         found.ticks(10)
         used = History(found.database).of_card("GPU-0", seconds=99, bins=10, num_layers=1).used
-        assert [value == value for value in used.tolist()] == [True, True, *[False] * 7, True]
+        assert [value == value for value in used.tolist()] == [True, *[False] * 8, True]
 
     def test_a_card_that_is_not_there(self, tmp_path: Path) -> None:
         found = bench(tmp_path, ScriptedSource({}), SETTINGS)

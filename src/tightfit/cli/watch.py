@@ -2,6 +2,7 @@
 
 import contextlib
 import json as json_module
+import os
 import signal
 import sys
 import tempfile
@@ -28,6 +29,9 @@ from tightfit.watch.terminal.live import run_screen
 from tightfit.watch.terminal.raw_terminal import is_interactive
 from tightfit.watch.terminal.tables import tables
 from tightfit.watch.watching import Watching, one_reading, stored_state_or_none
+from tightfit.watch.web.access import Access
+from tightfit.watch.web.answers import Answers
+from tightfit.watch.web.server import WatchServer
 
 # rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
@@ -38,6 +42,10 @@ def watch(
     once: bool = False,
     json: bool = False,
     agent: bool = False,
+    web: bool = False,
+    port: int = 8778,
+    bind: str = "127.0.0.1",
+    token: str | None = None,
     simulate: bool | str | None = None,
     store: Path | None = None,
     interval: str = "1s",
@@ -52,6 +60,10 @@ def watch(
         once: print one table and end; so it is where stdout is no terminal.
         json: print one JSON object and end.
         agent: only read and keep the history, until it is ended by a signal.
+        web: serve a page (/), its data as JSON, and metrics for Prometheus (/metrics), until it is ended.
+        port: of the page (default 8778; 0 is any that is free).
+        bind: address of the page (default 127.0.0.1, which this machine alone reaches); any other needs --token.
+        token: secret that the page asks for, 16 characters or more; also from the environment variable TIGHTFIT_WATCH_TOKEN.
         simulate: cards and processes that do not exist, such as 8x50 (cards x processes of each) or 8x50:7 (with a seed); 2x6 if none are named.
         store: folder of the history (default: /var/lib/tightfit/watch for root, else one in the home folder).
         interval: time between two readings, at least 1s (default 1s).
@@ -71,6 +83,8 @@ def watch(
             open_source if machine is None else lambda machine=machine: SimulatedSource(machine)
         )
         folder = StoreFolder(path)
+        if web:
+            return _serve(folder, source, settings, bind, port, token or os.environ.get("TIGHTFIT_WATCH_TOKEN"))
         if agent:
             return _run_agent(folder, source, settings)
         if once or json or not is_interactive():
@@ -96,20 +110,58 @@ def _folder(machine: SimulatedMachine | None, store: Path | None) -> Iterator[Pa
         yield Path(folder)
 
 
-def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings) -> int:
+def _until_a_signal() -> threading.Event:
+    """Set by what ends this process."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ended.set())
+    return ended
+
+
+def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings) -> int:
+    ended = _until_a_signal()
     watching = Watching(folder, source, settings)
     watching.start()
     try:
-        role = f"reads; history in {folder.path}" if watching.is_agent else f"waits for process {folder.holder()}"
-        sys.stderr.write(f"tightfit: the agent {role}\n")
+        _say_role(watching, folder)
         while not ended.wait(settings.interval_seconds):
             watching.state()
     finally:
         watching.close()
     return 0
+
+
+def _serve(
+    folder: StoreFolder,
+    source: Callable[[], AbstractSource],
+    settings: AgentSettings,
+    bind: str,
+    port: int,
+    token: str | None,
+) -> int:
+    access = Access(bind, token)
+    ended = _until_a_signal()
+    watching = Watching(folder, source, settings)
+    # Before the agent is there: a port that is taken is a usage error, and starts nothing.
+    with WatchServer(bind, port, Answers(watching, settings.outlooks), access) as server:
+        watching.start()
+        threading.Thread(target=server.serve_forever, name="tightfit watch server", daemon=True).start()
+        try:
+            _say_role(watching, folder)
+            sys.stderr.write(f"tightfit: {server.url}{'?token=...' if access.needs_token else ''}\n")
+            while not ended.wait(settings.interval_seconds) and server.fault is None:
+                watching.state()
+            if server.fault is not None:
+                raise server.fault
+        finally:
+            server.shutdown()
+            watching.close()
+    return 0
+
+
+def _say_role(watching: Watching, folder: StoreFolder) -> None:
+    role = f"reads; history in {folder.path}" if watching.is_agent else f"waits for process {folder.holder()}"
+    sys.stderr.write(f"tightfit: the agent {role}\n")
 
 
 def _show(
