@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from tightfit.guarding.loops.framework_steps import FrameworkGuard
@@ -31,16 +30,17 @@ class GuardCallback(TrainerCallback):
         self._folder = Path(post_mortems)
         self._guard: FrameworkGuard | None = None
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: torch.nn.Module, optimizer: Any = None, **others: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model and the optimizer are there."""
         # One that an error has ended told nobody.
         self._end()
-        self._guard = FrameworkGuard(TRAINER_STEP, self, model, [optimizer], plans=self._plans, folder=self._folder)
+        optimizers = [kwargs.get("optimizer")]
+        self._guard = FrameworkGuard(
+            TRAINER_STEP, self, kwargs["model"], optimizers, plans=self._plans, folder=self._folder
+        )
         self.statistics = self._guard.statistics
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Everything is taken off."""
         self._end("its Trainer has a `training_step` of its own that does not call transformers'")
 
