@@ -15,7 +15,7 @@ def told_of_batches(recorder: Recorder) -> str:
         return ""
     return (
         f"batches differ in size from step to step: those of the traced steps have {format_bytes(min(sizes))} to {format_bytes(max(sizes))}; "
-        "a larger one needs more memory (--steps N traces more of them)"
+        "a larger one needs more memory (--largest-batch looks for it, --steps N traces more)"
     )
 
 
