@@ -45,7 +45,7 @@ def run(
     plan
         The file that tightfit plan -o wrote. Without it, a plan is made first.
     budget
-        GPU memory that the process may use, such as 22GiB or 80%, if a plan is made. Default: all of it.
+        GPU memory that the process may use, such as 22GiB or 80%: for the plan that is made, or with --guard as a limit that holds. Default: all of it.
     used
         GPU memory in use by other processes, such as 3GiB, if a plan is made. Default: for the GPU of this machine what its driver says.
     device
@@ -61,8 +61,10 @@ def run(
     """
     _check(script, check_steps, disk_folder, guarding)
     if guarding.guard:
-        others = {"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
-        return run_guarded(script, arguments, guarding, plan, others, check_steps=check_steps, disk_folder=disk_folder)
+        others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
+        return run_guarded(
+            script, arguments, guarding, plan, budget, others, check_steps=check_steps, disk_folder=disk_folder
+        )
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
