@@ -56,7 +56,6 @@ def run_guarded(
     plan: Path | None,
     budget: str | None,
     others: Mapping[str, Any],
-    *,
     check_steps: int,
     disk_folder: Path | None,
 ) -> int:
