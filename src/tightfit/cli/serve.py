@@ -91,11 +91,8 @@ def serve(
         return _answer(chosen, launch, as_json=json, started=started)
     if len(cards) > 1:
         raise UsageError("several --device: give --plan too, which chooses one of them")
+    _refuse_what_nothing_uses(load, price_per_hour, requests)
     price = cards[0].price_per_hour
-    if price is not None and not requests:
-        raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
-    if level_of(load).is_set and load.rate is None and load.arrivals is None:
-        raise UsageError("--slo-ttft and --slo-tpot: give --rate or --arrivals too")
     with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
         found = estimated(
             model,
@@ -108,13 +105,20 @@ def serve(
             load=load_of(load, requests),
             on_progress=line.report,
         )
-    if launch is not None:
+    if launch is not None and found.fits:
         print(_launched(launch, found.launch, found.settings, found.engine_version), end="")
     elif json:
         print(jsonlib.dumps(found.to_json(price)))
     else:
         write_serving(found, price_per_hour=price, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _refuse_what_nothing_uses(load: LoadArguments, prices: Sequence[str], lengths: Sequence[tuple[int, int]]) -> None:
+    if prices and not lengths:
+        raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
+    if level_of(load).is_set and load.rate is None and load.arrivals is None:
+        raise UsageError("--slo-ttft and --slo-tpot: give --rate or --arrivals too")
 
 
 def _chosen(

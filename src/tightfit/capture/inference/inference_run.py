@@ -155,7 +155,7 @@ class _Run:
         if self.body is self.model:
             # Its class has no part without the head: the states that the head would have are the outputs of a head that does nothing.
             self.model.set_output_embeddings(torch.nn.Identity())
-            self.model.add_module("head_of_it", self.head)
+            self.model.add_module("output_head", self.head)
         self.arguments = inspect.signature(self.body.forward).parameters
         self.model.to_empty(device="cuda")
 
