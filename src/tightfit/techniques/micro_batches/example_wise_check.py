@@ -16,7 +16,7 @@ from tightfit.effects.code import Code
 from tightfit.effects.independence.row_flow import FakeRun, Flow, NeedsValues
 from tightfit.effects.independence.row_proof import Computation, FollowedRun, Leaves, check_graph, check_hooks, prove
 from tightfit.effects.independence.row_states import Mixed, loss_state
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.totals import ROWS, Total
 from tightfit.effects.state import RegionState, Snapshot, differences, restore, structural_differences
 from tightfit.techniques.micro_batches.batches import AbstractBatch
@@ -324,7 +324,7 @@ def _check_loss(flow: Flow, inputs: Mapping[str, Any], *, is_of_classes: bool) -
 
 def _has_rows(flow: Flow, value: torch.Tensor) -> bool:
     try:
-        return not flow.rows.is_uniform(value) and flow.rows.layout(value) == Layout(dim=0)
+        return not flow.rows.is_uniform(value) and flow.rows.layout(value) == RowLayout(dim=0)
     except Mixes:
         return False
 
