@@ -59,14 +59,8 @@ _WITH_CONTENT = (
 )
 # Run when an object is made or shown, and not by its use.
 _MAKING = {
-    "__init__",
-    "__new__",
-    "__init_subclass__",
-    "__class_getitem__",
-    "__repr__",
-    "__str__",
-    "__reduce__",
-    "__doc__",
+    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
+    *("__repr__", "__str__", "__reduce__", "__doc__"),
 }
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 # Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
