@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tightfit.guarding.loops.printed_text import PrintedText
+from tightfit.torch_hooks.audit_events import on_audit_events
 
 _EVENTS = {
     "os.remove": "removed a file",
@@ -35,6 +36,7 @@ _EVENTS = {
     "socket.sendto": "sent a message",
     "sqlite3.connect": "opened a database",
 }
+_HEARD = frozenset({*_EVENTS, "open", "sqlite3.connect/handle"})
 # Of modules that are imported late Python writes the compiled code.
 _OF_PYTHON = "__pycache__"
 
@@ -62,13 +64,13 @@ class OutsideEffects:
         self._leave: list[Callable[[], object]] = []
 
     def begin(self) -> None:
-        """Effects are noted from now on. An audit hook stays for the life of the process; it is silent after `end`."""
+        """Effects are noted from now on."""
         self._is_on = True
-        sys.addaudithook(self._heard)
         builtins.open = io.open = self._opened
         for printed, stream in zip(self._streams, (sys.stdout, sys.stderr), strict=True):
             printed.begin(stream)
         self._leave = [_noted(kind, name, functools.partial(self._note, what)) for kind, name, what in _GIVING]
+        self._leave.append(on_audit_events(self, _HEARD))
 
     def end(self) -> None:
         """Nothing is noted any more."""
@@ -113,9 +115,8 @@ class OutsideEffects:
         if self._is_on and not self.first and threading.get_ident() == self._thread:
             self.first = what
 
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._is_on:
-            return
+    def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """An audit event of Python's."""
         if event == "open":
             path, mode, flags = arguments
             # Python's own `open` gives flags that say how.
@@ -128,7 +129,7 @@ class OutsideEffects:
                 self._note(f"opened {_name(path)} to write to it")
         elif event == "sqlite3.connect/handle":
             arguments[0].set_trace_callback(lambda statement: self._note("ran a statement in a database"))
-        elif event in _EVENTS and not (arguments and _is_harmless(arguments[0])):
+        elif not (arguments and _is_harmless(arguments[0])):
             self._note(_EVENTS[event])
 
     def _opened(self, file: Any, *args: Any, **kwargs: Any) -> Any:
