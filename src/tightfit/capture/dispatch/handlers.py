@@ -24,6 +24,10 @@ def _to_copy(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Map
     if isinstance(source, FakeTensor) and source.device.type == "cuda":
         if to_device:
             return gpu.run(func, args, kwargs)
+        if torch.device(device).type == "meta":
+            gpu.note_operator(func, facts(func), args, {}, (), None)
+            strides = _stride_of_copy(source, kwargs.get("memory_format"))
+            return torch.empty_strided(source.size(), strides, dtype=kwargs.get("dtype") or source.dtype, device="meta")
         return _to_host(
             gpu, source, kwargs.get("dtype") or source.dtype, host_copies.is_non_blocking(func, args, kwargs)
         )
