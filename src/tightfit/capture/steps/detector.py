@@ -15,6 +15,7 @@ from tightfit.capture.dispatch.virtual import VirtualGpu
 from tightfit.capture.steps.category_marks import CategoryMarks
 from tightfit.capture.steps.effects.effect_watch import EffectWatch
 from tightfit.capture.steps.step_hooks import StepHooks
+from tightfit.capture.steps.wrapping_optimizers import holds_another
 from tightfit.tape import Coverage, Effect, Phase, SpanKind
 from tightfit.tape.step_ends import ends_step
 
@@ -156,7 +157,7 @@ class StepWatch:
         self._has_stepped = True
         counts = self._num_optimizer_steps
         counts[id(optimizer)] += 1
-        waiting = [0 for o in self._marks.optimizers if not counts[id(o)]]
+        waiting = [0 for o in self._marks.optimizers if not counts[id(o)] and not holds_another(o)]
         if ends_step([*counts.values(), *waiting], counts[id(optimizer)], self._num_counted):
             self.end_step()
 
