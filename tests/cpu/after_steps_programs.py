@@ -129,8 +129,9 @@ for rows in (8, 16, ROWS):
     for i in range(40):
         step(rows)
 """,
-    "in a list of stages of as many steps as are asked for": """
+    "in a list of stages of as many steps as are asked for, with an optimizer for each": """
 for rows in (8, 16, ROWS):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(3):
         step(rows)
 """,

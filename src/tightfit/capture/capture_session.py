@@ -182,6 +182,8 @@ class CaptureSession:
             return targets.run_script(script, compiled=after.program.compiled)
         except (Exception, SystemExit) as error:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
+            if not is_own:
+                self.gpu.reads.note_on(error)
             if not after.is_on or (is_own and not isinstance(error, CaptureError)):
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -196,4 +198,7 @@ class CaptureSession:
                 next(generator)
             except StopIteration:
                 break
+            except Exception as error:
+                self.gpu.reads.note_on(error)
+                raise
             self.watch.end_step()

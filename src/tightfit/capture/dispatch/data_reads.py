@@ -1,7 +1,7 @@
 """Answers to reads of data that does not exist.
 
 Training code reads little: a loss to log it, a norm to clip by it, a flag. Where the true value is not known, a number reads as 1 and a
-boolean as False, each with an assumption that names the line. A loop that waits for a value to change gets a changed answer after a while;
+boolean as False, or as what a check of the program's own passes with, each with an assumption that names the line. A loop that waits for a value to change gets a changed answer after a while;
 when that does not help, the run ends with an error that names the line.
 """
 
@@ -10,11 +10,15 @@ from collections.abc import Callable
 
 import torch
 
+from tightfit.capture.after_steps.running_lines import places_of
+from tightfit.capture.observe.attribution import short
 from tightfit.errors import CaptureError
+from tightfit.errors.program_errors import note_assumed
 
 NUM_SAME_ANSWERS = 2_000
 MAX_READS = 50_000
 MAX_FILLED_ELEMENTS = 1 << 16
+_MAX_LINES_BEFORE = 20
 
 
 class ReadPolicy:
@@ -24,6 +28,7 @@ class ReadPolicy:
         self._where = where
         self._assume = assume
         self._num_reads: Counter[str] = Counter()
+        self._answers: dict[str, str] = {}  # by the line
 
     def scalar(self, dtype: torch.dtype) -> bool | int | float | complex:
         """The result of `.item()`.
@@ -46,15 +51,32 @@ class ReadPolicy:
         else:
             # One and not zero, since programs divide by what they read and take its logarithm.
             answer = float(not changed) if dtype.is_floating_point else int(not changed)
+        self._answers[where] = str(answer)
         self._assume(where, f"a value read back from the GPU is assumed to be {answer}")
+        return answer
+
+    def note_on(self, error: BaseException) -> None:
+        """Notes on an exception of the program what was assumed just before the lines that it passed: it may follow from that alone."""
+        for place in places_of(error):
+            for line in range(place.line, max(place.first_line, place.line - _MAX_LINES_BEFORE) - 1, -1):
+                where = f"{short(place.file)}:{line}"
+                if where in self._answers:
+                    note_assumed(error, where, self._answers[where])
+                    return
+
+    def passes(self, answer: bool) -> bool:
+        """Notes that a check of the program's own reads as the `answer` that it passes with, and returns that."""
+        self._assume(self._where(), "a check of values on the GPU is assumed to pass")
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
         """Fills a host tensor with the policy's values; large ones stay zero, as untouched pages."""
         if host.dtype != torch.bool and host.numel() <= MAX_FILLED_ELEMENTS:
             host.fill_(1)
+        where = self._where()
+        self._answers[where] = "False" if host.dtype == torch.bool else "1 in each element, or 0 in a large tensor"
         self._assume(
-            self._where(),
+            where,
             "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
         )
         return host
