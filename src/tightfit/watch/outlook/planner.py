@@ -28,7 +28,7 @@ class OutlookSettings:
 
     horizon_seconds: float = 3600.0
     quantile: float = 0.975
-    share: float = 0.003
+    share: float = 0.002
     card_minutes: int = 3 * 1440
     process_minutes: int = 720
 
