@@ -170,7 +170,7 @@ def _made_up(pid: int, number: int, started: float) -> ProcessFacts:
         started=started,
         user=_USERS[number % len(_USERS)],
         command=_COMMANDS[number // 5 % len(_COMMANDS)].format(n=number % 64 + 1),
-        container=f"docker {number * 0x9E3779B97F4A7 % (1 << 48):012x}" if number % 3 == 0 else "",
+        container=f"docker {(number + 1) * 0x9E3779B97F4A7 % (1 << 48):012x}" if number % 3 == 0 else "",
     )
 
 
