@@ -147,17 +147,10 @@ OPTIONS = {
     ],
     "forecast": ["--capacity", "--horizon", "--job", "--json", "--quantile"],
     "serve": [
-        *(
-            "--device",
-            "--dtype",
-            "--enforce-eager",
-            "--engine",
-            "--engine-version",
-            "--gpu-memory-utilization",
-            "--gpus",
-        ),
-        *("--json", "--kv-dtype", "--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"),
-        *("--price-per-hour", "--quantization"),
+        *("--allow", "--arrivals", "--at-once", "--device", "--dtype", "--enforce-eager", "--engine"),
+        *("--engine-version", "--for", "--gpu-memory-utilization", "--gpus", "--json", "--kv-dtype", "--launch"),
+        *("--lengths", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--plan"),
+        *("--price-per-hour", "--quantization", "--rate", "--requests", "--seed", "--slo-tpot", "--slo-ttft"),
     ],
     "watch": [
         *("--agent", "--alerts", "--bind", "--interval", "--job", "--json", "--once", "--port", "--quantile"),
