@@ -188,3 +188,31 @@ def ask_until_it_raises(watching: Watching) -> None:
     while time.monotonic() < deadline:
         watching.state()
         time.sleep(0.01)
+
+
+def test_of_many_threads_that_find_the_agent_gone_one_takes_over(tmp_path: Path) -> None:
+    """Readers ask from all threads of the server."""
+    ours, other = StoreFolder(tmp_path), StoreFolder(tmp_path)
+    assert other.lock()
+    opened: list[ScriptedSource] = []
+
+    def open_source() -> ScriptedSource:
+        opened.append(ScriptedSource({1: GIB}))
+        time.sleep(0.05)
+        return opened[-1]
+
+    watching = Watching(ours, open_source, WITHOUT_FORECASTS)
+    # The other one has the lock, and has not made its history yet.
+    watching.start()
+    assert watching.state() is None
+    other.unlock()
+    bench(tmp_path, ScriptedSource({1: GIB}), WITHOUT_FORECASTS).ticks(1)
+    watching._next_try = 0.0
+    threads = [threading.Thread(target=watching.state) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 1
+    assert watching.is_agent
+    watching.close()
