@@ -17,7 +17,7 @@ import pytest
 from tests.hostile_text import HOSTILE_TEXTS
 from tests.watch.machines import ScriptedSource
 from tests.watch.served import served
-from tests.watch.test_terminal import machine, process
+from tests.watch.states import machine, process
 
 from tightfit.units import GIB
 from tightfit.watch.machine_state import Episode

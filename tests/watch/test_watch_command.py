@@ -25,7 +25,18 @@ PROCESS_KEYS = {
     *("gpu", "card", "pid", "started", "user", "command", "container", "used_bytes", "allocated_bytes"),
     *("reserved_bytes", "forecast"),
 }
-FORECAST_KEYS = {"made_at", "horizon_seconds", "quantile", "median_bytes", "upper_bytes", "model", "note"}
+FORECAST_KEYS = {
+    *(
+        "made_at",
+        "horizon_seconds",
+        "quantile",
+        "median_bytes",
+        "upper_bytes",
+        "growth_bytes_per_hour",
+        "model",
+        "note",
+    ),
+}
 
 
 @contextmanager
@@ -78,6 +89,7 @@ def test_a_machine_without_cards_is_one_line(
         ["--interval", "-1s"],
         ["--quantile", "1"],
         ["--job", "much"],
+        ["--alerts", "/no/such/file.toml"],
         ["--web", "--bind", "0.0.0.0"],
         ["--web", "--token", "short"],
         ["--web", "--port", "70000"],

@@ -1,9 +1,11 @@
 """`tightfit watch`: the GPUs of this machine, their processes, and what the next hour needs; as an agent, on a terminal, as JSON."""
 
 import contextlib
+import functools
 import json as json_module
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,9 +20,15 @@ from tightfit.errors import UsageError
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import parse
 from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
+from tightfit.watch.alerts.rules import DEFAULT, read_alerts
+from tightfit.watch.background import Background
+from tightfit.watch.machine_state import MachineState
 from tightfit.watch.outlook.admission_advice import JobAdvice
 from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.publishing.socket_path import listening_path
 from tightfit.watch.simulated_past import write_past
+from tightfit.watch.sinks.tensorboard import TensorBoardSink
+from tightfit.watch.sinks.weights_and_biases import WeightsAndBiasesSink
 from tightfit.watch.sources.abstract_source import AbstractSource
 from tightfit.watch.sources.open_source import open_source
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource, parse_machine
@@ -51,6 +59,9 @@ def watch(
     interval: str = "1s",
     job: Size | None = None,
     quantile: float = 0.975,
+    alerts: Path | None = None,
+    tensorboard: Path | None = None,
+    wandb: str | None = None,
 ) -> int:
     """Watch the GPUs of this machine: who uses how much memory, and what the next hour needs.
 
@@ -69,28 +80,35 @@ def watch(
         interval: time between two readings, at least 1s (default 1s).
         job: say of each GPU whether a job that needs this much fits, now and for the next hour.
         quantile: the share of forecasts that the next hour is to stay within (default 0.975).
+        alerts: TOML file of rules, and where their notices go (default: a card that is full, or will be within the hour, and a driver that is away).
+        tensorboard: folder to which the cards are written for TensorBoard, every ten seconds.
+        wandb: project of Weights & Biases to which the cards are logged, every ten seconds.
     """
     if not 0.5 <= quantile < 1:
         raise UsageError(f"--quantile {quantile:g}: write a share from 0.5 up to, but not including, 1, such as 0.975")
-    settings = AgentSettings(interval_seconds=_interval(interval), outlooks=OutlookSettings(quantile=quantile))
     job_bytes = None if job is None else parse(with_unit("--job", job))
     machine = None if not simulate else SimulatedMachine() if simulate is True else parse_machine(simulate)
-    with _folder(machine, store) as path:
-        if machine is not None and store is None:
+    settings = AgentSettings(
+        interval_seconds=_interval(interval),
+        outlooks=OutlookSettings(quantile=quantile),
+        alerts=DEFAULT if alerts is None else read_alerts(alerts),
+        # A machine that does not exist has no programs.
+        listen_at=None if machine is not None else listening_path(),
+    )
+    access = Access(bind, token or os.environ.get("TIGHTFIT_WATCH_TOKEN")) if web else None
+    is_once = not web and not agent and (once or json or not is_interactive())
+    with _folder(machine, store) as path, _sinks(tensorboard, wandb) as sinks:
+        folder, is_own = StoreFolder(path), machine is not None and store is None
+        if machine is not None and is_own:
             path.mkdir(exist_ok=True)
-            write_past(machine, StoreFolder(path).database, settings)
-        source: Callable[[], AbstractSource] = (
-            open_source if machine is None else lambda machine=machine: SimulatedSource(machine)
-        )
-        folder = StoreFolder(path)
-        if web:
-            return _serve(folder, source, settings, bind, port, token or os.environ.get("TIGHTFIT_WATCH_TOKEN"))
-        if agent:
-            return _run_agent(folder, source, settings)
-        if once or json or not is_interactive():
-            is_own = machine is not None and store is None
+            write_past(machine, folder.database, settings)
+        source = open_source if machine is None else functools.partial(SimulatedSource, machine)
+        if is_once:
             return _print_once(folder, source, settings, job_bytes, is_own=is_own, json=json)
-        return _show(folder, source, settings, job_bytes)
+        watching = Watching(folder, source, settings, sinks)
+        if access is not None:
+            return _serve(watching, folder, settings, access, bind, port)
+        return _run_agent(watching, folder, settings) if agent else _show(watching, settings, job_bytes)
 
 
 def _interval(text: str) -> float:
@@ -118,9 +136,26 @@ def _until_a_signal() -> threading.Event:
     return ended
 
 
-def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings) -> int:
+@contextlib.contextmanager
+def _sinks(tensorboard: Path | None, wandb: str | None) -> Iterator[list[Background[MachineState]]]:
+    """What the agent's figures are also written to."""
+    handlers: dict[str, TensorBoardSink | WeightsAndBiasesSink] = {}
+    if tensorboard is not None:
+        handlers["TensorBoard"] = TensorBoardSink(tensorboard)
+    if wandb is not None:
+        handlers["Weights & Biases"] = WeightsAndBiasesSink(wandb, socket.gethostname())
+    sinks = [Background(name, handle, max_waiting=1) for name, handle in handlers.items()]
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
+        for handler in handlers.values():
+            handler.close()
+
+
+def _run_agent(watching: Watching, folder: StoreFolder, settings: AgentSettings) -> int:
     ended = _until_a_signal()
-    watching = Watching(folder, source, settings)
     watching.start()
     try:
         _say_role(watching, folder)
@@ -132,16 +167,9 @@ def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settin
 
 
 def _serve(
-    folder: StoreFolder,
-    source: Callable[[], AbstractSource],
-    settings: AgentSettings,
-    bind: str,
-    port: int,
-    token: str | None,
+    watching: Watching, folder: StoreFolder, settings: AgentSettings, access: Access, bind: str, port: int
 ) -> int:
-    access = Access(bind, token)
     ended = _until_a_signal()
-    watching = Watching(folder, source, settings)
     # Before the agent is there: a port that is taken is a usage error, and starts nothing.
     with WatchServer(bind, port, Answers(watching, settings.outlooks), access) as server:
         watching.start()
@@ -164,10 +192,7 @@ def _say_role(watching: Watching, folder: StoreFolder) -> None:
     sys.stderr.write(f"tightfit: the agent {role}\n")
 
 
-def _show(
-    folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings, job_bytes: int | None
-) -> int:
-    watching = Watching(folder, source, settings)
+def _show(watching: Watching, settings: AgentSettings, job_bytes: int | None) -> int:
     watching.start()
     try:
         run_screen(watching, JobAdvice(watching.database, job_bytes, settings.outlooks).sentences)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightfit.forecast.series import Floats, Series
-from tightfit.watch.machine_state import Outlook
+from tightfit.watch.machine_state import Episode, Outlook
 from tightfit.watch.store.schema import LEVELS, SPANS, USED, open_to_read
 
 _FINEST = {"readings": 900.0, "minutes": 48 * 3600.0, "hours": math.inf}
@@ -63,6 +63,17 @@ class History:
             sqlite3.Error: the store cannot be read now.
         """
         return outlooks_of(self._connection)
+
+    def open_episodes(self) -> list[Episode]:
+        """Alerts that have not ended.
+
+        Raises:
+            sqlite3.Error: the store cannot be read now.
+        """
+        rows = self._connection.execute(
+            f"SELECT {', '.join(Episode.__slots__)} FROM episodes WHERE resolved_at IS NULL"
+        )
+        return [Episode(**dict(zip(Episode.__slots__, row, strict=True))) for row in rows]
 
     def series_of_cards(self) -> dict[str, int]:
         """The series of the memory of each card, by its UUID.
