@@ -29,7 +29,11 @@ _REMEDIES = {
 
 def note_assumed(error: BaseException, where: str, answer: str) -> None:
     """Notes on an exception of a traced program that a value of which it may be the result was assumed, at the line `where`."""
-    setattr(error, _ASSUMED, f"; a trace has no values of the GPU: the one read at {where} was assumed to be {answer}, which may have led here")
+    setattr(
+        error,
+        _ASSUMED,
+        f"; a trace has no values of the GPU: the one read at {where} was assumed to be {answer}, which may have led here",
+    )
 
 
 def assumed(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 import torch
 
+from tightfit.capture.dispatch.data_reads import NUM_PASSED_CHECKS, ReadPolicy
+
 
 def unknown():
     return torch.randn(1000, 1000, device="cuda")
@@ -44,3 +46,12 @@ def a_condition_that_leads_to_no_error_reads_as_false():
         if num_rounds > 3:
             break
     assert num_rounds == 4
+
+
+def a_check_that_goes_on_passing_fails_once_so_that_a_loop_may_end_by_it():
+    assumed = []
+    policy = ReadPolicy(lambda: "train.py:3", lambda where, what: assumed.append(what))
+    answers = [policy.passes(True) for _ in range(NUM_PASSED_CHECKS + 1)]
+    assert answers.index(False) == NUM_PASSED_CHECKS - 1
+    assert answers.count(False) == 1
+    assert len(set(assumed)) == 2

@@ -32,9 +32,7 @@ def _bytes_of_batches(recorder: Recorder) -> list[list[int]]:
     ends = [*begins[1:], recorder.num_operators]
     last_of_steps = []
     passes = [
-        n
-        for n, phase in enumerate(phases)
-        if phase == Phase.BACKWARD and (n == 0 or phases[n - 1] != Phase.BACKWARD)
+        n for n, phase in enumerate(phases) if phase == Phase.BACKWARD and (n == 0 or phases[n - 1] != Phase.BACKWARD)
     ]
     for (_, kind, *_), begin, end in zip(recorder.spans, begins, ends, strict=True):
         if kind == SpanKind.STEP:

@@ -1,8 +1,8 @@
 """Answers to reads of data that does not exist.
 
 Training code reads little: a loss to log it, a norm to clip by it, a flag. Where the true value is not known, a number reads as 1 and a
-boolean as False, or as what a check of the program's own passes with, each with an assumption that names the line. A loop that waits for a value to change gets a changed answer after a while;
-when that does not help, the run ends with an error that names the line.
+boolean as False, or as what a check of the program's own passes with, each with an assumption that names the line. A loop that waits for a value
+to change gets a changed answer after a while; when that does not help, the run ends with an error that names the line.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ from tightfit.errors import CaptureError
 from tightfit.errors.program_errors import note_assumed
 
 NUM_SAME_ANSWERS = 2_000
+NUM_PASSED_CHECKS = 10_000
 MAX_READS = 50_000
 MAX_FILLED_ELEMENTS = 1 << 16
 _MAX_LINES_BEFORE = 20
@@ -37,12 +38,7 @@ class ReadPolicy:
             CaptureError: the same line has read so often that its loop will not end.
         """
         where = self._where()
-        self._num_reads[where] += 1
-        num_reads = self._num_reads[where]
-        if num_reads > MAX_READS:
-            raise CaptureError(
-                f"{where}: a loop waits for a value that only a real run computes ({MAX_READS} reads); bound the loop, or estimate the step as a generator function"
-            )
+        num_reads = self._count_read(where)
         changed = (num_reads // NUM_SAME_ANSWERS) % 2 == 1
         if dtype == torch.bool:
             answer: bool | int | float | complex = changed
@@ -65,8 +61,21 @@ class ReadPolicy:
                     return
 
     def passes(self, answer: bool) -> bool:
-        """Notes that a check of the program's own reads as the `answer` that it passes with, and returns that."""
-        self._assume(self._where(), "a check of values on the GPU is assumed to pass")
+        """What a check of the program's own reads as, which passes with `answer`: that one, but for one read of many at the same line: a loop may end by the
+        exception that the check raises.
+
+        Raises:
+            CaptureError: the same line has read so often that its loop will not end.
+        """
+        where = self._where()
+        if self._count_read(where) % NUM_PASSED_CHECKS == 0:
+            answer = not answer
+            self._answers[where] = str(answer)
+            self._assume(
+                where, f"a check of values on the GPU that has passed {NUM_PASSED_CHECKS - 1} times is assumed to fail"
+            )
+        else:
+            self._assume(where, "a check of values on the GPU is assumed to pass")
         return answer
 
     def fill(self, host: torch.Tensor) -> torch.Tensor:
@@ -80,3 +89,11 @@ class ReadPolicy:
             "GPU data copied to the host is assumed to be ones (False for booleans, zeros for large tensors)",
         )
         return host
+
+    def _count_read(self, where: str) -> int:
+        self._num_reads[where] += 1
+        if self._num_reads[where] > MAX_READS:
+            raise CaptureError(
+                f"{where}: a loop waits for a value that only a real run computes ({MAX_READS} reads); bound the loop, or estimate the step as a generator function"
+            )
+        return self._num_reads[where]
