@@ -6,11 +6,10 @@ to change gets a changed answer after a while; when that does not help, the run 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from tightfit.capture.after_steps.running_lines import places_of
 from tightfit.capture.observe.attribution import short
 from tightfit.errors import CaptureError
 from tightfit.errors.program_errors import note_assumed
@@ -51,11 +50,14 @@ class ReadPolicy:
         self._assume(where, f"a value read back from the GPU is assumed to be {answer}")
         return answer
 
-    def note_on(self, error: BaseException) -> None:
-        """Notes on an exception of the program what was assumed just before the lines that it passed: it may follow from that alone."""
-        for place in places_of(error):
-            for line in range(place.line, max(place.first_line, place.line - _MAX_LINES_BEFORE) - 1, -1):
-                where = f"{short(place.file)}:{line}"
+    def note_on(self, error: BaseException, passed: Iterable[tuple[str, int, int]]) -> None:
+        """Notes on an exception of the program what was assumed just before the lines that it `passed`: it may follow from that alone.
+
+        Those are a file, the first line of a function, and the line, from the innermost out.
+        """
+        for file, first, last in passed:
+            for line in range(last, max(first, last - _MAX_LINES_BEFORE) - 1, -1):
+                where = f"{short(file)}:{line}"
                 if where in self._answers:
                     note_assumed(error, where, self._answers[where])
                     return
