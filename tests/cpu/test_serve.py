@@ -173,6 +173,16 @@ def test_a_model_that_loops_over_tokens_is_traced_with_few_of_them(tmp_path: Pat
     assert found.activation_bytes - fewer.activation_bytes >= 3072 * 64 * 4 * 4
 
 
+def test_ranks_share_heads_of_keys_and_values_where_there_are_fewer(tmp_path: Path) -> None:
+    source = config_file(tmp_path, "llama")
+    found = estimated(source, max_model_len=128, num_gpus=4)
+    # Two heads for four ranks: each keeps one of 16 numbers, a key and a value, in six layers.
+    assert found.kv_bytes_per_token == 6 * 2 * 16 * 2
+    shared, each = 2 * 32 * 64 // 2, (2 * 64 * 64 + 3 * 64 * 128) // 4
+    norms, vocabulary = (2 * 6 + 1) * 64, 2 * 99 * 64
+    assert found.weights_bytes == pytest.approx(2 * (6 * (shared + each) + norms + vocabulary // 4), abs=4)
+
+
 def test_ranks_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--gpus 3: model.layers.0.self_attn.q_proj.weight has 64 rows"):
         estimated(config_file(tmp_path, "llama"), max_model_len=128, num_gpus=3)

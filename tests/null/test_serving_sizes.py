@@ -77,6 +77,8 @@ def test_what_a_format_keeps_is_in_the_models_type() -> None:
     assert row_bytes(linear(role="head"), format_named("awq")) == row_bytes(linear(role="head"), None) == 256 * 512 * 2
     assert row_bytes(linear(cut="colwise"), None, 4) == 256 * 512 * 2 // 4
     assert row_bytes(linear(), None, 4) == 256 * 512 * 2
+    # Ranks share heads of keys and values where there are fewer of them.
+    assert row_bytes(dataclasses.replace(linear(cut="colwise"), parts=2), None, 4) == 256 * 512 * 2 // 2
     with pytest.raises(UsageError, match="--quantization q3: this format's size is not known"):
         format_named("q3")
 

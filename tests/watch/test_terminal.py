@@ -87,10 +87,20 @@ class TestScreen:
         text = text_of(state, View(), 80, 10)
         assert "the driver has not answered for 2 min: GPU is lost" in text
         assert "no space for the history" in text
-        assert "GPU 0: 99 % used" in text
+        assert "full: GPU 0: 99 % used" in text
         assert "GPU 1: 99 % used" not in text
         old = dataclasses.replace(machine(), time=NOW - 120)
         assert "the last reading is 2 min old" in text_of(old, View())
+
+    def test_many_alerts_leave_room_for_the_advice_that_was_asked_for(self) -> None:
+        episodes = tuple(
+            Episode(rule="full", subject=f"GPU {i}", message="99 % used", fired_at=NOW, resolved_at=None)
+            for i in range(20)
+        )
+        state = dataclasses.replace(machine(), episodes=episodes)
+        text = "\n".join(line.plain for line in screen(shown(state, advice=("a job fits",)), View(), 80, 24))
+        assert "18 more alerts" in text
+        assert "a job fits" in text
 
     @pytest.mark.parametrize("hostile", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
     def test_names_that_would_harm_are_shown_as_they_are(self, hostile: str) -> None:

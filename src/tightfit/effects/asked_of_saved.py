@@ -34,11 +34,11 @@ def question_of(caller: types.FrameType | None) -> str:
 @functools.lru_cache(maxsize=256)
 def question_in(backward: types.FunctionType) -> str:
     """The line where a backward function, or one that it calls, asks what a saved tensor is, or nothing."""
-    names = _saved_names(backward.__code__)
+    names = saved_names(backward.__code__)
     return next(
         (
             line
-            for function, depth in _called(backward)
+            for function, depth in called(backward)
             for line in _questions(function, names if not depth else frozenset())
         ),
         "",
@@ -50,7 +50,7 @@ def told(question: str) -> str:
     return f"has a function whose backward pass asks which object, of which class or with which attributes a saved tensor is (at {question}): hooks for saved tensors give it another one"
 
 
-def _called(function: types.FunctionType) -> Iterator[tuple[types.FunctionType, int]]:
+def called(function: types.FunctionType) -> Iterator[tuple[types.FunctionType, int]]:
     """The function and those of the program's own that it names; libraries' helpers ask for classes for other reasons."""
     seen: set[Any] = set()
     waiting = [(function, 0)]
@@ -81,7 +81,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 @functools.cache
-def _saved_names(code: types.CodeType) -> frozenset[str]:
+def saved_names(code: types.CodeType) -> frozenset[str]:
     """The variables that are given saved tensors: what is stored behind each read of `saved_tensors`."""
     instructions = list(dis.get_instructions(code))
     found = set()

@@ -124,5 +124,5 @@ def _share(row: WeightRow, degree: int) -> int:
         # Engines cut both along the vocabulary, also where the plan of transformers does not.
         return degree
     if row.cut in _CUT_STYLES and (len(row.shape) > 1 or row.cut.startswith(("col", "packed_col"))):
-        return degree
+        return min(degree, row.parts or degree)
     return 1

@@ -17,6 +17,7 @@ from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.stored_state import stored_state
 
 _RETRY_SECONDS = 5.0
+_END_SECONDS = 10.0
 
 
 class Watching:
@@ -39,6 +40,7 @@ class Watching:
         self._fault: Exception | None = None
         self._stored: MachineState | None = None
         self._next_try = 0.0
+        self._trying = threading.Lock()
 
     @property
     def database(self) -> Path:
@@ -57,7 +59,7 @@ class Watching:
             WatchError: there is no driver, or no history that can be written or read.
         """
         if not self._take_over():
-            stored_state_or_none(self.database)
+            self._read()
 
     def state(self) -> MachineState | None:
         """The machine now; None before the first reading.
@@ -70,17 +72,35 @@ class Watching:
             raise self._fault
         if self._agent is not None:
             return self._agent.state()
-        if self._clock.monotonic() >= self._next_try and self._take_over():
-            return self._stored
-        self._stored = stored_state_or_none(self.database) or self._stored
+        # Of several threads that ask, one tries.
+        if self._clock.monotonic() >= self._next_try and self._trying.acquire(blocking=False):
+            try:
+                if self._agent is not None or self._take_over():
+                    return self._stored
+            finally:
+                self._trying.release()
+        self._stored = self._read() or self._stored
         return self._stored
 
     def close(self) -> None:
         """Ends the agent, and gives the lock back."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            # A driver may never answer: then the thread, and the lock, end with the process.
+            self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():
+                return
         self._folder.unlock()
+
+    def _read(self) -> MachineState | None:
+        """What another agent has written; None while it has not."""
+        try:
+            return stored_state_or_none(self.database)
+        except WatchError:
+            # That agent is about to make the file.
+            if self._folder.is_locked() and not self.database.exists():
+                return None
+            raise
 
     def _take_over(self) -> bool:
         self._next_try = self._clock.monotonic() + _RETRY_SECONDS

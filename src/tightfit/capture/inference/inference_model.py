@@ -21,7 +21,14 @@ _BFLOAT16 = (8, 0)
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 # What configs call the tokens beyond which a layer keeps no more.
 _WINDOWS = ("window", "chunk", "local")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "max_target_positions",
+)
 
 
 def build(source: str, dtype: str | None, *, attention: str | None = NAME) -> tuple[Any, Any]:

@@ -92,10 +92,10 @@ def start_up(**fields: Any) -> Iterator[None]:
 
 def _probes(run: "_Run", request: InferenceRequest, ranks: int) -> Iterator[None]:
     for num_tokens in run.sizes(request.profiled_tokens(input_width(run.config))):
-        hidden = run.forward(1, num_tokens, use_cache=False, encoded=num_tokens)[0]
+        hidden = run.batch(num_tokens)
         yield _step("batch", num_tokens, ranks)
         for rows in request.sampled_rows:
-            run.next_tokens(hidden[0, :rows], sorts=request.sorts)
+            run.next_tokens(hidden[:rows], sorts=request.sorts)
             yield _step("sample", rows, ranks)
         del hidden
     for kind, size in run.speed():
@@ -180,12 +180,22 @@ class _Run:
             cache = self.cache_of(1, _SHORT + 1)
         REPORT["caches"][str(_SHORT + 1)] = layout_of(cache)
         self.loops = more.number > self._calls.number
-        long = max(_LONG_IN_A_LOOP if self.loops else _LONG, 2 * widest_window(self.config))
+        long = max(self.no_longer(_LONG_IN_A_LOOP if self.loops else _LONG), 2 * widest_window(self.config))
         for length in (long, long + 1):
             REPORT["caches"][str(length)] = layout_of(self.cache_of(1, length))
         if self.is_pair:
             outputs = self.forward(1, _SHORT, use_cache=True, encoded=2 * _SHORT)
             REPORT["caches"]["encoded"] = layout_of(_cache(outputs))
+
+    def no_longer(self, num_tokens: int) -> int:
+        """`num_tokens`, or as many as the model has positions for, with room for one token more."""
+        return min(num_tokens, (input_width(self.config) or num_tokens + 1) - 1)
+
+    def batch(self, num_tokens: int) -> torch.Tensor:
+        """The states behind so many tokens (tokens, width), in as few requests as the model has positions for."""
+        rows = -(-num_tokens // (input_width(self.config) or num_tokens))
+        length = -(-num_tokens // rows)
+        return self.forward(rows, length, use_cache=False, encoded=length)[0].flatten(0, 1)
 
     def sizes(self, num_tokens: Sequence[int]) -> Sequence[int]:
         """The sizes at which batches of `num_tokens` are traced."""
@@ -193,7 +203,9 @@ class _Run:
 
     def speed(self) -> Iterator[tuple[str, int]]:
         """Prompts of several lengths, and a token more for batches of several sizes: what was run, and its size."""
-        for num_tokens in _PROMPTS_IN_A_LOOP if self.loops else _PROMPTS:
+        sizes = _PROMPTS_IN_A_LOOP if self.loops else _PROMPTS
+        longest = self.no_longer(sizes[-1])
+        for num_tokens in (size * longest // sizes[-1] for size in sizes):
             # An encoder reads the prompt, and the decoder begins with one token.
             length = 1 if self.is_pair else num_tokens
             hidden = self.forward(1, length, use_cache=True, encoded=num_tokens)[0]

@@ -156,7 +156,6 @@ class Agent:
 
     def close(self) -> None:
         """Closes the history and the source, and ends what runs beside."""
-        self._planner.close()
         self._alerting.close()
         self._writer.close()
         self._reader.source.close()

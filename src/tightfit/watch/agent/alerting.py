@@ -25,8 +25,11 @@ class Alerting:
         self._needs_processes = any(rule.of == "process" for rule in settings.rules)
         self._usual = outlooks.horizon_seconds
         horizons = {rule.within_seconds for rule in settings.rules if rule.kind == "forecast"} - {self._usual}
+        # All of them together may cost what the agent's own forecasts may.
+        share = outlooks.share / max(1, len(horizons))
         self._planners = {
-            each: OutlookPlanner(database, dataclasses.replace(outlooks, horizon_seconds=each)) for each in horizons
+            each: OutlookPlanner(database, dataclasses.replace(outlooks, horizon_seconds=each, share=share))
+            for each in horizons
         }
 
     @property
@@ -66,8 +69,6 @@ class Alerting:
         """Ends the threads, once they have told what they were given."""
         for channel in self._channels:
             channel.close()
-        for planner in self._planners.values():
-            planner.close()
 
 
 def _open_episodes(database: Path) -> list[Episode]:

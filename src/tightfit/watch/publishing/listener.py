@@ -99,6 +99,8 @@ def _bound(path: Path) -> socket.socket:
     Raises:
         OSError: it cannot be made, or another agent listens there.
     """
+    if not hasattr(socket, "SO_PASSCRED"):
+        raise OSError("only Linux says who has sent a message")
     make_folder(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

@@ -34,7 +34,8 @@ def publish(*, interval: float = 1.0) -> None:
     global _ending  # noqa: PLW0603 - one thread a process, whoever asks for it
     if interval < _MIN_INTERVAL_SECONDS:
         raise ValueError(f"an interval of {interval} seconds is too short; at least {_MIN_INTERVAL_SECONDS}")
-    if _ending is not None:
+    # The agent is Linux's alone.
+    if _ending is not None or not hasattr(socket, "SO_PASSCRED"):
         return
     ending = _ending = threading.Event()
     thread = threading.Thread(target=_run, args=(ending, interval), name="tightfit publish", daemon=True)

@@ -23,7 +23,13 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, runs_own_code, told_of_gradients
+from tightfit.techniques.lazy_tensors.retained_graphs import (
+    REMEDY,
+    KeptPass,
+    runs_own_code,
+    told_of_gradients,
+    writes_in_backward,
+)
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
@@ -422,7 +428,7 @@ def _reason_of(node: Any) -> str:
     """The reason not to run a graph with this node twice; empty for most nodes."""
     if is_hooked(node):
         return "a tensor inside the model has a hook on its gradient, or keeps it"
-    return _NODES_WITH_MORE.get(type(node).__name__, "")
+    return _NODES_WITH_MORE.get(type(node).__name__, "") or writes_in_backward(node)
 
 
 def _drop(parameter: torch.Tensor) -> None:

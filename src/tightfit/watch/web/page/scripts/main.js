@@ -76,7 +76,7 @@ function drawAlerts(alerts) {
   list.hidden = recent.length === 0;
   list.replaceChildren(...recent.map((each) => {
     const since = formatTime(each.fired_at, 900), over = each.resolved_at === null ? "" : ` (over at ${formatTime(each.resolved_at, 900)})`;
-    return element("li", { classes: each.resolved_at === null ? "" : "over", text: `${since} ${each.subject}: ${each.message}${over}` });
+    return element("li", { classes: each.resolved_at === null ? "" : "over", text: `${since} ${each.rule}: ${each.subject}: ${each.message}${over}` });
   }));
 }
 
