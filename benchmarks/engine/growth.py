@@ -25,6 +25,8 @@ from tightfit.runtime.apply import apply_choices
 from tightfit.units import MIB
 
 _SECONDS_TO_END = 2.0
+# Activations, optimizer states and weights: each a thread for copies, and up to 16 for a disk.
+_MAX_THREADS = 3 * (1 + 16)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -54,8 +56,14 @@ class Growth:
 
     @property
     def is_constant(self) -> bool:
-        """Whether nothing grew, and nothing is left over."""
-        return self.early == self.late and self.left == self.before
+        """Whether nothing grew, and nothing is left over. A pool starts a thread whenever all of its threads are busy, up to its limit: when, is chance."""
+        has_threads_within = self.late.num_threads <= _MAX_THREADS
+        return self.is_same and has_threads_within and self.left == self.before
+
+    @property
+    def is_same(self) -> bool:
+        """Whether as much is held at the end as early, but for threads."""
+        return self.early == dataclasses.replace(self.late, num_threads=self.early.num_threads)
 
 
 def held_now() -> Held:
@@ -106,11 +114,12 @@ def grown(way: str, tier: str, num_steps: int, name: str = "resnet") -> Growth:
 
 
 def forget() -> None:
-    """Collects what is not needed, closes its files, and waits for its threads to end."""
-    gc.collect()
-    close_gone()
-    for thread in _threads():
-        thread.join(_SECONDS_TO_END)
+    """Collects what is not needed, closes its files, and waits for its threads to end; twice, as a thread may hold what it has done last."""
+    for _ in range(2):
+        gc.collect()
+        close_gone()
+        for thread in _threads():
+            thread.join(_SECONDS_TO_END)
 
 
 def _threads() -> list[threading.Thread]:
@@ -147,6 +156,6 @@ def growth(num_steps: int, path: Path | None) -> int:
             writer.writerow(["moved", "tier", "num_steps", *names, "constant", "nothing_left", "grown_mib"])
             for g in found:
                 counts = dataclasses.astuple(g.late)
-                same, nothing_left = g.early == g.late, g.left == g.before
-                writer.writerow([g.moved, g.tier, g.num_steps, *counts, same, nothing_left, g.grown_mib])
+                nothing_left = g.left == g.before
+                writer.writerow([g.moved, g.tier, g.num_steps, *counts, g.is_constant, nothing_left, g.grown_mib])
     return sum(not each.is_constant for each in found)
