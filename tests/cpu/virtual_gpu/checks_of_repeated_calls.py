@@ -281,3 +281,15 @@ def a_cache_that_is_asked_for_another_mode_does_not_answer():
     x = torch.empty(3, device="cuda")
     cache = CallCache(FakeTensorMode())
     assert cache.key(operator, facts_of(operator), (x,), {}, is_adjusted=False) is None
+
+
+def large_tensors_on_the_meta_device_stay_there():
+    assert torch.empty(1 << 28, device="meta").device.type == "meta"
+    assert torch.zeros_like(torch.empty(1 << 28, device="meta")).device.type == "meta"
+
+
+def tensors_made_beside_an_operator_are_on_the_card():
+    gpu = _get_current_dispatch_mode()
+    made = gpu.new((1 << 20,), (1,), torch.float32)
+    assert made.view(torch.bfloat16).shape == (1 << 21,)
+    assert made.device.type == "cuda"

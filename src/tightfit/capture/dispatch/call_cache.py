@@ -140,6 +140,10 @@ class CallCache:
 
     def outputs(self, call: Call, args: Sequence[Any]) -> Any:
         """What the operator returns for these arguments."""
+        with torch._C._DisableTorchDispatch():
+            return call.collect(self._made(call, args))
+
+    def _made(self, call: Call, args: Sequence[Any]) -> list[Any]:
         made: list[Any] = []
         for output in call.outputs:
             if not isinstance(output, _Output):
@@ -153,11 +157,13 @@ class CallCache:
                 made.append(self._wrapped(view, output.device))
             else:
                 made.append(args[output.argument])
-        return call.collect(made)
+        return made
 
     def new(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
         """A tensor with memory of its own."""
-        return self._wrapped(torch.empty_strided(size, stride, dtype=dtype, device=_META), device)
+        # The virtual GPU is asked for one outside of an operator too, where it would see this one as the program's.
+        with torch._C._DisableTorchDispatch():
+            return self._wrapped(torch.empty_strided(size, stride, dtype=dtype, device=_META), device)
 
     def _wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
         """As `FakeTensor.__new__` (torch/_subclasses/fake_tensor.py), whose attributes are taken over from a tensor that it has made."""

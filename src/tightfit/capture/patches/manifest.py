@@ -300,6 +300,11 @@ IN_CHILD: tuple[Name, ...] = (
     known("torch._C:TensorBase.data", "to keep a parameter the same object when it moves", "capture/patches"),
     known("torch._C:_set_only_lift_cpu_tensors", "to see numbers that become tensors on the card", "capture/patches"),
     known(
+        "torch._C:_DisableTorchDispatch",
+        "to make tensors without data that no mode takes for the program's",
+        "capture/dispatch",
+    ),
+    known(
         "torch._C:_set_throw_on_mutable_data_ptr",
         "to make tensors without data as torch does, in a tenth of the time",
         "capture/dispatch",
