@@ -37,9 +37,10 @@ sizes:
 	$(BIN)/python tools/check_sizes.py src tests benchmarks tools
 
 # Compiled first: the tests start a hundred processes, and where PYTHONDONTWRITEBYTECODE is set each of them would compile everything.
+# One thread each: there is a process of tests for every core, and threads of torch's that wait for work keep a core busy.
 units:
 	$(BIN)/python -m compileall -q src benchmarks
-	$(BIN)/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-torch: .venv-torch-$(TORCH)/.test
 	.venv-torch-$(TORCH)/bin/pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(TESTS)
@@ -69,7 +70,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,dev,examples]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[hf,watch,dev,examples]"
 	@touch $@ $(VENV)/.demo
 
 clean:

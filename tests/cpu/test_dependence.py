@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.row_proof import Computation, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
 
 torch.set_num_threads(1)
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -26,7 +26,7 @@ class _Module(nn.Module):
         return self.function(value)
 
 
-def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) -> Layout:
+def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) -> RowLayout:
     module = _Module(function)
     subject = Computation(
         call=lambda inputs: module(*inputs), inputs=[value], dims=[dim], module=module, is_contiguous=True
@@ -38,7 +38,7 @@ def _layout(function: Function, value: torch.Tensor, dim: int, part: int = 2) ->
     return layout
 
 
-def _rows(tensor: torch.Tensor, layout: Layout, num_rows: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, layout: RowLayout, num_rows: int) -> torch.Tensor:
     """Row by row, each as one dimension."""
     parts = tensor.movedim(layout.dim, 0).reshape(layout.outer, num_rows, layout.inner, -1)
     return parts.transpose(0, 1).reshape(num_rows, -1)
@@ -190,7 +190,7 @@ def test_what_is_mixed_and_dropped_is_no_obstacle() -> None:
         (x - x.mean(0)).square().sum()
         return x * 2
 
-    assert _layout(watched, _fixed(4, 3, 6), 0) == Layout(dim=0)
+    assert _layout(watched, _fixed(4, 3, 6), 0) == RowLayout(dim=0)
 
 
 def test_heads_and_examples_that_are_merged_are_followed() -> None:
@@ -198,9 +198,9 @@ def test_heads_and_examples_that_are_merged_are_followed() -> None:
         heads = x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1)
         return heads @ heads.transpose(1, 2)
 
-    assert _layout(function, _fixed(4, 3, 6), 0) == Layout(dim=0, inner=2)
+    assert _layout(function, _fixed(4, 3, 6), 0) == RowLayout(dim=0, inner=2)
     heads_first = lambda x: x.unflatten(-1, (2, 3)).permute(2, 0, 1, 3).flatten(0, 1)  # noqa: E731
-    assert _layout(heads_first, _fixed(4, 3, 6), 0) == Layout(dim=0, outer=2)
+    assert _layout(heads_first, _fixed(4, 3, 6), 0) == RowLayout(dim=0, outer=2)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -230,7 +230,7 @@ def test_hooks_and_foreign_gradients_are_seen() -> None:
 def test_a_pattern_is_read_back_from_any_order_of_dimensions(order: list[int], dim: int, inner: int) -> None:
     shape = [2, 3, 4, 5]
     shape[dim] = 3 * inner
-    layout = Layout(dim=order.index(dim), inner=inner)
+    layout = RowLayout(dim=order.index(dim), inner=inner)
     tensor = torch.empty(shape).permute(order)
     pattern = pattern_of(tensor, layout, 3)
     assert isinstance(pattern, Pattern)

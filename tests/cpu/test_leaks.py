@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import weakref
 
 import pytest
@@ -35,6 +36,13 @@ MORE_LEAKING = [
     "log_probabilities_of_all_episodes",
     "decoded_samples",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_other_tests_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search begins at the globals of the program's modules. Those of all other tests, with what they keep from test to test, would be gone through too."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests" and name != __name__]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.parametrize("name", [*LEAKING, *(MORE_LEAKING if os.environ.get("TIGHTFIT_SLOW_TESTS") else [])])

@@ -9,7 +9,7 @@ import pytest
 from tightfit.capture.targets import GeneratorFunction, HuggingFaceConfig, Script
 from tightfit.cli.main import run
 from tightfit.errors import UsageError
-from tightfit.fit.sweep import Axis, combinations, with_values
+from tightfit.fit.combinations import Axis, combinations, with_values
 
 WORKLOAD = """\
 import argparse, sys

@@ -20,7 +20,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, loaders, native, threads, torch_api
+from tightfit.capture.patches import eager, largest_batch, loaders, native, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.world import World
@@ -136,6 +136,10 @@ class CaptureSession:
         drawing = tuple(sorted(name for name in names if draws(name)))
         return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
 
+    def give_largest_batches(self, begin: int) -> None:
+        """Has data loaders give their largest batch after `begin` steps."""
+        largest_batch.install(lambda: self.watch.num_ended >= begin, self.recorder.assume)
+
     def follow_threads(self) -> None:
         """Has the virtual GPU answer in the program's threads too, which take turns."""
 
@@ -178,6 +182,8 @@ class CaptureSession:
             return targets.run_script(script, compiled=after.program.compiled)
         except (Exception, SystemExit) as error:
             is_own = isinstance(error, ApplyError | InternalError) or faults.our_error(error, "the capture") is not None
+            if not is_own:
+                self._note_assumed(error)
             if not after.is_on or (is_own and not isinstance(error, CaptureError)):
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -192,4 +198,11 @@ class CaptureSession:
                 next(generator)
             except StopIteration:
                 break
+            except Exception as error:
+                self._note_assumed(error)
+                raise
             self.watch.end_step()
+
+    def _note_assumed(self, error: BaseException) -> None:
+        """An exception of the program may follow from a value that was assumed."""
+        self.gpu.reads.note_on(error, ((p.file, p.first_line, p.line) for p in places_of(error)))

@@ -59,6 +59,7 @@ class Request:
     used_bytes: int = 0
     follows: dict[str, Any] | None = None
     until: list[Any] | None = None
+    largest_batch_from: int | None = None
     follows_threads: bool = False
     world: dict[str, int] | None = None
 
@@ -110,7 +111,7 @@ def _failure(label: str, error: BaseException, said: str) -> dict[str, Any]:
     own: TightfitError | None = faults.noted() or apply_error() or faults.our_error(error, "the capture")
     if own is None:
         if isinstance(error, SystemExit):
-            own = CaptureError(_ended_itself(label, error.code, said))
+            own = CaptureError(_ended_itself(label, error.code, said) + programs.assumed(error))
         else:
             own = ProgramError(programs.one_line(label, error))
             own.trace = programs.program_trace(error)
@@ -151,6 +152,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         until=None if request.until is None else (request.until[0], request.until[1]),
         world=None if request.world is None else World(**request.world),
     )
+    if request.largest_batch_from is not None:
+        session.give_largest_batches(request.largest_batch_from)
     session.gpu.progress = status = StatusFile(path)
     if request.follows_threads:
         session.follow_threads()

@@ -58,6 +58,7 @@ _GROUPS = {
     },
     "This machine": {
         "devices": "List the known GPUs and those of this machine, or show one.",
+        "watch": "Watch the GPUs: who uses how much memory, and what the next hour needs.",
         "calibrate": "Measure the GPU of this machine, for more accurate estimates.",
         "forecast": "Forecast the memory of running processes from their past: the next maximum, with an upper bound.",
         "place": "Assign offsets to buffers with known lifetimes.",

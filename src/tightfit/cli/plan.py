@@ -21,6 +21,7 @@ from tightfit.cli.arguments.options import (
 from tightfit.cli.arguments.sizes import Size, with_unit
 from tightfit.cli.arguments.used import used_now
 from tightfit.cli.devices import own_card
+from tightfit.cli.plan_cards import ONE_CARD, Cards, check_alone, plan_cards
 from tightfit.cli.progress import ProgressLine
 from tightfit.errors import UsageError
 from tightfit.output_files import check_outputs
@@ -64,32 +65,6 @@ class Bounds:
 NO_BOUNDS = Bounds()
 
 
-@Parameter(name="*", group=Group("Many cards", sort_key=0))
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Cards:
-    """How many cards a program of one card is to be spread over.
-
-    Parameters
-    ----------
-    gpus
-        Find the fastest layout over this many GPUs of the same kind (data, tensor, pipeline and context parallelism, sharding, micro-batches, recomputation).
-    nodes
-        How many nodes these are in. Default: as many as their kind needs.
-    node
-        The kind of node by name (DGX H100, p4d.24xlarge) or its TOML file. Default: the first one with such GPUs.
-    global_batch
-        Examples in a step of all cards together. Default: the program's own.
-    """
-
-    gpus: int | None = None
-    nodes: int | None = None
-    node: str | None = None
-    global_batch: int | None = None
-
-
-ONE_CARD = Cards()
-
-
 def plan(
     target: str,
     /,
@@ -124,7 +99,7 @@ def plan(
         Find the largest batch size: the name of the parameter of the generator function, or of the script's option, that sets it (batch_size).
         The answer has the largest size that fits without changes, the largest with techniques, and the fastest.
     output
-        Write the plan to this file (JSON), for tightfit run --plan.
+        Write the plan to this file (JSON), for tightfit run --plan; with --export that tool's file.
     json
         Print the plan as JSON.
     as_code
@@ -142,10 +117,10 @@ def plan(
         raise UsageError("--as-code prints lines of Python: it goes with neither --json nor --search")
     card = device or own_card()
     if cards != ONE_CARD:
-        is_plain = output is None and search is None and not as_code and not redact and gpu == AS_KNOWN
-        _check_alone(bounds, is_plain=is_plain)
+        is_plain = not (search or as_code or redact) and gpu == AS_KNOWN
+        check_alone(is_plain and bounds == dataclasses.replace(NO_BOUNDS, budget=bounds.budget), cards, output)
         traced = {"arguments": arguments, "parameters": parameter, "options": model.given(), "tracing": tracing}
-        return _layout(target, card, cards, budget=bounds.budget, json=json, **traced)
+        return plan_cards(target, card, cards, budget=bounds.budget, output=output, json=json, **traced)
     settings: dict[str, Any] = {
         "budget": None if bounds.budget is None else with_unit("--budget", bounds.budget),
         "used": used_now(gpu.used, card, is_own=device is None),
@@ -182,43 +157,6 @@ def _deliver(
             _write_code(found, target, output)
         else:
             _write(found, json=json, elapsed_seconds=elapsed_seconds)
-
-
-def _check_alone(bounds: Bounds, *, is_plain: bool) -> None:
-    if not is_plain or bounds != dataclasses.replace(NO_BOUNDS, budget=bounds.budget):
-        raise UsageError(
-            "--gpus goes with --budget, --json and what is traced, and with no other option of a plan for one GPU"
-        )
-
-
-def _layout(target: str, device: str, cards: Cards, *, budget: Size | None, json: bool, **traced: Any) -> int:
-    from tightfit.fit.layout_planning import plan_layout
-    from tightfit.reports.text.layouts import write_layout
-
-    started = time.monotonic()
-    if cards.gpus is None:
-        raise UsageError("--nodes, --node and --global-batch go with --gpus, the number of all GPUs")
-    tracing = traced["tracing"]
-    with ProgressLine(f"plan {target}", timeout_seconds=tracing.timeout, is_rewritten=not tracing.show_output) as line:
-        found = plan_layout(
-            target,
-            device,
-            budget=None if budget is None else with_unit("--budget", budget),
-            on_progress=line.report,
-            gpus=cards.gpus,
-            nodes=cards.nodes,
-            node=cards.node,
-            global_batch=cards.global_batch,
-            **traced,
-        )
-    elapsed_seconds = time.monotonic() - started
-    if json:
-        sys.stdout.write(
-            jsonlib.dumps({"target": target, **found.to_json(), "elapsed_seconds": round(elapsed_seconds, 2)}) + "\n"
-        )
-    else:
-        write_layout(found, elapsed_seconds=elapsed_seconds)
-    return 0 if found.fits else 1
 
 
 def _write_code(found: "Plan", target: str, output: Path | None) -> None:

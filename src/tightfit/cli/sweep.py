@@ -14,7 +14,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.fit.available import Used, in_use, used_bytes_of
-from tightfit.fit.sweep import Axis, SweepRow, combinations, sweep
+from tightfit.fit.combinations import Axis, SweepRow, combinations, sweep
 from tightfit.reports.text.sweep_table import write_sweep
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, Tiling, product_seconds
+from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, ProductTiles, product_seconds
 
 # Winograd F(2 x 2, 3 x 3) needs 16 instead of 36 multiplications per output tile (Lavin and Gray 2015); its transforms and the tiles that stick out take most of
 # that back: over the direct count, this is the median of kernel_times on four cards.
@@ -56,7 +56,7 @@ class Reached:
     core_flops_per_second: float
     bytes_per_second: float
     num_multiprocessors: int
-    tiling: Tiling
+    tiling: ProductTiles
     element_bytes: int
 
 

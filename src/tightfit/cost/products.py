@@ -28,7 +28,7 @@ _PARTIAL_BYTES = 8.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class ProductTiles:
     """How kernels of one type of arithmetic work: the `half` use and the `fill` of the module's docstring, the step of depth, and the bytes
     of a partial sum. Sources at the constants below."""
 
@@ -38,9 +38,9 @@ class Tiling:
 
 
 # Multiply-add units: fitted to the linear layers of kernel_times on A100, V100, T4, P100, L4 and H100 (docs/log.md).
-ON_CORES = Tiling(half=6.0, fill=20.0, depth_step=8)
+ON_CORES = ProductTiles(half=6.0, fill=20.0, depth_step=8)
 # Tensor cores: pipelines of three to four steps of 32 (CUTLASS), which blocks that share a multiprocessor hide in part.
-ON_TENSOR_CORES = Tiling(half=8.0, fill=24.0, depth_step=16)
+ON_TENSOR_CORES = ProductTiles(half=8.0, fill=24.0, depth_step=16)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Products:
 
 def product_seconds(
     products: Products,
-    tiling: Tiling,
+    tiling: ProductTiles,
     *,
     num_multiprocessors: int,
     flops_per_second: Floats | float,

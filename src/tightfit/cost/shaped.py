@@ -8,7 +8,7 @@ import numpy.typing as npt
 from tightfit.cost.classes import operator_class
 from tightfit.cost.convolutions import Passes, Reached, pass_seconds
 from tightfit.cost.efficiency import Efficiency
-from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, Tiling, product_seconds
+from tightfit.cost.products import ON_CORES, ON_TENSOR_CORES, Floats, Products, ProductTiles, product_seconds
 from tightfit.devices.calibration import OperatorClass
 from tightfit.devices.device import Device, DType
 from tightfit.tape import Tape
@@ -43,7 +43,7 @@ def shaped_seconds(tape: Tape, device: Device, efficiency: Efficiency, arithmeti
     return seconds
 
 
-def tiling_of(device: Device, dtype: DType) -> Tiling:
+def tiling_of(device: Device, dtype: DType) -> ProductTiles:
     """How kernels tile that compute in `dtype`: on tensor cores where the card has units of their own for it."""
     faster = device.flops_per_second(dtype) > device.flops_per_second("float32")
     return ON_TENSOR_CORES if faster and dtype not in ("float32", "float64") else ON_CORES

@@ -11,6 +11,7 @@
     ├── OutputError         3  a file could not be written
     ├── DoesNotFit          1  the answer is no
     ├── PlanError           3  no plan could be made
+    ├── WatchError          3  nothing could be watched: no driver, or no history that can be read
     ├── ApplyError          3  a plan could not be applied to this model
     └── InternalError       4  a bug in tightfit itself (`tightfit.errors.faults`)
 
@@ -84,6 +85,10 @@ class ApplyError(TightfitError):
         self.places = tuple(places)
         # A program that swallows this error goes on without the plan, or without training, so the caller asks `apply_error` afterwards.
         _apply_errors.setdefault(message, (technique, self.places))
+
+
+class WatchError(TightfitError):
+    """Nothing could be watched: no driver answers, or the history cannot be read; the message says which and what to do."""
 
 
 class InternalError(TightfitError):

@@ -13,9 +13,13 @@ from tightfit.errors.faults import answering
 from tightfit.fit import capture
 from tightfit.fit.card_settings import CardSettings
 from tightfit.fit.planning_progress import OnProgress
-from tightfit.layouts.layout_plan import LayoutPlan
+from tightfit.layouts.exports.layout_run import LayoutRun, num_nodes_of
+from tightfit.layouts.exports.registry import tool_named
+from tightfit.layouts.exports.tool import AbstractTool
+from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.layout_search import LayoutSearch
 from tightfit.layouts.model_parts import ModelParts, model_parts
+from tightfit.layouts.stages import stage_sizes
 from tightfit.tape import Phase, Tape
 
 
@@ -34,15 +38,18 @@ def plan_layout(
     options: Mapping[str, Any] | None = None,
     tracing: TraceSettings = AS_USUAL,
     on_progress: OnProgress | None = None,
+    export: str | None = None,
 ) -> LayoutPlan:
     """The fastest layout of `target`, a program for one card, over `gpus` cards, traced once on a virtual GPU whose size does not matter.
 
     `global_batch` is the number of examples in a step of all cards, by default the program's own. `node` names a kind of node or its TOML file.
+    `export` names a tool (`tightfit.layouts.exports.registry`): only layouts that it runs are considered, and the plan has its file.
 
     Raises:
         UsageError: numbers that do not go together, or a batch that the trace does not show and `global_batch` does not give.
         CaptureError: the workload could not be traced.
     """
+    tool = None if export is None else tool_named(export)
     on = CardSettings.of(device)
     kind = node_of(on.card, node)
     if gpus < 1 or (nodes is not None and nodes < 1):
@@ -70,10 +77,39 @@ def plan_layout(
     model = model_parts(Profile(tape.of_steps(), on.card))
     is_seen = model.batch.num_examples > 0
     model, examples = _with_batch(model, global_batch)
-    found = LayoutSearch(model, on.card, kind, budget_bytes=min(on.budget_bytes(budget), on.card.capacity_bytes)).run(
-        gpus, examples
+    search = LayoutSearch(
+        model, on.card, kind, budget_bytes=min(on.budget_bytes(budget), on.card.capacity_bytes), tool=tool
     )
-    return dataclasses.replace(found, assumptions=_assumptions(model, kind.name, is_seen=is_seen))
+    found = search.run(gpus, examples)
+    found = dataclasses.replace(found, assumptions=_assumptions(search.model, kind.name, tool, is_seen=is_seen))
+    if tool is None or found.best is None:
+        return found
+    run = _run_of(found, found.best, search.model, _command(target, arguments))
+    return dataclasses.replace(found, exports=(tool.export(run),))
+
+
+def _command(target: str | Tape, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The script with its arguments; nothing for a function or a config."""
+    path = target.target if isinstance(target, Tape) else target
+    return (path, *arguments) if path.endswith(".py") else ()
+
+
+def _run_of(plan: LayoutPlan, best: PricedLayout, model: ModelParts, command: tuple[str, ...]) -> LayoutRun:
+    layout = best.layout
+    available = -(-plan.num_gpus // plan.gpus_per_node)
+    num_nodes = num_nodes_of(layout.num_gpus, plan.gpus_per_node, available)
+    return LayoutRun(
+        layout=layout,
+        num_nodes=num_nodes,
+        gpus_per_node=layout.num_gpus // num_nodes,
+        examples=plan.examples,
+        sequence_length=plan.tokens_per_example,
+        stage_blocks=stage_sizes(len(model.order), layout.pp * layout.stages_per_rank),
+        block_classes=tuple(dict.fromkeys(part.class_name for part in model.blocks if part.class_name)),
+        stored_dtype=model.stored_dtype,
+        computed_dtype=model.computed_dtype,
+        command=command,
+    )
 
 
 def _with_batch(model: ModelParts, global_batch: int | None) -> tuple[ModelParts, int]:
@@ -88,11 +124,15 @@ def _with_batch(model: ModelParts, global_batch: int | None) -> tuple[ModelParts
     return dataclasses.replace(model, batch=dataclasses.replace(model.batch, num_examples=each)), global_batch
 
 
-def _assumptions(model: ModelParts, node: str, *, is_seen: bool) -> tuple[str, ...]:
+def _assumptions(model: ModelParts, node: str, tool: AbstractTool | None, *, is_seen: bool) -> tuple[str, ...]:
     found = [
         f"nodes are {node}: another one by --node",
         "seconds are estimates; memory is computed from one trace, not verified by traces of ranks",
     ]
+    if tool is not None:
+        found.append(
+            f"only layouts that {tool.name} ({tool.version}) runs are considered, with what it keeps of weights and gradients"
+        )
     if not is_seen:
         found.append(
             f"one traced forward pass has {model.batch.num_examples} examples, as --global-batch says: the trace does not show it"

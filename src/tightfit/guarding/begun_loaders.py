@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tightfit.effects.state import Snapshot, again, differences, restore, snapshot_of_arguments
-from tightfit.torch_hooks.loaders import Loader, on_loaders
+from tightfit.torch_hooks.loader_calls import Loader, on_loaders
 from tightfit.torch_hooks.weak_references import WeakTable
 
 _PARTS = ("generator", "sampler", "batch_sampler", "dataset")

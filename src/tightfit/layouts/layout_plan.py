@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from tightfit.layouts.exports.layout_run import Export
 from tightfit.layouts.layout import Layout
 from tightfit.layouts.rank_bytes import RankBytes
 from tightfit.layouts.rank_seconds import StepSeconds
@@ -49,6 +50,7 @@ class LayoutPlan:
     device: str
     node: str
     num_gpus: int
+    gpus_per_node: int
     budget_bytes: int
     examples: int
     tokens_per_example: int
@@ -57,6 +59,7 @@ class LayoutPlan:
     refused: tuple[PricedLayout, ...]
     num_priced: int
     assumptions: tuple[str, ...] = ()
+    exports: tuple[Export, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -87,5 +90,6 @@ class LayoutPlan:
             "alternatives": [{**p.to_json(), key: self.rate(p)} for p in self.alternatives],
             "refused": [p.to_json() for p in self.refused],
             "layouts_priced": self.num_priced,
+            "exports": {export.tool: export.to_json() for export in self.exports},
             "assumptions": list(self.assumptions),
         }

@@ -6,10 +6,11 @@ A layout that cannot beat the best ones even if its collectives cost nothing is 
 
 import dataclasses
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tightfit.devices.device import Device
 from tightfit.devices.node import Node
+from tightfit.layouts.exports.tool import AbstractTool
 from tightfit.layouts.layout import Layout, Recomputation
 from tightfit.layouts.layout_plan import LayoutPlan, PricedLayout
 from tightfit.layouts.model_parts import ModelParts
@@ -26,10 +27,14 @@ _STAGES_PER_RANK = (2, 4)
 
 
 class LayoutSearch:
-    """Finds the fastest layout of one model on `num_gpus` cards of a kind, under `budget_bytes` a card."""
+    """Finds the fastest layout of one model on `num_gpus` cards of a kind, under `budget_bytes` a card; with a `tool` the fastest of those that it runs, with what it keeps of the model."""
 
-    def __init__(self, model: ModelParts, device: Device, node: Node, *, budget_bytes: int) -> None:
+    def __init__(
+        self, model: ModelParts, device: Device, node: Node, *, budget_bytes: int, tool: AbstractTool | None = None
+    ) -> None:
+        model = model if tool is None else tool.stored(model)
         self.model = model
+        self.tool = tool
         self.device = device
         self.node = node
         self.budget_bytes = budget_bytes
@@ -65,6 +70,7 @@ class LayoutSearch:
             device=self.device.name,
             node=self.node.name,
             num_gpus=num_gpus,
+            gpus_per_node=min(num_gpus, self.node.num_gpus),
             budget_bytes=self.budget_bytes,
             examples=examples,
             tokens_per_example=self.model.batch.sequence_length,
@@ -107,10 +113,12 @@ class LayoutSearch:
             work = sum(n * (s.forward + s.backward) for n, s in zip(counts, seconds, strict=True)) * accumulation / pp
             for schedule, stages in self._schedules(pp, accumulation):
                 for stage, over in self._shardings(dp * cp, tp):
-                    yield work, Layout(
+                    layout = Layout(
                         dp=dp, tp=tp, pp=pp, cp=cp, zero_stage=stage, sharded_over=over, micro_batch=micro_batch,
                         accumulation=accumulation, schedule=schedule, stages_per_rank=stages,
                     )  # fmt: skip
+                    if self.tool is None or not self.tool.refusal(layout, self.model):
+                        yield work, layout
 
     def _schedules(self, pp: int, accumulation: int) -> Iterator[tuple]:
         if pp == 1:
@@ -139,22 +147,25 @@ class LayoutSearch:
             return plain
         most = max(stage.num_blocks for stage in stages_of(self.model, layout))
         kinds: tuple[Recomputation, ...] = ("selective", "full")
-        found = [self._fewest(layout, kind, most) for kind in kinds]
+        tool = self.tool
+        counts = [range(1, most + 1) if tool is None else tool.recomputed(kind, layout, most) for kind in kinds]
+        found = [self._fewest(layout, kind, of) for kind, of in zip(kinds, counts, strict=True) if of]
         fitting = [p for p in found if p.fits]
-        return min(fitting, key=lambda p: p.seconds.total) if fitting else found[-1]
+        return min(fitting, key=lambda p: p.seconds.total) if fitting else (found or [plain])[-1]
 
-    def _fewest(self, layout: Layout, kind: Recomputation, most: int) -> PricedLayout:
-        high = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=most))
+    def _fewest(self, layout: Layout, kind: Recomputation, counts: Sequence[int]) -> PricedLayout:
+        """The layout with the least of `counts` blocks recomputed that makes it fit; with the most where none does."""
+        high = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[-1]))
         if not high.fits:
             return high
-        low_number, high_number = 0, most
-        while high_number - low_number > 1:
-            middle = (low_number + high_number) // 2
-            found = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=middle))
+        low_at, high_at = -1, len(counts) - 1
+        while high_at - low_at > 1:
+            middle = (low_at + high_at) // 2
+            found = self.priced_layout(dataclasses.replace(layout, recompute=kind, num_recomputed=counts[middle]))
             if found.fits:
-                high, high_number = found, middle
+                high, high_at = found, middle
             else:
-                low_number = middle
+                low_at = middle
         return high
 
 

@@ -38,7 +38,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A block, or what runs before or after the blocks. Bytes are those of the traced batch.
+    """A block, or what runs before or after the blocks. `class_name` is that of a block's module, empty where it is not known. Bytes are those of the traced batch.
 
     `saved_bytes` are saved for backward, its output among them; of these `product_bytes` would be if only the results of products were saved. `input_bytes` is what
     the part is given. `working_bytes` is the peak of temporaries in its backward pass. `key_value_bytes` are the keys and values of its attention.
@@ -59,6 +59,7 @@ class Part:
     expert_bytes: int = 0
     expert_share: float = 1.0
     experts_per_token: float = 1.0
+    class_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +68,7 @@ class ModelParts:
 
     Bytes of gradients and optimizer states are per byte of trained parameters; `gathered_per_parameter` is what a gathered byte of weights takes: 0.5 where autocast converts them.
     `reduced_per_gathered` is what a gradient takes while it is reduced, per byte of the gathered weight. `stored_per_parameter` is above 1 where a layout stores
-    weights in a wider type than the program. `optimizer_seconds` are those of the update of all parameters on one card. `num_rounds` micro-batches of `batch` make one step of the program.
+    weights in a wider type than the program. `stored_dtype` and `computed_dtype` are the types of weights and of most products. `optimizer_seconds` are those of the update of all parameters on one card. `num_rounds` micro-batches of `batch` make one step of the program.
     """
 
     tape: Tape
@@ -84,6 +85,8 @@ class ModelParts:
     input_bytes: int
     stored_per_parameter: float = 1.0
     reduced_per_gathered: float = 2.0
+    stored_dtype: str = "float32"
+    computed_dtype: str = "bfloat16"
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -135,6 +138,8 @@ class _Reader:
         optimizer = phase == Phase.OPTIMIZER
         rounds = max(1, round(self.calls.num_rounds / steps))
         embedding = np.flatnonzero(last_round)
+        computed = self._computed_dtype(embedding)
+        is_converted = weights.gathered_per_parameter < 1
         return ModelParts(
             tape=tape,
             before=before[0],
@@ -150,7 +155,17 @@ class _Reader:
             input_bytes=self._live_bytes(Category.INPUTS),
             # Gradients are reduced in the type that they are stored in.
             reduced_per_gathered=1 / weights.gathered_per_parameter,
+            stored_dtype="float32" if is_converted else computed,
+            computed_dtype=computed,
         )
+
+    def _computed_dtype(self, chosen: Column) -> str:
+        """The type in which most of the FLOPs of `chosen` operators are computed."""
+        operators, strings = self.tape.operators, self.tape.strings
+        flops: dict[str, float] = {}
+        for dtype, count in zip(operators.dtype[chosen].tolist(), operators.flops[chosen].tolist(), strict=True):
+            flops[strings[dtype]] = flops.get(strings[dtype], 0.0) + count
+        return max(flops, key=lambda dtype: flops[dtype], default="float32")
 
     def _live_bytes(self, category: Category) -> int:
         """The peak of what is allocated of one category."""
@@ -231,7 +246,9 @@ class _Reader:
         input_bytes = self.calls.bytes_of(np.array([call.input])) if call.input >= 0 else 0
         if not input_bytes and call.output >= 0:
             input_bytes = self.calls.bytes_of(np.array([call.output]))
-        return self._part(name, forward, backward, saved, self.weights.inside(call.path), input_bytes)
+        class_name = self.tape.module_classes.get(call.path, "")
+        part = self._part(name, forward, backward, saved, self.weights.inside(call.path), input_bytes)
+        return dataclasses.replace(part, class_name=class_name)
 
     def _rest(self, name: str, rows: Column, taken: frozenset[str]) -> tuple[Part, tuple[str, ...]]:
         phase = self.tape.operators.phase

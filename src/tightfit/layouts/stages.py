@@ -47,16 +47,21 @@ def stages_of(model: ModelParts, layout: Layout) -> tuple[Stage, ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _counts(order: tuple[int, ...], num_classes: int, pp: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """The blocks of each rank by class. Stages differ by one block at most; the first and the last, which have more to do besides, are the shorter ones."""
-    num_stages = pp * per_rank
-    each, left = divmod(len(order), num_stages)
+def stage_sizes(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """The blocks of each stage, in the order of the model. Stages differ by one block at most; the first and the last, which have more to do besides, are the shorter ones."""
+    each, left = divmod(num_blocks, num_stages)
     sizes = [each] * num_stages
     # The larger stages lie in the middle: the first has the embedding and the last the loss.
     middle = sorted(range(num_stages), key=lambda s: (s == num_stages - 1, s == 0, s))
     for stage in middle[:left]:
         sizes[stage] += 1
+    return tuple(sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts(order: tuple[int, ...], num_classes: int, pp: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """The blocks of each rank by class."""
+    sizes = stage_sizes(len(order), pp * per_rank)
     found = [[0] * num_classes for _ in range(pp)]
     at = 0
     for stage, size in enumerate(sizes):

@@ -17,7 +17,7 @@ _MAX_OFF = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ChoiceGroup:
     """Choices of one technique with one setting at places that differ only by a number, merged."""
 
     technique: str
@@ -29,14 +29,14 @@ class Group:
     exact: bool
 
 
-def groups(choices: Sequence[Choice]) -> list[Group]:
+def groups(choices: Sequence[Choice]) -> list[ChoiceGroup]:
     """The choices by technique, place and settings, those that save most first."""
     together: dict[tuple[str, str, str], list[Choice]] = {}
     for choice in choices:
         settings = setting_words(choice.settings)
         together.setdefault((choice.technique, re.sub(r"\d+", "#", choice.where), settings), []).append(choice)
     found = [
-        Group(
+        ChoiceGroup(
             technique=technique,
             where=_places([choice.where for choice in members]),
             settings=settings,

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from tightfit.torch_hooks.manifest import NODE_HOOK
 from tightfit.torch_hooks.replaced import Leave, Replaced
+from tightfit.torch_hooks.weak_references import WeakTable
 
 # The hooks of a node, with the number of the last one, and whether an owner of all hooks was there.
 _hooks: "dict[int, tuple[int, weakref.ref[Any], bool]]" = {}
 _numbers = itertools.count(1)
-_of_later: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_of_later: WeakTable[Any, bool] = WeakTable()
 
 
 class _Own(threading.local):
@@ -47,7 +48,7 @@ def on_node_hooks(owner: NodeHookOwner, *, is_of_later: bool = False) -> Leave:
         ApplyError: this torch has no such function.
     """
     if is_of_later:
-        _of_later.add(owner)
+        _of_later[owner] = True
     return _REPLACED.enter(owner)
 
 

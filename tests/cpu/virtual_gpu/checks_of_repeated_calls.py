@@ -163,6 +163,23 @@ def inference_mode_counts():
         assert not (x * 3).is_inference()
 
 
+def views_of_ordinary_tensors_under_inference_mode_are_ordinary():
+    kept, made = torch.zeros(4, 6, device="cuda"), torch.empty(6, device="cuda")
+    for _ in range(3):
+        with torch.inference_mode():
+            assert not kept[1].is_inference()
+            kept[1] = made
+            kept[:, 2:4] = kept[:, 4:].clone()
+            assert kept[:, 4:].clone().is_inference()
+            assert kept[:, 4:].clone()[0].is_inference()
+        assert kept[1].requires_grad_().is_leaf
+    with torch.inference_mode():
+        made = torch.empty(6, device="cuda")
+    for _ in range(2):
+        assert made[2:].is_inference()
+        assert not (made * 2).is_inference()
+
+
 def conjugated_and_negated_views_stay_what_they_are():
     for _ in range(2):
         x = torch.empty(4, 4, dtype=torch.complex64, device="cuda")

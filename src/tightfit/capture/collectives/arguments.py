@@ -20,7 +20,7 @@ FUNCTIONAL = "_c10d_functional"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CollectiveForm:
     """How an operator names its arguments: those that are sent (a tensor, a list, or a list of lists), those that are received, and the rank that a
     collective with one has. `is_one_each`: what is received is in one tensor for each that is sent, side by side, and not in a list.
     """
@@ -33,32 +33,38 @@ class Form:
 
 
 _FORMS = {
-    "allreduce_": Form(kind=Kind.ALL_REDUCE, sent="tensors", received="tensors"),
-    "allreduce_coalesced_": Form(kind=Kind.ALL_REDUCE, sent="tensors", received="tensors"),
-    "broadcast_": Form(kind=Kind.BROADCAST, sent="tensors", received="tensors", peer="root_rank"),
-    "reduce_": Form(kind=Kind.REDUCE, sent="tensors", received="tensors", peer="root_rank"),
-    "allgather_": Form(kind=Kind.ALL_GATHER, sent="input_tensors", received="output_tensors", is_one_each=False),
-    "_allgather_base_": Form(kind=Kind.ALL_GATHER, sent="input_tensor", received="output_tensor"),
-    "allgather_coalesced_": Form(kind=Kind.ALL_GATHER, sent="input_list", received="output_lists", is_one_each=False),
-    "allgather_into_tensor_coalesced_": Form(kind=Kind.ALL_GATHER, sent="inputs", received="outputs"),
-    "reduce_scatter_": Form(
+    "allreduce_": CollectiveForm(kind=Kind.ALL_REDUCE, sent="tensors", received="tensors"),
+    "allreduce_coalesced_": CollectiveForm(kind=Kind.ALL_REDUCE, sent="tensors", received="tensors"),
+    "broadcast_": CollectiveForm(kind=Kind.BROADCAST, sent="tensors", received="tensors", peer="root_rank"),
+    "reduce_": CollectiveForm(kind=Kind.REDUCE, sent="tensors", received="tensors", peer="root_rank"),
+    "allgather_": CollectiveForm(
+        kind=Kind.ALL_GATHER, sent="input_tensors", received="output_tensors", is_one_each=False
+    ),
+    "_allgather_base_": CollectiveForm(kind=Kind.ALL_GATHER, sent="input_tensor", received="output_tensor"),
+    "allgather_coalesced_": CollectiveForm(
+        kind=Kind.ALL_GATHER, sent="input_list", received="output_lists", is_one_each=False
+    ),
+    "allgather_into_tensor_coalesced_": CollectiveForm(kind=Kind.ALL_GATHER, sent="inputs", received="outputs"),
+    "reduce_scatter_": CollectiveForm(
         kind=Kind.REDUCE_SCATTER, sent="input_tensors", received="output_tensors", is_one_each=False
     ),
-    "_reduce_scatter_base_": Form(kind=Kind.REDUCE_SCATTER, sent="input_tensor", received="output_tensor"),
-    "reduce_scatter_tensor_coalesced_": Form(kind=Kind.REDUCE_SCATTER, sent="inputs", received="outputs"),
-    "alltoall_": Form(kind=Kind.ALL_TO_ALL, sent="input_tensors", received="output_tensors", is_one_each=False),
-    "alltoall_base_": Form(kind=Kind.ALL_TO_ALL, sent="input", received="output"),
-    "gather_": Form(
+    "_reduce_scatter_base_": CollectiveForm(kind=Kind.REDUCE_SCATTER, sent="input_tensor", received="output_tensor"),
+    "reduce_scatter_tensor_coalesced_": CollectiveForm(kind=Kind.REDUCE_SCATTER, sent="inputs", received="outputs"),
+    "alltoall_": CollectiveForm(
+        kind=Kind.ALL_TO_ALL, sent="input_tensors", received="output_tensors", is_one_each=False
+    ),
+    "alltoall_base_": CollectiveForm(kind=Kind.ALL_TO_ALL, sent="input", received="output"),
+    "gather_": CollectiveForm(
         kind=Kind.GATHER, sent="input_tensors", received="output_tensors", peer="root_rank", is_one_each=False
     ),
-    "scatter_": Form(
+    "scatter_": CollectiveForm(
         kind=Kind.SCATTER, sent="input_tensors", received="output_tensors", peer="root_rank", is_one_each=False
     ),
-    "send": Form(kind=Kind.SEND, sent="tensors", received="", peer="dst"),
-    "recv_": Form(kind=Kind.RECEIVE, sent="", received="tensors", peer="src"),
-    "recv_any_source_": Form(kind=Kind.RECEIVE, sent="", received="tensors"),
-    "barrier": Form(kind=Kind.BARRIER, sent="", received=""),
-    "monitored_barrier_": Form(kind=Kind.BARRIER, sent="", received=""),
+    "send": CollectiveForm(kind=Kind.SEND, sent="tensors", received="", peer="dst"),
+    "recv_": CollectiveForm(kind=Kind.RECEIVE, sent="", received="tensors", peer="src"),
+    "recv_any_source_": CollectiveForm(kind=Kind.RECEIVE, sent="", received="tensors"),
+    "barrier": CollectiveForm(kind=Kind.BARRIER, sent="", received=""),
+    "monitored_barrier_": CollectiveForm(kind=Kind.BARRIER, sent="", received=""),
 }
 """Of `c10d`."""
 

@@ -46,6 +46,7 @@ class _Output:
     offset: int
     dtype: torch.dtype
     device: torch.device
+    is_inference: bool
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Call:
     outputs: tuple[_Output | int | None, ...]
     collect: Callable[[list[Any]], Any]
     has_small_outputs: bool
+    is_inference: bool
     row: Row | None = None
     scratch: dict[Any, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -108,7 +110,7 @@ class CallCache:
                     or value.is_neg()
                 ):
                     return False
-                key += (value.shape, value.stride(), value.dtype, value.fake_device)
+                key += (value.shape, value.stride(), value.dtype, value.fake_device, value.is_inference())
                 if not known.is_elementwise:
                     key.append(value.storage_offset())
             elif kind in _NUMBERS:
@@ -141,29 +143,30 @@ class CallCache:
     def outputs(self, call: Call, args: Sequence[Any]) -> Any:
         """What the operator returns for these arguments."""
         with torch._C._DisableTorchDispatch():
-            return call.collect(self._made(call, args))
+            if call.is_inference == torch.is_inference_mode_enabled():
+                return call.collect([self._made(output, args) for output in call.outputs])
+            # A view is what it is a view of: one of an ordinary tensor is an ordinary one under inference mode too.
+            with torch.inference_mode(call.is_inference):
+                return call.collect([self._made(output, args) for output in call.outputs])
 
-    def _made(self, call: Call, args: Sequence[Any]) -> list[Any]:
-        made: list[Any] = []
-        for output in call.outputs:
-            if not isinstance(output, _Output):
-                made.append(output)
-            elif output.argument < 0:
-                empty = torch.empty_strided(output.size, output.stride, dtype=output.dtype, device=_META)
-                made.append(self._wrapped(empty, output.device))
-            elif output.is_view:
-                view = torch.empty_strided((0,), (1,), dtype=output.dtype, device=_META)
-                view.set_(args[output.argument].untyped_storage(), output.offset, output.size, output.stride)
-                made.append(self._wrapped(view, output.device))
-            else:
-                made.append(args[output.argument])
-        return made
+    def _made(self, output: _Output | int | None, args: Sequence[Any]) -> Any:
+        if not isinstance(output, _Output):
+            return output
+        if output.argument < 0:
+            empty = torch.empty_strided(output.size, output.stride, dtype=output.dtype, device=_META)
+            return self._wrapped(empty, output.device)
+        return self._view(args[output.argument], output) if output.is_view else args[output.argument]
 
     def new(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
         """A tensor with memory of its own."""
         # The virtual GPU is asked for one outside of an operator too, where it would see this one as the program's.
         with torch._C._DisableTorchDispatch():
             return self._wrapped(torch.empty_strided(size, stride, dtype=dtype, device=_META), device)
+
+    def _view(self, source: FakeTensor, output: _Output) -> FakeTensor:
+        view = torch.empty_strided((0,), (1,), dtype=output.dtype, device=_META)
+        view.set_(source.untyped_storage(), output.offset, output.size, output.stride)
+        return self._wrapped(view, output.device)
 
     def _wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
         """As `FakeTensor.__new__` (torch/_subclasses/fake_tensor.py), whose attributes are taken over from a tensor that it has made."""
@@ -180,7 +183,7 @@ class CallCache:
 
 def _call(known: OperatorFacts, args: Sequence[Any], out: Any) -> Call | None:
     if out is None:
-        return Call(outputs=(), collect=_nothing, has_small_outputs=True)
+        return Call(outputs=(), collect=_nothing, has_small_outputs=True, is_inference=torch.is_inference_mode_enabled())
     is_one = isinstance(out, torch.Tensor)
     if not is_one and not isinstance(out, list | tuple):
         return None
@@ -197,8 +200,12 @@ def _call(known: OperatorFacts, args: Sequence[Any], out: Any) -> Call | None:
         if isinstance(output, _Unknown):
             return None
         outputs.append(output)
+    made = {o.is_inference for o in outputs if isinstance(o, _Output) and (o.is_view or o.argument < 0)}
+    if len(made) > 1:
+        return None
     return Call(
         outputs=tuple(outputs),
+        is_inference=made.pop() if made else torch.is_inference_mode_enabled(),
         collect=_only if is_one else list if isinstance(out, list) else tuple,
         has_small_outputs=all(is_small(tensor) for tensor in tensors((out,))),
     )
@@ -226,7 +233,7 @@ def _output(known: OperatorFacts, args: Sequence[Any], value: Any) -> _Output | 
     if value.requires_grad or value.is_conj() or value.is_neg():
         return _UNKNOWN
     place = {"size": tuple(value.shape), "stride": value.stride(), "offset": int(value.storage_offset())}
-    described = {**place, "dtype": value.dtype, "device": value.fake_device}
+    described = {**place, "dtype": value.dtype, "device": value.fake_device, "is_inference": value.is_inference()}
     for number, arg in enumerate(args):
         if arg is value:
             return _Output(argument=number, is_view=False, **described)
@@ -259,6 +266,7 @@ def _are_the_same(made: Any, true: Any) -> bool:
             and one.stride() == other.stride()
             and one.storage_offset() == other.storage_offset()
             and one.dtype == other.dtype
+            and one.is_inference() == other.is_inference()
             and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
         )
         for one, other in zip(made, true, strict=True)

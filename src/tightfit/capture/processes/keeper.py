@@ -27,7 +27,7 @@ class Kept:
         self._keeper = keeper
         # If the keeper has ended before it could be told of, this raises.
         os.write(keeper, b"\n")
-        self.cell = namespaces.Cell() if os.getpid() == 1 else None
+        self.cell = namespaces.ProcessSpace() if os.getpid() == 1 else None
 
     @contextlib.contextmanager
     def child_in(self, folder: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import only, rule
 
 
@@ -38,7 +38,7 @@ def select(flow: Flow, call: OperatorCall) -> Result:
     return mine
 
 
-def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Layout, int]:
+def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[RowLayout, int]:
     """The layout of the rows in `subject[indices]`, and its number of dimensions.
 
     Raises:
@@ -71,8 +71,8 @@ def indexed(flow: Flow, subject: torch.Tensor, indices: Sequence[torch.Tensor | 
         return rows.at(at), num_dims
     ((dim, count),) = counting.items() if len(counting) == 1 else ((-1, next(iter(counting.values()))),)
     own = next(d for d, size in enumerate(count.shape) if size == count.numel())
-    layout = Layout(dim=own + num_index - count.dim())
-    if rows != Layout(dim=dim) or (of_index is not None and of_index != layout):
+    layout = RowLayout(dim=own + num_index - count.dim())
+    if rows != RowLayout(dim=dim) or (of_index is not None and of_index != layout):
         raise Mixes("looks rows up among others")
     for index in given.values():
         at = layout.dim - (num_index - index.dim())

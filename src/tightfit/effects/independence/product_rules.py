@@ -6,13 +6,13 @@ import torch
 
 from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result
 from tightfit.effects.independence.row_states import Uniform
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import behind, only, rule
 
 _CONTRACTS = "sums over the rows"
 
 
-def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> Layout | None:
+def _product(flow: Flow, left: torch.Tensor, right: torch.Tensor, num_batch: int) -> RowLayout | None:
     """The layout of the rows in a matrix product whose first `num_batch` dimensions are batch dimensions."""
     if flow.rows.is_uniform(left) or flow.rows.is_uniform(right):
         raise Mixes("multiplies what is the same for all rows")
@@ -170,7 +170,7 @@ def recurrent_on_host(flow: Flow, call: OperatorCall) -> Result:
     layout = flow.rows.layout(call["input"])
     if layout is None or layout.dim != (0 if call["batch_first"] else 1) or call["batch_sizes"]:
         raise Mixes("takes rows for steps of a sequence")
-    found: list[Layout | Uniform | None] = [layout]
+    found: list[RowLayout | Uniform | None] = [layout]
     for name in ("hx_", "cx_"):
         state = call[name]
         if not flow.rows.is_uniform(state) and flow.rows.layout(state) not in (layout.at(0), layout.at(1)):

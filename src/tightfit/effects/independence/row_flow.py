@@ -27,7 +27,7 @@ from tightfit.effects.independence.operations import (
     schema_of,
 )
 from tightfit.effects.independence.row_states import UNIFORM, Mixed, RowStates, State, Uniform, at_line, key_of
-from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
 from tightfit.effects.independence.totals import Total, divides_by_rows, is_sum, total_of
 from tightfit.effects.reads import READS
 
@@ -64,7 +64,7 @@ class OperatorCall:
         return self.arguments.get(name, default)
 
 
-Place = Layout | Uniform | None
+Place = RowLayout | Uniform | None
 Result = Place | Sequence[Place]
 Rule = Callable[["Flow", OperatorCall], Result]
 
@@ -321,7 +321,7 @@ class Flow(FakeRun):
             for target in unreturned:
                 self.rows.set(target, state)
 
-    def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[Layout | Uniform | None]:
+    def _results(self, call: OperatorCall, inputs: Sequence[torch.Tensor]) -> Sequence[RowLayout | Uniform | None]:
         follows = any(self.rows.state(t) is not None or self.rows.is_scaled(t) for t in inputs)
         if not follows:
             return [self._constant(call, output, number) for number, output in enumerate(call.outputs)]
@@ -338,7 +338,7 @@ class Flow(FakeRun):
         its = self.other.operations[len(self.operations) - 1].shapes[number]
         return tuple(dim for dim, (a, b) in enumerate(zip(output.shape, its, strict=True)) if a != b)
 
-    def _constant(self, call: OperatorCall, output: torch.Tensor, number: int) -> Layout | Uniform | None:
+    def _constant(self, call: OperatorCall, output: torch.Tensor, number: int) -> RowLayout | Uniform | None:
         """The layout of an output that no row goes into: it is the same for every number of rows, or repeated for each row."""
         grown = self.grown(number, output)
         if not grown:
@@ -348,12 +348,12 @@ class Flow(FakeRun):
             return None
         if call.name in _UNIFORM:
             is_plain = len(grown) == 1 and output.shape[grown[0]] == self.num_rows
-            return Layout(dim=grown[0]) if is_plain else UNIFORM
+            return RowLayout(dim=grown[0]) if is_plain else UNIFORM
         if call.name in ("repeat", "expand_copy") and len(grown) == 1:
             whole, dim = call.arguments["self"], grown[0] - output.dim()
             inner = whole.shape[dim] if -dim <= whole.dim() else 1
             if output.shape[dim] % (inner * self.num_rows) == 0:
-                return Layout(dim=grown[0], inner=output.shape[dim] // self.num_rows)
+                return RowLayout(dim=grown[0], inner=output.shape[dim] // self.num_rows)
         # Position numbers of the rows: allowed as indices (`x[torch.arange(n), y]`), since a part's own numbers
         # start at 0 as well.
         if call.name == "arange" and output.dim() == 1 and len(output) == self.num_rows:
@@ -384,7 +384,7 @@ class Flow(FakeRun):
             return
         self.rows.set(output, Mixed(reason=f"{call.func} depends on the number of rows{at_line()}"))
 
-    def _assign(self, output: torch.Tensor, result: Layout | Uniform | None, call: OperatorCall) -> None:
+    def _assign(self, output: torch.Tensor, result: RowLayout | Uniform | None, call: OperatorCall) -> None:
         state = self.rows.state(output)
         if isinstance(state, Mixed):
             raise Mixes(state.reason)
@@ -449,7 +449,7 @@ _KEEPS_VOTE = frozenset(["logical_not", "bitwise_not", "_to_copy", "clone"])
 class Functions(TorchFunctionMode):
     """Intercepts functions of torch whose operators cannot be followed one by one, and hooks on gradients."""
 
-    def __init__(self, run: FakeRun, atoms: Mapping[Any, Callable[..., Layout | None]]) -> None:
+    def __init__(self, run: FakeRun, atoms: Mapping[Any, Callable[..., RowLayout | None]]) -> None:
         super().__init__()
         self._run = run
         self._atoms = atoms

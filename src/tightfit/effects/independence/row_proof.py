@@ -30,7 +30,7 @@ from tightfit.effects.independence import indexing_rules, product_rules  # noqa:
 from tightfit.effects.independence.left_behind import Left, depends_on_rows
 from tightfit.effects.independence.operations import compare
 from tightfit.effects.independence.row_flow import FakeRun, Flow, Functions, NeedsValues
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.independence.rules import RULES
 from tightfit.effects.state import RegionState, restore
 from tightfit.effects.users_code import is_users_class, is_users_file
@@ -174,7 +174,7 @@ def _input(run: FakeRun, tensor: torch.Tensor, dim: int | None, num_rows: int, i
             made = made.narrow(dim, 0, run.num_rows)
             made = made.contiguous() if is_contiguous else made
     if isinstance(run, Flow):
-        run.rows.put(made, Layout(dim=dim))
+        run.rows.put(made, RowLayout(dim=dim))
     return made.requires_grad_(tensor.requires_grad or (is_contiguous and made.is_floating_point()))
 
 
@@ -280,13 +280,13 @@ def check_graph(result: Any, allowed: Iterable[torch.Tensor]) -> set[int]:
     return reached
 
 
-def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> Layout | None:
+def _one_hot(flow: Flow, tensor: torch.Tensor, num_classes: int = -1) -> RowLayout | None:
     if num_classes < 0:
         raise Mixes("has a size that depends on values")
     return flow.rows.layout(tensor)
 
 
-ATOMS: dict[Any, Callable[..., Layout | None]] = {torch.nn.functional.one_hot: _one_hot}
+ATOMS: dict[Any, Callable[..., RowLayout | None]] = {torch.nn.functional.one_hot: _one_hot}
 
 
 def _fake_mode_for(tensors: Iterable[Any]) -> FakeTensorMode:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tightfit.effects.independence.rows import Layout, Mixes, Pattern, pattern_of
+from tightfit.effects.independence.rows import Mixes, Pattern, RowLayout, pattern_of
 from tightfit.effects.independence.totals import Total
 from tightfit.effects.reads import line_of_code
 
@@ -60,7 +60,7 @@ class RowStates:
         """The state of a tensor's storage; None for a constant."""
         return self._states.get(key_of(tensor))
 
-    def layout(self, tensor: torch.Tensor) -> Layout | None:
+    def layout(self, tensor: torch.Tensor) -> RowLayout | None:
         """The layout of the rows in a tensor; None if it has none.
 
         Raises:
@@ -73,7 +73,7 @@ class RowStates:
             return state.layout_in(tensor)
         found = self._scaled.get(id(tensor))
         if found is not None and not found[2]:
-            return Layout(dim=found[1][0])
+            return RowLayout(dim=found[1][0])
         return None
 
     def is_uniform(self, tensor: torch.Tensor) -> bool:
@@ -101,14 +101,14 @@ class RowStates:
         """Whether a tensor may have other values, or another size, for other rows."""
         return self.state(tensor) is not None or id(tensor) in self._scaled
 
-    def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> Layout | None:
+    def broadcast(self, tensors: Iterable[torch.Tensor], num_dims: int) -> RowLayout | None:
         """The layout of the rows in a pointwise result of `tensors` with `num_dims` dimensions.
 
         Raises:
             Mixes: in some they lie elsewhere, or something else varies along them.
         """
         tensors = [t for t in tensors if not self.is_uniform(t)]
-        found: Layout | None = None
+        found: RowLayout | None = None
         for tensor in tensors:
             layout = self.layout(tensor)
             if layout is None:
@@ -125,7 +125,7 @@ class RowStates:
                 raise Mixes("combines rows with something that varies along them")
         return found
 
-    def put(self, tensor: torch.Tensor, layout: Layout) -> None:
+    def put(self, tensor: torch.Tensor, layout: RowLayout) -> None:
         """Sets the layout of the rows in a tensor, such as an input."""
         self._kept.append((tensor, tensor.untyped_storage()))
         self._states[key_of(tensor)] = pattern_of(tensor, layout, self._num_rows)

@@ -15,14 +15,14 @@ class Mixes(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RowLayout:
     """Dimension `dim` of a tensor has `outer` times all rows, and `inner` positions of each: `outer * num_rows * inner` in all."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
-    def at(self, dim: int) -> "Layout":
+    def at(self, dim: int) -> "RowLayout":
         """The same in another dimension."""
         return dataclasses.replace(self, dim=dim)
 
@@ -34,7 +34,7 @@ class Pattern:
     run_bytes: int
     num_rows: int
 
-    def layout_in(self, tensor: torch.Tensor) -> Layout:
+    def layout_in(self, tensor: torch.Tensor) -> RowLayout:
         """The layout of the rows in `tensor`, which shares the storage.
 
         Raises:
@@ -58,13 +58,13 @@ class Pattern:
             if inner * step != run or size % (inner * self.num_rows) or found is not None:
                 raise Mixes("takes rows apart")
             inside += (inner - 1) * step
-            found = Layout(dim=dim, outer=size // (inner * self.num_rows), inner=inner)
+            found = RowLayout(dim=dim, outer=size // (inner * self.num_rows), inner=inner)
         if found is None or inside + item > run or offset // run % self.num_rows:
             raise Mixes("takes rows apart")
         return found
 
 
-def pattern_of(tensor: torch.Tensor, layout: Layout, num_rows: int) -> Pattern:
+def pattern_of(tensor: torch.Tensor, layout: RowLayout, num_rows: int) -> Pattern:
     """The pattern of the storage of `tensor` whose rows have this layout.
 
     Raises:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.independence.row_flow import Flow, OperatorCall, Result, Rule
 from tightfit.effects.independence.row_states import UNIFORM, Uniform
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 
 RULES: dict[str, Rule] = {}
 
@@ -48,7 +48,7 @@ def pointwise(flow: Flow, call: OperatorCall) -> Result:
 @rule("new_zeros new_ones new_full new_empty new_empty_strided")
 def new(flow: Flow, call: OperatorCall) -> Result:
     """A factory that takes only dtype and device from a tensor."""
-    found: list[Layout | Uniform | None] = []
+    found: list[RowLayout | Uniform | None] = []
     for number, output in enumerate(call.outputs):
         # The tensor that it is called on is not read, so it counts as an operator without inputs.
         found.append(flow._constant(call, output, number))
@@ -69,7 +69,7 @@ def dims_of(value: Any, num_dims: int) -> list[int] | None:
 
 def worked_on(
     flow: Flow, call: OperatorCall, name: str = "dim", subject: str = "self"
-) -> tuple[Layout | None, list[int]]:
+) -> tuple[RowLayout | None, list[int]]:
     """The layout of the rows in the first tensor, and the dimensions that the operator works along.
 
     Raises:
@@ -133,7 +133,7 @@ def triangle(flow: Flow, call: OperatorCall) -> Result:
     return behind(flow, call["self"], 2)
 
 
-def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> Layout | None:
+def behind(flow: Flow, tensor: torch.Tensor, num_last: int) -> RowLayout | None:
     """The layout of the rows in a tensor whose last `num_last` dimensions are worked along."""
     if flow.rows.is_uniform(tensor):
         raise Mixes("works on what is the same for all rows")

@@ -16,14 +16,14 @@ _MOST_FILES = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class GuardedProgram:
     """The parsed files of a program, by their paths, and the functions that they define, by name."""
 
     trees: Mapping[str, ast.Module]
     functions: Mapping[str, tuple[ast.AST, ...]]
 
     @classmethod
-    def of(cls, path: Path) -> "Program":
+    def of(cls, path: Path) -> "GuardedProgram":
         """The file at `path`, and what it imports from its own folder."""
         trees: dict[str, ast.Module] = {}
         waiting = [path.resolve()]
@@ -46,7 +46,7 @@ class Program:
         return cls(trees=trees, functions={name: tuple(found) for name, found in functions.items()})
 
 
-def training_loops(program: Program, path: str) -> list[Loop]:
+def training_loops(program: GuardedProgram, path: str) -> list[Loop]:
     """The training loops in the file at `path`, in no particular order."""
     search = _Search(program.functions)
     tree = program.trees.get(path)

@@ -14,7 +14,7 @@ import numpy as np
 from tightfit.reports.blocks_by_site import largest_blocks, line_and_function, module_name, places, stack_of
 from tightfit.reports.downsampled_timeline import Detail, timeline
 from tightfit.reports.html.inert_text import inert
-from tightfit.reports.html.treemap import Node, peak_tree
+from tightfit.reports.html.treemap import TreemapNode, peak_tree
 from tightfit.reports.summary import Summary
 from tightfit.reports.text.table_columns import shorten_middle
 from tightfit.simulate.history import CATEGORIES, History, is_library_frame
@@ -149,7 +149,7 @@ def _differences(column: Column) -> list[int]:
     return np.diff(column, prepend=np.zeros(1, dtype=column.dtype)).tolist()
 
 
-def _tree(node: Node, texts: _Texts) -> list[Any]:
+def _tree(node: TreemapNode, texts: _Texts) -> list[Any]:
     """`[name, category that holds most, bytes, blocks]`, and a list of parts where there are any."""
     plain: list[Any] = [texts(node.label), node.main_category, node.num_bytes, node.num_blocks]
     return [*plain, [_tree(part, texts) for part in node.parts.values()]] if node.parts else plain

@@ -13,7 +13,7 @@ _MAX_CALLS = 24
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Node:
+class TreemapNode:
     """A part of the allocated memory: a module with its class (where that is known), a call, or blocks of one category.
 
     `category` is -1 for what has parts; `held` has the bytes of each category in it.
@@ -25,7 +25,7 @@ class Node:
     num_bytes: int = 0
     num_blocks: int = 0
     held: dict[int, int] = dataclasses.field(default_factory=dict)
-    parts: dict[tuple[str, int], "Node"] = dataclasses.field(default_factory=dict)
+    parts: dict[tuple[str, int], "TreemapNode"] = dataclasses.field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -42,7 +42,7 @@ class Node:
         node = self
         node.count(held, num_blocks)
         for name, category in path:
-            node = node.parts.setdefault((name, category), Node(name=name, category=category))
+            node = node.parts.setdefault((name, category), TreemapNode(name=name, category=category))
             node.count(held, num_blocks)
 
     def with_classes(self, classes: Mapping[str, str], path: str = "") -> None:
@@ -60,7 +60,7 @@ class Node:
             self.num_bytes += num_bytes
             self.held[category] = self.held.get(category, 0) + num_bytes
 
-    def pruned(self, min_bytes: int) -> "Node":
+    def pruned(self, min_bytes: int) -> "TreemapNode":
         """The same with parts below `min_bytes` taken together, and a part that is its whole's only one joined to it."""
         large = [part.pruned(min_bytes) for part in self.parts.values() if part.num_bytes >= min_bytes]
         small = [part for part in self.parts.values() if part.num_bytes < min_bytes]
@@ -69,7 +69,7 @@ class Node:
         if len(small) == 1 and large:
             large += small
         elif small and large:
-            rest = Node(name=f"{len(small)} smaller parts")
+            rest = TreemapNode(name=f"{len(small)} smaller parts")
             for part in small:
                 rest.count(part.held, part.num_blocks)
             large.append(rest)
@@ -79,7 +79,7 @@ class Node:
         return dataclasses.replace(self, parts=parts)
 
 
-def peak_tree(history: History, min_share: float) -> Node:
+def peak_tree(history: History, min_share: float) -> TreemapNode:
     """The blocks that live at the peak; parts of less than `min_share` of the whole are taken together."""
     blocks = history.blocks
     alive = history.alive_at(history.peak_event)
@@ -88,7 +88,7 @@ def peak_tree(history: History, min_share: float) -> Node:
     num_bytes = np.bincount(group.ravel(), blocks.block_bytes[alive], groups.shape[1]).astype(np.int64)
     num_blocks = np.bincount(group.ravel(), minlength=groups.shape[1])
     has_modules = any(module >= 0 and history.modules[module] for module in groups[0].tolist())
-    root = Node(name="")
+    root = TreemapNode(name="")
     for (module, stack, category), size, number in zip(
         groups.T.tolist(), num_bytes.tolist(), num_blocks.tolist(), strict=True
     ):

@@ -1,5 +1,7 @@
 """A plan of a layout as text: the layout, its memory by class and seconds by cause, the next ones, and why others do not fit."""
 
+import sys
+
 from rich.table import Table
 from rich.text import Text
 
@@ -44,10 +46,27 @@ def write_layout(plan: LayoutPlan, *, elapsed_seconds: float) -> None:
             out.print()
             out.print(Text(heading))
             out.print(_table(plan, rows, unit))
+    for export in plan.exports:
+        out.print()
+        out.print(Text(f"for {export.tool} ({export.version})"))
+        for note in export.notes:
+            out.print(Text(f"  {note}"))
     out.print()
     for text in plan.assumptions:
         out.print(Text(f"assumed: {text}", style="dim"))
     out.print(Text(f"{plan.num_priced:,} layouts priced in {elapsed_seconds:.1f} s", style="dim"))
+
+
+def write_export(plan: LayoutPlan) -> None:
+    """Prints the file of the plan's export on stdout, where it can be piped into one, and on stderr what it is and what it cannot say."""
+    export, best = plan.exports[0], plan.best
+    assert best is not None
+    unit = "tokens" if plan.tokens_per_example else "samples"
+    sys.stderr.write(
+        f"tightfit: {best.layout}, {format_bytes(best.worst.total_bytes)} a GPU, {plan.rate(best):,.0f} {unit}/s (predicted)\n"
+    )
+    sys.stderr.write("".join(f"tightfit: {note}\n" for note in export.notes))
+    sys.stdout.write(export.text)
 
 
 def _batches(layout: Layout) -> str:

@@ -11,7 +11,7 @@ from tightfit.techniques.optimizer.at_host.host_updates import HostUpdates
 from tightfit.techniques.optimizer.states.quantized_states import encode_states
 from tightfit.techniques.optimizer.states.state_sizes import MIN_NUMBERS
 from tightfit.techniques.optimizer.updates.optimizer_kernels import UPDATED_ON_HOST
-from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
+from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 from tightfit.techniques.wrappers.far_tiers import by_tier, disk_space_for

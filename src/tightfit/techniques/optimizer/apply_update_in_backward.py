@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
 from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
-from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer.updates.optimizer_steps import check_separable, update_alone
+from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.technique import Choice
 

@@ -7,7 +7,7 @@ import torch
 
 from tightfit.effects.independence.row_flow import NeedsValues
 from tightfit.effects.independence.row_proof import Computation, Leaves, Unfollowed, check_graph, check_hooks, prove
-from tightfit.effects.independence.rows import Layout, Mixes
+from tightfit.effects.independence.rows import Mixes, RowLayout
 from tightfit.effects.state import RegionState, differences
 from tightfit.techniques.wrappers.forwards import plain_forwards
 from tightfit.techniques.wrappers.without_node_hooks import without_node_hooks
@@ -56,7 +56,7 @@ def check_token_wise(
     result = proof.result
     if not isinstance(result, torch.Tensor):
         raise Mixes(f"it returns a {type(result).__name__}")
-    if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != Layout(dim=dim):
+    if proof.flow.rows.is_uniform(result) or proof.flow.rows.layout(result) != RowLayout(dim=dim):
         raise Mixes("its output has not a row for each row of the input")
     reached = check_graph(result, [*proof.inputs, *module.parameters()])
     if not reached or (value.requires_grad and id(proof.inputs[0]) not in reached):

@@ -79,7 +79,7 @@ def _works_in_child(attempt: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-class Cell:
+class ProcessSpace:
     """In process 1 of a space: a namespace of process ids for each traced program, emptied when the program has ended."""
 
     def __init__(self) -> None:

@@ -21,13 +21,13 @@ from tightfit.techniques.optimizer.states.state_codecs import AbstractCodec, Enc
 from tightfit.techniques.optimizer.states.states_ahead import StatesAhead
 from tightfit.techniques.optimizer.updates.backward_updates import Updates
 from tightfit.techniques.optimizer.updates.optimizer_kernels import check_kernel, set_kernel
-from tightfit.techniques.optimizer.updates.optimizer_settings import UpdateSettings
 from tightfit.techniques.optimizer.updates.optimizer_steps import (
     check_separable,
     groups_by_parameter,
     update_alone,
     update_within_step,
 )
+from tightfit.techniques.optimizer.updates.update_settings import UpdateSettings
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import Refuse
 

@@ -1,0 +1,1 @@
+"""Where readings come from: the drivers of NVIDIA and AMD, or a simulation, behind one interface."""

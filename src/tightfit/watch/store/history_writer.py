@@ -1,0 +1,213 @@
+"""Writes a history, one transaction a reading, and goes on when it cannot: readings wait while the file is locked, old history goes when the disk is full."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tightfit.watch.machine_state import Episode, Outlook
+from tightfit.watch.readings import CardReading
+from tightfit.watch.store.levels import Retention, drop_ended, drop_half, drop_old, roll_up
+from tightfit.watch.store.reserve import Reserve
+from tightfit.watch.store.schema import SPANS, open_to_write
+from tightfit.watch.store.series_names import SeriesNames
+
+_MAX_WAITING = 600
+_MAX_SKIPPED = 31
+_NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_NO_DATABASE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_OF_THE_MACHINE = (
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL),
+)
+_PRIMARY = 0xFF
+"""The lower byte of SQLite's extended result codes."""
+_NUM_EPISODES = 1000
+_WAL_SHARE = 8
+"""The file written ahead may be an eighth of what the history may be: a checkpoint keeps it at 4 MiB, unless a reader is in the way."""
+_OUTLOOK = f"INSERT OR REPLACE INTO outlooks (series, {', '.join(Outlook.__slots__)}) VALUES (?{', ?' * len(Outlook.__slots__)})"
+_EPISODE = (
+    "INSERT INTO episodes (rule, subject, message, fired_at, resolved_at) VALUES (?, ?, ?, ?, ?) "
+    "ON CONFLICT (rule, subject, fired_at) DO UPDATE SET message = excluded.message, resolved_at = excluded.resolved_at"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A reading as it is written: its time and what the wall clock said (milliseconds), the cards, and samples as (series, bytes)."""
+
+    time: int
+    wall: int
+    cards: tuple[CardReading, ...]
+    samples: list[tuple[int, int]]
+
+
+class HistoryWriter:
+    """The one writer of the history at `path`. `trouble` says why the last reading is not on disk; empty if it is."""
+
+    def __init__(self, path: Path, *, max_bytes: int, retention: Retention) -> None:
+        """Opens the history; a damaged one is set aside.
+
+        Raises:
+            WatchError: it is the history of another version, or another program's database.
+            sqlite3.Error: it cannot be opened at all.
+        """
+        self._path, self._max_bytes, self._retention = path, max_bytes, retention
+        self._reserve = Reserve(path.with_name("reserve"))
+        self._waiting: deque[Moment] = deque(maxlen=_MAX_WAITING)
+        self._beside: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=10 * _MAX_WAITING)
+        self._num_to_skip = self._num_skipped = 0
+        self.trouble = ""
+        self._connection = self._open()
+        self.names = SeriesNames(self._connection)
+        (last,) = self._connection.execute("SELECT max(time) FROM moments").fetchone()
+        self.last_time: int = last or 0
+        """The time of the last reading in the history, in milliseconds; 0 for a new one."""
+        self._reserve.fill()
+
+    def add(self, moment: Moment | None, status: Mapping[str, Any]) -> None:
+        """Writes a reading (None: there was none) with those that wait, and what readers are told of the agent. What cannot be written waits, ten minutes of it at most."""
+        if moment is not None:
+            self._waiting.append(moment)
+        if self._num_skipped < self._num_to_skip:
+            self._num_skipped += 1
+            return
+        self._num_skipped = 0
+        try:
+            if self._is_held_open():
+                self._num_to_skip = _MAX_SKIPPED
+                self.trouble = (
+                    f"another program holds the history open and lets it grow; {len(self._waiting)} readings wait"
+                )
+                return
+            self._write(status)
+        except sqlite3.Error as error:
+            # All that waits is tried each time: so less and less often.
+            self._num_to_skip = min(2 * self._num_to_skip + 1, _MAX_SKIPPED)
+            self._failed(error)
+        else:
+            self._num_to_skip, self.trouble = 0, ""
+
+    def keep_outlooks(self, outlooks: Mapping[int, Outlook]) -> None:
+        """Writes the forecasts of series, with the next reading."""
+        for series, each in outlooks.items():
+            self._beside.append((_OUTLOOK, (series, *(getattr(each, name) for name in Outlook.__slots__))))
+
+    def keep_episodes(self, episodes: Iterable[Episode]) -> None:
+        """Writes alerts that have begun or ended, with the next reading."""
+        self._beside.extend((_EPISODE, (e.rule, e.subject, e.message, e.fired_at, e.resolved_at)) for e in episodes)
+
+    def close(self) -> None:
+        """Closes the file; SQLite then writes everything into it."""
+        self._connection.close()
+
+    def _write(self, status: Mapping[str, Any]) -> None:
+        """All that waits, in one transaction.
+
+        Raises:
+            sqlite3.Error: it could not be written; nothing of it is.
+        """
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        for statement, row in (*self.names.new, *self._beside):
+            connection.execute(statement, row)
+        for moment in self._waiting:
+            connection.execute("INSERT INTO moments VALUES ('readings', ?, ?)", (moment.time, moment.wall))
+            rows = ((moment.time, series, size) for series, size in moment.samples)
+            connection.executemany("INSERT INTO readings VALUES (?, ?, ?)", rows)
+        said = [(key, json.dumps(value)) for key, value in status.items()]
+        connection.executemany("INSERT OR REPLACE INTO status VALUES (?, ?)", said)
+        time = self._waiting[-1].time if self._waiting else self.last_time
+        is_new_minute, is_new_hour = (self.last_time // SPANS[span] != time // SPANS[span] for span in SPANS)
+        if self._waiting:
+            self._write_cards(self._waiting[-1])
+        if is_new_minute:
+            roll_up(connection, time)
+            drop_old(connection, self._retention)
+        if is_new_hour:
+            drop_ended(connection, time)
+            connection.execute("DELETE FROM episodes WHERE id <= (SELECT max(id) FROM episodes) - ?", (_NUM_EPISODES,))
+        connection.execute("COMMIT")
+        self.names.new.clear()
+        self._beside.clear()
+        self._waiting.clear()
+        self.last_time = time
+        if is_new_minute:
+            self._look_after()
+
+    def _write_cards(self, last: Moment) -> None:
+        rows = [
+            (json.dumps({name: getattr(card, name) for name in CardReading.__slots__}), last.time, card.uuid)
+            for card in last.cards
+        ]
+        self._connection.executemany("UPDATE cards SET reading = ?, time = ? WHERE uuid = ?", rows)
+
+    def _look_after(self) -> None:
+        """What is due once a minute."""
+        self.names.forget_unused()
+        self._reserve.fill()
+        # SQLite would go on writing to a file that was deleted.
+        if not self._is_same_file():
+            self._move()
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        # Errors that Python's own layer raises, as for a connection that is closed, have no code.
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY
+        if code not in (*_NO_SPACE, *_NO_DATABASE, *_OF_THE_MACHINE):
+            raise error
+        self.trouble = f"the history is not written: {error}; {len(self._waiting)} readings wait"
+        with contextlib.suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            if code in _NO_SPACE:
+                self.trouble = f"no space for the history ({error}): the older half of it is dropped"
+                self._make_room()
+        if code in _NO_DATABASE:
+            self._move()
+
+    def _is_held_open(self) -> bool:
+        """Whether the file written ahead is large and cannot be emptied, because a reader's transaction does not end: it would take the whole disk."""
+        try:
+            if os.stat(f"{self._path}-wal").st_size < self._max_bytes // _WAL_SHARE:
+                return False
+        except OSError:
+            return False
+        (is_busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return bool(is_busy)
+
+    def _make_room(self) -> None:
+        self._reserve.give_up()
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        drop_half(self._connection)
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _is_same_file(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _move(self) -> None:
+        """Goes on with a new file, as the old one is gone or damaged; tried again at the next reading if that cannot be."""
+        self._connection.close()
+        with contextlib.suppress(sqlite3.Error, OSError):
+            self._connection = self._open()
+            self.names.move_to(self._connection)
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            connection = open_to_write(self._path, max_bytes=self._max_bytes)
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & _PRIMARY not in _NO_DATABASE:
+                raise
+            self._path.replace(self._path.with_name(f"{self._path.name}.damaged"))
+            for suffix in ("-wal", "-shm"):
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+            connection = open_to_write(self._path, max_bytes=self._max_bytes)
+        self._inode = os.stat(self._path).st_ino
+        return connection

@@ -1,0 +1,1 @@
+"""The machine on a terminal: one table, or a screen with keys."""
