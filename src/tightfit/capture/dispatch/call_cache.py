@@ -183,7 +183,9 @@ class CallCache:
 
 def _call(known: OperatorFacts, args: Sequence[Any], out: Any) -> Call | None:
     if out is None:
-        return Call(outputs=(), collect=_nothing, has_small_outputs=True, is_inference=torch.is_inference_mode_enabled())
+        return Call(
+            outputs=(), collect=_nothing, has_small_outputs=True, is_inference=torch.is_inference_mode_enabled()
+        )
     is_one = isinstance(out, torch.Tensor)
     if not is_one and not isinstance(out, list | tuple):
         return None
