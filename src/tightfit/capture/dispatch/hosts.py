@@ -249,6 +249,10 @@ def _taking(table: dict[int, _Reference], address: int) -> Callable[[_Reference]
 def _mapped(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """A large host tensor of zeros that reserves addresses only."""
     first = args[0]
+    device = kwargs.get("device") or (first.device if isinstance(first, torch.Tensor) else "cpu")
+    if torch.device(device).type != "cpu":
+        # One on the meta device has no memory anyway.
+        return None
     if isinstance(first, torch.Tensor):
         if first.layout != torch.strided or first.numel() * first.element_size() < MIN_BLANK_BYTES:
             return None
