@@ -11,6 +11,7 @@ from tightfit.devices.calibration import Calibration
 from tightfit.devices.device import Device
 from tightfit.simulate.band import reserved_band
 from tightfit.simulate.estimate import Band, Estimate, Peak, PeakMoment, SiteAtPeak, SpanPeak
+from tightfit.simulate.input_pipeline import input_pipeline
 from tightfit.simulate.seconds_band import seconds_band
 from tightfit.simulate.step_work import priced
 from tightfit.simulate.throughput import counts_of_step
@@ -83,6 +84,7 @@ def estimate_peak(
         idle_seconds_per_step=max(0.0, seconds[-1] - busy[-1]) if seconds else 0.0,
         seconds_band=seconds_band(prices, device, calibration) if seconds and seconds[-1] else None,
         counts=counts_of_step(tape, device, seconds[-1]) if seconds and seconds[-1] else None,
+        input_pipeline=input_pipeline(prices, device, calibration) if seconds else None,
         versions=tape.versions,
         assumptions=tape.assumptions,
         coverage=tape.coverage,

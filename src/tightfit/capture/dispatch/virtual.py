@@ -35,6 +35,16 @@ CUDA = torch.device("cuda", 0)
 _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
 
+# Factories that may be asked for a tensor on another device than that of their first argument.
+_AS_ANOTHER = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+    for overload in getattr(aten, name).overloads()
+)
+
 _ASSUMED_OF_FAKES = "its outputs are those of its fake implementation; memory that it allocates besides is not seen, and its time is that of one pass over its arguments"
 
 Handler = Callable[["VirtualGpu", OpOverload, Sequence[Any], Mapping[str, Any]], Any]
@@ -150,6 +160,11 @@ class VirtualGpu(TorchDispatchMode):
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
             return self.host.run(func, args, kwargs)
+        if device is not None and func in _AS_ANOTHER and torch.device(device).type == "cpu":
+            # Offloaders make the host memory for a tensor so. Only its shape is asked for.
+            first = args[0]
+            shape = torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta")
+            return self.host.run(func, (shape, *args[1:]), kwargs)
         if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
             return self._take_apart(func, args, kwargs)
         handler = self._handlers.get(func)

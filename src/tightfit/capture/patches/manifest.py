@@ -62,6 +62,17 @@ SLOTS = (
     ),
 )
 
+LOADER_ITERATOR = known(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter", "to see which batches are taken", "capture/patches torch_hooks"
+)
+FETCHER, MAP_FETCHER, ITERABLE_FETCHER = (
+    known(path, "to tell how long loading a batch takes", "capture/patches")
+    for path in (
+        "torch.utils.data._utils.fetch:_BaseDatasetFetcher",
+        "torch.utils.data._utils.fetch:_MapDatasetFetcher",
+        "torch.utils.data._utils.fetch:_IterableDatasetFetcher",
+    )
+)
 RUN_BACKWARD = known(
     "torch.autograd:_engine_run_backward", "to see backward passes begin and end", "capture/steps torch_hooks"
 )
@@ -89,6 +100,7 @@ SET_VERSIONS = known(
 )
 
 IN_BOTH: tuple[Name, ...] = (
+    LOADER_ITERATOR,
     RUN_BACKWARD,
     SET_VERSIONS,
     GRAPH_TASK_ID,
@@ -251,6 +263,9 @@ IN_BOTH: tuple[Name, ...] = (
 """What both the child and a user's process use."""
 
 IN_CHILD: tuple[Name, ...] = (
+    FETCHER,
+    MAP_FETCHER,
+    ITERABLE_FETCHER,
     *(
         known(
             f"{package}.loops.training_epoch_loop:_TrainingEpochLoop",
