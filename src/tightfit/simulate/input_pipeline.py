@@ -21,7 +21,8 @@ from tightfit.units import KIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderCost:
-    """One loader in a step: `batches` of its batches, `load_seconds` to read and collate them in one process, of `batch_bytes` each."""
+    """One loader in a step: `batches` of its batches, `load_seconds` to read and collate them in one process, of `batch_bytes` each, 0 where several loaders
+    feed a step."""
 
     use: LoaderUse
     batches: float
@@ -81,6 +82,8 @@ def input_pipeline(prices: PricedTape, device: Device, calibration: Calibration 
     costs = tuple(cost for use in tape.loaders if (cost := _cost(tape, use, ranges)) is not None)
     if not costs and not waited.any():
         return None
+    if len(costs) > 1:
+        costs = tuple(dataclasses.replace(cost, batch_bytes=0) for cost in costs)
     seconds = _last(prices)
     copies = tape.copies
     rows = np.flatnonzero(waited)

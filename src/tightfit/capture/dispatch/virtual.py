@@ -35,7 +35,7 @@ CUDA = torch.device("cuda", 0)
 _DEVICE_OF = torch.ops.prim.device.default
 _OPERATORS_BETWEEN_PROGRESS = 1024
 
-# Factories that may be asked for a tensor on another device than that of their first argument.
+# Factories that may be asked for a tensor on another device than that of their first argument. Offloaders make the host memory for a tensor so.
 _AS_ANOTHER = frozenset(
     getattr(getattr(aten, name), overload)
     for name in (
@@ -156,15 +156,13 @@ class VirtualGpu(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and one_card.is_renamed(device):
             kwargs = {**kwargs, "device": CUDA}
-        if FakeTensor not in types and (device is None or torch.device(device).type != "cuda"):
+        is_of_host = FakeTensor not in types and (device is None or torch.device(device).type != "cuda")
+        if not is_of_host and device is not None and func in _AS_ANOTHER and torch.device(device).type == "cpu":
+            is_of_host, args = True, (_shape_of(args[0]), *args[1:])
+        if is_of_host:
             if torch.is_inference_mode_enabled() and facts(func).is_composite and _names_the_card(args):
                 return self._take_apart(func, args, kwargs)
             return self.host.run(func, args, kwargs)
-        if device is not None and func in _AS_ANOTHER and torch.device(device).type == "cpu":
-            # Offloaders make the host memory for a tensor so. Only its shape is asked for.
-            first = args[0]
-            shape = torch.empty_strided(first.size(), first.stride(), dtype=first.dtype, device="meta")
-            return self.host.run(func, (shape, *args[1:]), kwargs)
         if torch.is_inference_mode_enabled() and (func in self._composites or facts(func).is_composite):
             return self._take_apart(func, args, kwargs)
         handler = self._handlers.get(func)
@@ -358,3 +356,8 @@ class VirtualGpu(TorchDispatchMode):
         if self.on_write is not None:
             self.on_write(targets)
         self.shadows.forget_written(targets)
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All that a factory asks of the tensor that it is given."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -48,7 +48,8 @@ def _on_loader(pipeline: InputPipeline, cost: LoaderCost) -> Iterator[Suggestion
         return
     measured = f"a batch takes {format_seconds(cost.load_seconds / cost.batches)} to load on this machine"
     if wanted <= _MOST_WORKERS:
-        ahead = wanted * (use.prefetch_factor or _PREFETCH) * cost.batch_bytes
+        ahead_bytes = wanted * (use.prefetch_factor or _PREFETCH) * cost.batch_bytes
+        ahead = f"{format_bytes(ahead_bytes)} of batches" if ahead_bytes else "batches"
         persistent = "" if use.is_persistent else ", persistent_workers=True"
         yield Suggestion(
             what=f"num_workers={wanted}{persistent} in the DataLoader",
@@ -56,7 +57,7 @@ def _on_loader(pipeline: InputPipeline, cost: LoaderCost) -> Iterator[Suggestion
             saves_bytes=0,
             adds_seconds=-waited,
             effect=f"would take up to {format_seconds(waited)} off a step of {format_seconds(step + waited)}",
-            note=f"{measured}, in one process; {format_bytes(ahead)} of batches ahead in host memory, and random numbers are drawn in the workers",
+            note=f"{measured}, in one process; {ahead} ahead in host memory, and random numbers are drawn in the workers",
         )
     if use.num_examples and use.batch_size and cost.batch_bytes:
         decoded = use.num_examples * cost.batch_bytes // use.batch_size

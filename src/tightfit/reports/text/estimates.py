@@ -178,7 +178,7 @@ def _input_pipeline(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
             yield (
                 "data loading",
                 format_seconds(cost.load_seconds),
-                f"per step on this machine, in {workers} ({cost.use.line}); a step takes {step} with it",
+                f"per step on this machine, in {workers} ({cost.use.line}); {step} per step with it",
             )
     waits = pipeline.step_seconds - pipeline.async_seconds
     if waits >= least:
