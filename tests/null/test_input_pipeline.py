@@ -1,4 +1,4 @@
-"""What loading batches costs a step, on hand-made steps with known answers, and what is advised."""
+"""What loading batches costs per step, on hand-made steps with known answers, and what is advised."""
 
 import dataclasses
 

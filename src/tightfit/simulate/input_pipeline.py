@@ -1,4 +1,4 @@
-"""What the input pipeline costs a step: loading its batches on the host, and their copies to the card where the step waits for them.
+"""What the input pipeline costs per step: loading its batches on the host, and their copies to the card where the step waits for them.
 
 Loading is timed while the program is traced, on the machine that traces it, so its seconds are that machine's. The step is simulated with loading as work of the host at its
 beginning (in the main process), or beside it (in workers), and with copies that the host waits for as copies from pinned memory that it does not.
