@@ -60,7 +60,7 @@ class Request:
     follows: dict[str, Any] | None = None
     until: list[Any] | None = None
     follows_threads: bool = False
-    world: dict[str, int] | None = None
+    world: dict[str, Any] | None = None
 
 
 def main(path: str, parent: str) -> None:

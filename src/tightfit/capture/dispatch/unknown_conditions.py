@@ -1,7 +1,8 @@
 """Which booleans of unknown data read as True.
 
 A condition on unknown data reads as False: no overflow, no infinity, nothing to skip. The negated forms of these conditions must read as True:
-all values are finite, a number equals itself, there is no NaN.
+all values are finite, a number equals itself, there is no NaN. What is counted of infinities and NaNs is 0, also where a program converts and adds up what
+it has found before it reads it.
 """
 
 import math
@@ -25,11 +26,29 @@ _OR = {aten.logical_or.default, aten.bitwise_or.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
+ABOUT_FINITE = frozenset(
+    {
+        aten.isnan.default,
+        aten.isinf.default,
+        aten.ne.Tensor,
+        aten.eq.Scalar,
+        aten.logical_or.default,
+        aten.bitwise_or.Tensor,
+        aten._to_copy.default,
+        aten.max.default,
+        aten.amax.default,
+        aten.sum.default,
+        aten.any.default,
+    }
+)
+
+
 class Truths:
     """The storages of booleans that read as True, by their addresses."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()
+        self._not_finite: set[int] = set()  # what says where values are infinite or no numbers: nowhere
 
     def follow(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
         """Called with the result of each operator that returns booleans."""
@@ -51,6 +70,18 @@ class Truths:
             or (operator is aten.ne.Scalar and isinstance(args[1], float) and math.isinf(args[1]))
         )
 
+    def counts_nothing(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
+        """Whether `out` says where values are not finite, or how many are. Called with the results of the operators `ABOUT_FINITE`."""
+        first = args[0]
+        is_asked = operator is aten.isnan.default or operator is aten.isinf.default
+        is_asked = is_asked or (operator is aten.ne.Tensor and _is_same(first, args[1]))
+        is_asked = is_asked or (operator is aten.eq.Scalar and isinstance(args[1], float) and math.isinf(args[1]))
+        known = [isinstance(a, FakeTensor) and a.untyped_storage()._cdata in self._not_finite for a in args[:2]]
+        if is_asked or (known and (all(known[: 2 if operator in _OR else 1]))):
+            self._not_finite.add(out.untyped_storage()._cdata)
+            return True
+        return False
+
     def holds(self, tensor: Any) -> bool:
         """Whether `tensor` reads as True."""
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._addresses
@@ -58,6 +89,7 @@ class Truths:
     def forget(self, address: int) -> None:
         """The storage was freed."""
         self._addresses.discard(address)
+        self._not_finite.discard(address)
 
 
 def _is_same(one: Any, other: Any) -> bool:
