@@ -60,11 +60,6 @@ class Communication:
         gpu = self._gpu
         recorder = gpu.recorder
         recorder.world = (self._world.rank, self._world.num_ranks, self._world.num_nodes)
-        if self._world.num_ranks > 1:
-            recorder.assume(
-                "",
-                "the time per step leaves out collectives, and the peak the memory that NCCL itself takes for each communicator",
-            )
         groups.install(self._world, self._new_group)
         for func in arguments.operators():
             is_in_place = func._schema.name.startswith(f"{arguments.IN_PLACE}::")
