@@ -32,6 +32,7 @@ _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)
 # 15 digits are exact in a float, and more than any memory has.
 _PATTERN = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)\s*")
 _MIN_GIB, _MAX_GIB = 1, 1024
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 _HINT = "write a number with a unit, such as 22GiB, 1.5GB or 512M"
 
 
@@ -105,6 +106,19 @@ def _share(text: str, number: float, whole_bytes: int | None) -> Bytes:
     if number > 100:
         raise UsageError(f"'{text}' is more than all of it; write at most 100%")
     return Bytes(int(number * whole_bytes / 100))
+
+
+def parse_seconds(text: str) -> Seconds:
+    """The seconds that `text` names, such as `500ms`, `1.5s`, `2min` or `0.5`, which is seconds.
+
+    Raises:
+        UsageError: it is no time above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*", text)
+    factor = _SECONDS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not float(match[1]):
+        raise UsageError(f"'{text}' is no time; write a number with a unit, such as 500ms or 1.5s")
+    return Seconds(float(match[1]) * factor)
 
 
 def format_bytes(count: int) -> str:

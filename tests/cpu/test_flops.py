@@ -94,3 +94,19 @@ def test_the_gradients_of_a_convolution_take_twice_its_forward_pass(weight, stri
         columns,
         depth,
     )
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "out", "sizes"),
+    [
+        pytest.param((40, 16), (4, 16, 24), (40, 24), (4, 10, 24, 16), id="rows in groups, as of experts"),
+        pytest.param((24, 40), (40, 16), (4, 24, 16), (4, 24, 16, 10), id="the gradient of the experts' weights"),
+        pytest.param((4, 24, 16), (16, 40), (24, 40), (4, 24, 10, 16), id="columns in groups"),
+    ],
+)
+def test_a_product_of_groups_meets_each_group_alone(left, right, out, sizes):
+    made = [torch.empty(shape, device="meta") for shape in (left, right, out)]
+    operator = aten._grouped_mm.default
+    rows, columns, depth = sizes[1:4]
+    assert formula(operator)(made[0], made[1], out_val=made[2]) == 2 * 4 * rows * columns * depth
+    assert sizes_of(operator)(made[:2], made[2])[:4] == sizes

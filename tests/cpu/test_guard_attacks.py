@@ -272,7 +272,7 @@ def a_setting(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (by_data, r"weights had been updated in it already \(by their `data`\)"),
+        (by_data, r"weights had been updated in it already \("),
         (by_hand, r"weights had been updated in it already"),
         (a_loader, r"a batch that it got from a data loader, which cannot be asked for it again"),
         (a_setting, r"it changed the settings of an optimizer"),

@@ -10,9 +10,13 @@ from tightfit.cli.main import run
 from tightfit.errors import UsageError
 from tightfit.fit import serving
 from tightfit.serving.cache_size import CacheSize
+from tightfit.serving.engine_rules import rules_of
+from tightfit.serving.load.arrivals import drawn_arrivals
+from tightfit.serving.load.load_summary import ServiceLevel
 from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.serve_settings import ServeSettings
 from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
 
 transformers = pytest.importorskip("transformers", minversion="5")
 torch = pytest.importorskip("torch")
@@ -43,14 +47,27 @@ def config_file(folder: Path, model_type: str, **changes: Any) -> str:
     return str(path)
 
 
+def traced_once(source: str, asked: ServeSettings, *, tokens: int = 2048) -> TracedModel:
+    rules = rules_of("vllm")
+    return serving.traced_model(
+        source, "L4", rules=rules, asked=asked, dtype=None, batched_tokens=[tokens], sampled_rows=[256], degrees=[1]
+    )
+
+
+def server(model: TracedModel, **changes: Any) -> Server:
+    return serving.server_of(model, "L4", rules_of("vllm"), ServeSettings(**{"max_model_len": 128, **changes}))
+
+
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelFacts]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedModel]:
     """Each model, traced once."""
     asked, folder = ServeSettings(max_model_len=128), tmp_path_factory.mktemp("configs")
-    settings: dict[str, Any] = {"engine": "vllm", "engine_version": None, "dtype": None}
-    return {
-        name: serving.traced_model(config_file(folder, name), "L4", asked=asked, **settings).facts for name in MODELS
-    }
+    return {name: traced_once(config_file(folder, name), asked) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def facts(traced: dict[str, TracedModel]) -> dict[str, ModelFacts]:
+    return {name: each.facts for name, each in traced.items()}
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -84,12 +101,12 @@ def estimated(source: str, **changes: Any) -> ServingEstimate:
     return serving.serve(source, "L4", asked=ServeSettings(**changes), lengths=lengths)
 
 
-def test_the_parts_add_up_to_the_share_of_the_card(tmp_path: Path) -> None:
-    source = config_file(tmp_path, "llama")
-    found = estimated(source, max_model_len=128, lengths=[(90, 10), (50, 10)])
-    share = int(found.capacity_bytes * 0.9)
+def test_the_parts_add_up_to_the_share_of_the_card(traced: dict[str, TracedModel]) -> None:
+    found = server(traced["llama"]).estimate([(90, 10), (50, 10)])
+    share = int(found.capacity_bytes * 0.92)
     assert found.fits
-    assert found.weights_bytes + found.activation_bytes + found.non_torch_bytes + found.kv_bytes == share
+    parts = (found.weights_bytes, found.activation_bytes, found.non_torch_bytes, found.graph_bytes, found.kv_bytes)
+    assert sum(parts) == share
     # Six layers, a key and a value of two heads of 16 numbers of two bytes.
     assert found.kv_bytes_per_token == 6 * 2 * 2 * 16 * 2
     assert found.kv_tokens == found.kv_bytes // (16 * found.kv_bytes_per_token) * 16
@@ -103,17 +120,13 @@ def test_the_parts_add_up_to_the_share_of_the_card(tmp_path: Path) -> None:
     # At least all weights but the embedding, and the cache of all requests, are read for each token.
     num_bytes = found.weights_bytes - 99 * 64 * 2 + speed.num_requests * 75 * found.kv_bytes_per_token
     assert speed.each_token.low > num_bytes / 300e9
-    halved = estimated(source, max_model_len=128, kv_dtype="fp8", max_num_batched_tokens=8192)
-    assert halved.activation_bytes > 2 * found.activation_bytes
+    halved = server(traced["llama"], kv_dtype="fp8").start_up()
+    assert halved.activation_bytes == found.activation_bytes
     assert halved.kv_bytes_per_token == found.kv_bytes_per_token // 2
-
-
-def test_a_request_that_does_not_fit_beside_the_weights_is_refused_as_the_engine_does(tmp_path: Path) -> None:
-    source = config_file(tmp_path, "llama", max_position_embeddings=1 << 26)
-    found = estimated(source)
-    assert not found.fits
-    assert "one request of 67,108,864 tokens needs 48.00 GiB of cache" in found.why
-    assert "lower --max-model-len" in found.why
+    eager = server(traced["llama"], enforce_eager=True).start_up()
+    # 51 graphs of steps in pieces and 35 of whole ones, for six layers.
+    assert (eager.graph_bytes, found.graph_bytes) == (0, (51 + 35) * 6 * 256 * 1024)
+    assert eager.kv_bytes - halved.kv_bytes == found.graph_bytes
 
 
 def test_a_model_without_a_cache_or_a_limit_is_refused(tmp_path: Path) -> None:
@@ -121,6 +134,53 @@ def test_a_model_without_a_cache_or_a_limit_is_refused(tmp_path: Path) -> None:
         estimated("bert")
     with pytest.raises(UsageError, match="a request of 200 tokens is longer than --max-model-len, 128"):
         estimated(config_file(tmp_path, "llama"), max_model_len=128, lengths=[(150, 50)])
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "bart": {"d_model": 64, "encoder_layers": 4, "decoder_layers": 5, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99},
+    "t5": {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 4, "num_decoder_layers": 5, "num_heads": 4, "vocab_size": 99},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", PAIRS)
+def test_an_encoder_decoder_is_served_whole_and_its_prompt_is_the_encoders(tmp_path: Path, model_type: str) -> None:
+    fields = {"model_type": model_type, "dtype": "bfloat16", **PAIRS[model_type]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    found = serving.serve(str(path), "L4", asked=ServeSettings(max_model_len=64), lengths=[(48, 15)])
+    config = transformers.AutoConfig.for_model(**fields)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=torch.bfloat16)
+    kept = {id(b): b for b in model.state_dict(keep_vars=True).values()}
+    assert found.weights_bytes == sum(t.numel() * t.element_size() for t in kept.values())
+    # Five layers, a key and a value of 64 numbers of two bytes: 16 tokens of the answer, and 48 of the encoder.
+    assert found.request_bytes == 5 * 2 * 64 * 2 * (16 + 48)
+    assert found.speed is not None
+    load = AskedLoad(arrivals=drawn_arrivals([(48, 15)], 1.0, 5), level=ServiceLevel())
+    with pytest.raises(UsageError, match="the load of an encoder-decoder is not simulated"):
+        serving.serve(str(path), "L4", asked=ServeSettings(max_model_len=64), load=load)
+
+
+def test_a_model_that_loops_over_tokens_is_traced_with_few_of_them(tmp_path: Path) -> None:
+    fields = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, "vocab_size": 99, "dtype": "bfloat16"}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    model = traced_once(str(path), ServeSettings(max_model_len=4096), tokens=4096)
+    found = server(model, max_model_len=4096, max_num_batched_tokens=4096).start_up()
+    assert found.kv_bytes_per_token == 0
+    assert found.request_bytes > 0
+    fewer = server(model, max_model_len=4096, max_num_batched_tokens=1024).start_up()
+    # What the loop's tensors take grows with the tokens: inner states of 64 x 4 numbers of four bytes at least.
+    assert found.activation_bytes - fewer.activation_bytes >= 3072 * 64 * 4 * 4
+
+
+def test_ranks_share_heads_of_keys_and_values_where_there_are_fewer(tmp_path: Path) -> None:
+    source = config_file(tmp_path, "llama")
+    found = estimated(source, max_model_len=128, num_gpus=4)
+    # Two heads for four ranks: each keeps one of 16 numbers, a key and a value, in six layers.
+    assert found.kv_bytes_per_token == 6 * 2 * 16 * 2
+    shared, each = 2 * 32 * 64 // 2, (2 * 64 * 64 + 3 * 64 * 128) // 4
+    norms, vocabulary = (2 * 6 + 1) * 64, 2 * 99 * 64
+    assert found.weights_bytes == pytest.approx(2 * (6 * (shared + each) + norms + vocabulary // 4), abs=4)
 
 
 def test_ranks_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
@@ -144,15 +204,37 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_starts(
 ) -> None:
     source = config_file(tmp_path, "llama")
     given = ["--lengths", "100:20", "--max-model-len", "128", "--price-per-hour", "0.8", "--json"]
+    given += ["--rate", "5", "--requests", "50", "--slo-ttft", "1s"]
     assert run(["serve", source, "--device", "L4", *given]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["fits"]
     fast = answer["speed"]["tokens_per_second_high"]
     assert answer["cost_of_a_million_tokens"][0] == pytest.approx(0.8 / 3600 / fast * 1e6)
     assert answer["settings"]["max_model_len"] == 128
+    assert (
+        answer["speed"]["first_token"]["low"]
+        < answer["time_to_first_token_seconds"]
+        < answer["speed"]["first_token"]["high"]
+    )
+    load = answer["load"]
+    assert (load["num_requests"], load["num_refused"], load["num_preemptions"]) == (50, 0, 0)
+    assert load["first_token"]["p50"] >= answer["speed"]["first_token"]["low"]
+    assert load["share_within"] == 1.0
+    assert load["largest_rate"] > 5
     assert run(["serve", source, "--device", "L4", "--max-model-len", "99999999"]) == 1
     said = capfd.readouterr().out
-    assert said.startswith("does not start: one request of 99,999,999 tokens")
+    assert said.startswith("does not start: one request of 99,999,999 tokens needs")
+    assert "lower --max-model-len" in said
+    for given, message in (
+        (["--rate", "5"], "--rate: give --lengths too"),
+        (["--slo-ttft", "1s"], "--slo-ttft and --slo-tpot: give --rate or --arrivals too"),
+        (["--rate", "0", "--lengths", "5:5"], "--rate 0: give requests per second"),
+        (["--rate", "1", "--arrivals", "a.csv", "--lengths", "5:5"], "--rate and --arrivals: give one of them"),
+        (["--arrivals", "none.csv"], "--arrivals none.csv: No such file"),
+        (["--rate", "1", "--lengths", "5:5", "--slo-tpot", "5 parsecs"], "'5 parsecs' is no time"),
+    ):
+        assert run(["serve", source, "--device", "L4", *given]) == 2
+        assert message in capfd.readouterr().err
     assert run(["serve", source, "--device", "L4", "--price-per-hour", "0.8"]) == 2
     assert "--price-per-hour: give what a GPU costs per hour, and --lengths" in capfd.readouterr().err
     assert run(["serve", source, "--device", "L4", "--engine", "tgi"]) == 2

@@ -59,10 +59,12 @@ def test_an_unknown_card_is_an_error() -> None:
 def test_cards_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB'; echo 'Odd Card 3000, 4096 MiB'")
+    with_nvidia_smi(
+        tmp_path, monkeypatch, "echo 'NVIDIA H200, 143771 MiB, 1024 MiB'; echo 'Odd Card 3000, 4096 MiB, [N/A]'"
+    )
     assert local_cards() == [
-        LocalCard(name="NVIDIA H200", total_bytes=143_771 * MIB, known_as="NVIDIA H200"),
-        LocalCard(name="Odd Card 3000", total_bytes=4096 * MIB, known_as=None),
+        LocalCard(name="NVIDIA H200", total_bytes=143_771 * MIB, used_bytes=1024 * MIB, known_as="NVIDIA H200"),
+        LocalCard(name="Odd Card 3000", total_bytes=4096 * MIB, used_bytes=0, known_as=None),
     ]
     assert devices() == 0
     out = capsys.readouterr().out

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
-from tightfit.serving.cache_size import CacheSize, max_requests, num_tokens
+from tightfit.serving.cache_size import CacheSize, mean_request_bytes, num_tokens
 from tightfit.serving.checkpoint_format import checkpoint_format
 from tightfit.serving.engine_rules import parsed_version, rules_of
 from tightfit.serving.lengths import lengths_of
@@ -57,7 +57,7 @@ def test_tokens_are_whole_pages_within_the_bytes(kv_bytes: int, length: int) -> 
     tokens = num_tokens(cache, kv_bytes)
     assert tokens % 16 == 0
     assert tokens * cache.token_bytes <= kv_bytes < (tokens + 16) * cache.token_bytes
-    assert max_requests(cache, kv_bytes, [length]) == kv_bytes / cache.request_bytes(length)
+    assert mean_request_bytes(cache, [(length, 0)] * 2) == cache.request_bytes(length)
 
 
 def linear(*, role: str = "linear", cut: str = "") -> WeightRow:
@@ -77,6 +77,8 @@ def test_what_a_format_keeps_is_in_the_models_type() -> None:
     assert row_bytes(linear(role="head"), format_named("awq")) == row_bytes(linear(role="head"), None) == 256 * 512 * 2
     assert row_bytes(linear(cut="colwise"), None, 4) == 256 * 512 * 2 // 4
     assert row_bytes(linear(), None, 4) == 256 * 512 * 2
+    # Ranks share heads of keys and values where there are fewer of them.
+    assert row_bytes(dataclasses.replace(linear(cut="colwise"), parts=2), None, 4) == 256 * 512 * 2 // 2
     with pytest.raises(UsageError, match="--quantization q3: this format's size is not known"):
         format_named("q3")
 

@@ -3,7 +3,15 @@
 import pytest
 
 from tightfit.errors import UsageError
-from tightfit.units import format_bytes, format_range_of_seconds, format_seconds, parse, parse_bytes, to_bytes
+from tightfit.units import (
+    format_bytes,
+    format_range_of_seconds,
+    format_seconds,
+    parse,
+    parse_bytes,
+    parse_seconds,
+    to_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +102,12 @@ def test_sizes_and_times_are_written_in_the_largest_unit():
 )
 def test_a_range_is_in_the_unit_of_what_it_is_of(seconds: float, low: float, high: float, words: str) -> None:
     assert format_range_of_seconds(seconds, low, high) == words
+
+
+def test_times_have_units_and_are_above_zero():
+    assert [parse_seconds(text) for text in ("500ms", "1.5 s", "0.5", "2min", "30 us")] == pytest.approx(
+        [0.5, 1.5, 0.5, 120.0, 30e-6]
+    )
+    for text in ("", "ms", "0", "-1s", "5 parsecs"):
+        with pytest.raises(UsageError, match="is no time"):
+            parse_seconds(text)

@@ -23,6 +23,7 @@ from tightfit.cli.main import app
 from tightfit.devices.calibration import Calibration
 from tightfit.devices.catalogue import find
 from tightfit.placement.buffers import read_problem
+from tightfit.watch.alerts.rules import KINDS, read_alerts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -211,6 +212,8 @@ def test_the_figures_of_a_card_and_a_calibration_are_read(tmp_path: Path) -> Non
         file.write_text(block.text)
         if "capacity_bytes" in tables:
             assert find(file).name == tables["name"]
+        elif "rule" in tables:
+            assert {rule.kind for rule in read_alerts(file).rules} == set(KINDS)
         elif "schema" in tables:
             assert Calibration.load(file).device == tables["device"]
         elif "card" in tables:

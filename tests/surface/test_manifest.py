@@ -19,7 +19,7 @@ ROWS = (*of_child.IN_BOTH, *of_child.IN_CHILD, *of_user.IN_USERS_PROCESS)
 NOT_OF_TORCH = {
     "python": ("_exit", "_getframe", "_current_frames", "_inst", "_fields", "_lru_cache_wrapper", "_SimpleCData"),
     "numpy": ("_rand", "_bit_generator"),
-    "lightning": ("_compiler_ctx",),
+    "lightning": ("_compiler_ctx", "_step_fn"),
     "native symbols": (of_child.GUARD_REGISTRY.name, of_child.CUDA_HOOKS.name),
     "ours": ("_JoinedBackward", "_NONE"),
     # What no module or class of torch has by its name: a mark on parameters, a parameter of softmax, attributes of compiled modules and of

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tightfit.watch.agent.agent import AgentSettings
 from tightfit.watch.agent.timeline import Timeline
 from tightfit.watch.clock import SimulatedClock
 from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.history import History
 from tightfit.watch.store.stored_state import stored_state
+from tightfit.watch.watching import Watching
 
 WITHOUT_FORECASTS = AgentSettings(outlooks=OutlookSettings(share=0.0))
 
@@ -162,9 +165,54 @@ class TestForecasts:
         planner, spent = found.agent._planner, [0.0]
         monkeypatch.setattr("tightfit.watch.outlook.planner.time.thread_time", lambda: spent[0])
 
-        def forecast(series: int, wall: float, used: int, *, is_card: bool) -> None:
+        def forecast(history: History, series: int, wall: float, used: int, *, is_card: bool) -> None:
             spent[0] += 0.05
 
         monkeypatch.setattr(planner, "_forecast", forecast)
         found.ticks(600)
         assert spent[0] == pytest.approx(0.003 * (600 + 60), abs=0.06)
+
+
+def test_a_fault_of_the_agent_is_raised_where_the_state_is_asked_for(tmp_path: Path) -> None:
+    source = ScriptedSource({})
+    watching = Watching(StoreFolder(tmp_path), lambda: source, WITHOUT_FORECASTS)
+    source.used = None  # type: ignore[assignment]
+    watching.start()
+    with pytest.raises(AttributeError):
+        ask_until_it_raises(watching)
+    watching.close()
+
+
+def ask_until_it_raises(watching: Watching) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        watching.state()
+        time.sleep(0.01)
+
+
+def test_of_many_threads_that_find_the_agent_gone_one_takes_over(tmp_path: Path) -> None:
+    """Readers ask from all threads of the server."""
+    ours, other = StoreFolder(tmp_path), StoreFolder(tmp_path)
+    assert other.lock()
+    opened: list[ScriptedSource] = []
+
+    def open_source() -> ScriptedSource:
+        opened.append(ScriptedSource({1: GIB}))
+        time.sleep(0.05)
+        return opened[-1]
+
+    watching = Watching(ours, open_source, WITHOUT_FORECASTS)
+    # The other one has the lock, and has not made its history yet.
+    watching.start()
+    assert watching.state() is None
+    other.unlock()
+    bench(tmp_path, ScriptedSource({1: GIB}), WITHOUT_FORECASTS).ticks(1)
+    watching._next_try = 0.0
+    threads = [threading.Thread(target=watching.state) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 1
+    assert watching.is_agent
+    watching.close()

@@ -1,5 +1,6 @@
 """What the next hour needs: growth that goes on is carried on, a job is advised about, and nothing else grows."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,24 @@ class TestGrowth:
         # A card grows with its processes.
         assert state.cards[0].outlook is not None
         assert state.cards[0].outlook.model == "growth"
+
+
+def test_an_hour_is_an_hour_however_often_the_agent_reads(tmp_path: Path) -> None:
+    """Readings every ten minutes: six of them are the next hour, and not sixty."""
+    source = ScriptedSource({1: 10 * GIB})
+    found = bench(tmp_path, source, WITHOUT)
+    for turn in range(140):
+        source.used[1] = (30 if turn % 40 == 20 else 10) * GIB
+        found.ticks(1, seconds=600.0)
+    found.agent.close()
+    wide = dataclasses.replace(UNLIMITED.outlooks, card_minutes=10_000, quantile=0.7)
+    again = bench(tmp_path, source, AgentSettings(outlooks=wide))
+    again.clock.now = found.clock.now
+    again.ticks(1)
+    (card,) = again.agent.state().cards  # type: ignore[union-attr]
+    # A peak every 400 minutes is in one hour of seven, and in each stretch of sixty readings.
+    assert card.outlook is not None
+    assert card.outlook.upper_bytes < 30 * GIB
 
 
 class TestAdmission:

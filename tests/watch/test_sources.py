@@ -165,6 +165,13 @@ def test_amd_without_optional_answers_and_without_a_driver() -> None:
         source.read(0.0)
 
 
+def test_amd_without_the_library_below_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "amdsmi.py").write_text("{}['libamd_smi.so']")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match="libamd_smi"):
+        AmdSource()
+
+
 def test_the_first_driver_that_answers_is_taken_and_without_any_each_says_why() -> None:
     def missing() -> NvmlSource:
         raise ImportError

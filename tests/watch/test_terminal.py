@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tests.hostile_text import HOSTILE_TEXTS
-from tests.watch.machines import bench, card, simulated
+from tests.watch.machines import bench, simulated
+from tests.watch.states import NOW, machine, process
 
 from tightfit.units import GIB
-from tightfit.watch.machine_state import CardState, Episode, MachineState, Outlook, ProcessState
-from tightfit.watch.printable import printable
-from tightfit.watch.readings import ProcessFacts
+from tightfit.watch.machine_state import Episode, MachineState
 from tightfit.watch.store.history import CardHistory, Layer
 from tightfit.watch.terminal.charts import chart, resampled, sparkline
 from tightfit.watch.terminal.keys import KeyDecoder
@@ -23,59 +22,10 @@ from tightfit.watch.terminal.screen import Shown, screen
 from tightfit.watch.terminal.tables import tables
 from tightfit.watch.terminal.view import HELP, View, ordered, pressed, selected
 
-NOW = 1_700_000_000.0
 KEYS = [
     *("up", "down", "page up", "page down", "home", "end", "left", "right", "escape", "enter", "h", "a", "f", "c", "o"),
     *("g", "G", "n", "t", "x", ",", ".", "/", "I", "T", "K", "y", "é", "refresh", "line start", "line end"),
 ]
-
-
-def outlook(median: int, upper: int) -> Outlook:
-    return Outlook(
-        made_at=NOW,
-        horizon_seconds=3600.0,
-        quantile=0.975,
-        median_bytes=median,
-        upper_bytes=upper,
-        model="level_conditioned",
-        note="",
-    )
-
-
-def process(pid: int, used: int | None, *, command: str = "python train.py", index: int = 0) -> ProcessState:
-    facts = ProcessFacts(
-        pid=pid, identity=f"b:{pid}", started=NOW - 60.0 * pid, user="ada", command=printable(command), container=""
-    )
-    return ProcessState(
-        facts=facts,
-        card=f"GPU-{index}",
-        used_bytes=used,
-        allocated_bytes=None,
-        reserved_bytes=None,
-        outlook=outlook(used, used + GIB) if used else None,
-    )
-
-
-def machine(num_cards: int = 2, processes: tuple[ProcessState, ...] | None = None) -> MachineState:
-    cards = tuple(
-        CardState(
-            reading=card(used_bytes=(10 + i) * GIB, uuid=f"GPU-{i}", index=i), outlook=outlook(12 * GIB, 70 * GIB)
-        )
-        for i in range(num_cards)
-    )
-    some = (process(10, 3 * GIB), process(11, 6 * GIB, index=1), process(12, 4 * GIB), process(13, None, index=1))
-    return MachineState(
-        host="node-1",
-        time=NOW,
-        source="NVML",
-        interval_seconds=1.0,
-        lost_since=None,
-        lost_reason="",
-        cards=cards,
-        processes=some if processes is None else processes,
-        episodes=(),
-        notes=(),
-    )
 
 
 def shown(state: MachineState, *, advice: tuple[str, ...] = ()) -> Shown:
@@ -137,10 +87,20 @@ class TestScreen:
         text = text_of(state, View(), 80, 10)
         assert "the driver has not answered for 2 min: GPU is lost" in text
         assert "no space for the history" in text
-        assert "GPU 0: 99 % used" in text
+        assert "full: GPU 0: 99 % used" in text
         assert "GPU 1: 99 % used" not in text
         old = dataclasses.replace(machine(), time=NOW - 120)
         assert "the last reading is 2 min old" in text_of(old, View())
+
+    def test_many_alerts_leave_room_for_the_advice_that_was_asked_for(self) -> None:
+        episodes = tuple(
+            Episode(rule="full", subject=f"GPU {i}", message="99 % used", fired_at=NOW, resolved_at=None)
+            for i in range(20)
+        )
+        state = dataclasses.replace(machine(), episodes=episodes)
+        text = "\n".join(line.plain for line in screen(shown(state, advice=("a job fits",)), View(), 80, 24))
+        assert "18 more alerts" in text
+        assert "a job fits" in text
 
     @pytest.mark.parametrize("hostile", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
     def test_names_that_would_harm_are_shown_as_they_are(self, hostile: str) -> None:

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,18 @@ PROCESS_KEYS = {
     *("gpu", "card", "pid", "started", "user", "command", "container", "used_bytes", "allocated_bytes"),
     *("reserved_bytes", "forecast"),
 }
-FORECAST_KEYS = {"made_at", "horizon_seconds", "quantile", "median_bytes", "upper_bytes", "model", "note"}
+FORECAST_KEYS = {
+    *(
+        "made_at",
+        "horizon_seconds",
+        "quantile",
+        "median_bytes",
+        "upper_bytes",
+        "growth_bytes_per_hour",
+        "model",
+        "note",
+    ),
+}
 
 
 @contextmanager
@@ -74,6 +87,13 @@ def test_a_machine_without_cards_is_one_line(
         ["--interval", "10"],
         ["--interval", "2h"],
         ["--interval", "-1s"],
+        ["--quantile", "1"],
+        ["--job", "much"],
+        ["--alerts", "/no/such/file.toml"],
+        ["--web", "--bind", "0.0.0.0"],
+        ["--web", "--token", "short"],
+        ["--web", "--port", "70000"],
+        ["--web", "--bind", "no such host"],
     ],
 )
 def test_what_is_wrong_is_a_usage_error_of_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +101,32 @@ def test_what_is_wrong_is_a_usage_error_of_one_line(arguments: list[str], capsys
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("job", "code"), [("1GiB", 0), ("79GiB", 1)])
+def test_the_exit_code_says_whether_a_job_fits(job: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["watch", "--simulate", "1x2", "--job", job]) == code
+    assert f"GPU 0: a job of {job[:-3]}.00 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_the_page_is_served_until_a_signal(tmp_path: Path) -> None:
+    with watch("--web", "--port", "0", "--simulate", "1x2", "--store", tmp_path) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        url = process.stderr.readline().split()[-1]
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}api/state.json", timeout=10) as answer:
+                    assert json.load(answer)["source"]["name"] == "simulated"
+                break
+            except urllib.error.HTTPError:
+                # Before the first reading.
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")

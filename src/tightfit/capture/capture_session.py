@@ -20,7 +20,7 @@ from tightfit.capture.kernels.architecture import Card
 from tightfit.capture.observe.attribution import short
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import LiveMemory, Recorder, tape_of
-from tightfit.capture.patches import eager, loaders, native, threads, torch_api
+from tightfit.capture.patches import eager, largest_batch, loaders, native, threads, torch_api
 from tightfit.capture.patches.cuda_api import CudaApi
 from tightfit.capture.steps.detector import StepWatch
 from tightfit.capture.world import World
@@ -135,6 +135,10 @@ class CaptureSession:
         names = {self._tape.strings[name] for name in self._tape.operators.name.tolist()}
         drawing = tuple(sorted(name for name in names if draws(name)))
         return dataclasses.replace(self._tape, target=target, versions=versions, random_operators=drawing)
+
+    def give_largest_batches(self, begin: int) -> None:
+        """Has data loaders give their largest batch after `begin` steps."""
+        largest_batch.install(lambda: self.watch.num_ended >= begin, self.recorder.assume)
 
     def follow_threads(self) -> None:
         """Has the virtual GPU answer in the program's threads too, which take turns."""

@@ -59,6 +59,7 @@ class Request:
     used_bytes: int = 0
     follows: dict[str, Any] | None = None
     until: list[Any] | None = None
+    largest_batch_from: int | None = None
     follows_threads: bool = False
     world: dict[str, Any] | None = None
 
@@ -151,6 +152,8 @@ def _trace(request: Request, path: str, closed_in: ClosedIn) -> Any:
         until=None if request.until is None else (request.until[0], request.until[1]),
         world=None if request.world is None else World(**request.world),
     )
+    if request.largest_batch_from is not None:
+        session.give_largest_batches(request.largest_batch_from)
     session.gpu.progress = status = StatusFile(path)
     if request.follows_threads:
         session.follow_threads()

@@ -81,6 +81,7 @@ def trace(
     used_bytes: int = 0,
     follows: Coverage | None = None,
     until: tuple[str, int] | None = None,
+    largest_batch_from: int | None = None,
     policy: Policy = CLOSED,
     world: World | None = None,
     ranks: RankTraces | None = None,
@@ -88,7 +89,7 @@ def trace(
     """The tape of `num_steps` steps of `target` on a virtual `device`, a name of the catalogue or the path of a card's TOML file.
 
     A script is traced beyond its steps (`tightfit.capture.after_steps`), within a bound, or where the trace with the coverage `follows` ended; or
-    until a line of a file, an absolute path, is reached.
+    until a line of a file, an absolute path, is reached. After `largest_batch_from` steps data loaders give their largest batch.
     `policy` says what the program may do to this machine; by default what it writes is dropped, and it reaches no network. `used_bytes` are held by
     other processes, and not free to a program that asks. `meanwhile` is called once while the child runs, `on_progress` a few times a second.
     `world`: the target is a distributed program, of which one process is traced; `ranks` keeps what others send it, for the trace of another one. `with_effects`: the tape also has the side effects of modules and accesses to gradients.
@@ -112,6 +113,7 @@ def trace(
         "used_bytes": used_bytes,
         "follows": None if follows is None else follows.to_json(),
         "until": until,
+        "largest_batch_from": largest_batch_from,
     }
 
     def once(world: World | None) -> Traced:

@@ -21,6 +21,8 @@ class TraceSettings:
         A line of the script (120, or FILE.py:120) at which the trace ends; no loop is left before.
     timeout
         Seconds to wait for the first step, and for each next one, 120 if not given.
+    largest_batch
+        Look through the data sets of the program's data loaders for the largest batch, for a bounded time, and give it to the last two steps traced.
     show_output
         Show the output of the workload, on stderr.
     allow_writes
@@ -32,6 +34,7 @@ class TraceSettings:
     steps: Steps = DEFAULT_NUM_STEPS
     until: str | None = None
     timeout: float = DEFAULT_TIMEOUT_SECONDS
+    largest_batch: bool = False
     show_output: bool = False
     allow_writes: bool = False
     allow_network: bool = False

@@ -20,15 +20,16 @@ from tightfit.units import MIB, format_bytes
 
 # rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
-_QUERY = ("--query-gpu=name,memory.total", "--format=csv,noheader")
+_QUERY = ("--query-gpu=name,memory.total,memory.used", "--format=csv,noheader")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCard:
-    """A GPU of this machine: the name that the driver reports, its total memory in bytes, and its name in the catalogue."""
+    """A GPU of this machine: the name that the driver reports, its memory in bytes and what all processes hold of it, and its name in the catalogue."""
 
     name: str
     total_bytes: int
+    used_bytes: int
     known_as: str | None
 
 
@@ -94,14 +95,20 @@ def own_card() -> str:
 
 def _local_card(line: str) -> LocalCard:
     # From the right, as a product name may have a comma.
-    name, _, memory = line.rpartition(",")
-    name, amount = name.strip(), memory.strip().removesuffix(" MiB")
+    name, *amounts = line.rsplit(",", 2)
+    total_bytes, used_bytes = map(_mebibytes, amounts)
+    name = name.strip()
     try:
         known_as = find(name).name
     except UnknownDevice:
         known_as = None
+    return LocalCard(name=name, total_bytes=total_bytes, used_bytes=used_bytes, known_as=known_as)
+
+
+def _mebibytes(text: str) -> int:
+    amount = text.strip().removesuffix(" MiB")
     # Boards with unified memory (Jetson, GB10) answer "[N/A]".
-    return LocalCard(name=name, total_bytes=int(amount) * MIB if amount.isdigit() else 0, known_as=known_as)
+    return int(amount) * MIB if amount.isdigit() else 0
 
 
 def _console() -> Console:

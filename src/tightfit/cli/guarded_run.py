@@ -1,6 +1,7 @@
 """`tightfit run --guard`: runs a user's unmodified script with its training steps guarded, with a plan or without one."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,12 @@ from cyclopts import Group, Parameter
 from tightfit.capture.targets import Script, run_script
 from tightfit.cli.arguments.options import SEVERAL
 from tightfit.cli.arguments.programs import exit_code_of
+from tightfit.cli.arguments.sizes import with_unit
+from tightfit.cli.devices import LocalCard, local_cards
+from tightfit.devices.catalogue import find
 from tightfit.errors import UsageError
 from tightfit.planner.plan import Plan
+from tightfit.units import GIB, format_bytes, parse
 
 if TYPE_CHECKING:
     from tightfit.guarding.loops.guarded_script import GuardedScript
@@ -39,6 +44,9 @@ class Guarding:
 
 
 UNGUARDED = Guarding()
+_ALLOC_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+# What the CUDA context of a GPU that is not in the catalogue takes.
+_CONTEXT_BYTES = GIB // 2
 
 
 def run_guarded(
@@ -46,12 +54,14 @@ def run_guarded(
     arguments: tuple[str, ...],
     guarding: Guarding,
     plan: Path | None,
+    budget: str | None,
     others: Mapping[str, Any],
-    *,
     check_steps: int,
     disk_folder: Path | None,
 ) -> int:
     """Runs the script, with `plan` from the start if there is one, and says on stderr what the guard has done. Returns the exit code.
+
+    `budget` is what the process may hold on this machine's GPU.
 
     Raises:
         UsageError: an option of `others`, which are for a run that makes its plan, was given; or there is no folder for post-mortems.
@@ -63,6 +73,8 @@ def run_guarded(
         )
     if not guarding.post_mortems.is_dir():
         raise UsageError(f"--post-mortems {guarding.post_mortems}: there is no such folder")
+    if budget is not None:
+        _limit(with_unit("--budget", budget))
     plans = [Plan.load(each) for each in ([] if plan is None else [plan]) + list(guarding.fallback)]
     folder = None if disk_folder is None else str(disk_folder)
     parsed = Script(path=script, arguments=arguments)
@@ -70,6 +82,35 @@ def run_guarded(
         lambda: _run(parsed, plans, guarding, has_plan=plan is not None, check_steps=check_steps, disk_folder=folder),
         script,
     )
+
+
+def _limit(budget: str) -> None:
+    """Sets what the allocator of this process may hold, and says so.
+
+    Raises:
+        UsageError: there is no GPU, or the budget is not for it.
+    """
+    from tightfit.guarding.process_budget import allocator_setting
+
+    cards = local_cards()
+    if not cards:
+        raise UsageError("--budget is what the process may hold on a GPU, and there is none on this machine")
+    card = cards[0]
+    budget_bytes, outside_bytes = parse(budget, whole_bytes=card.total_bytes), _outside(card)
+    setting = allocator_setting(budget_bytes, capacity_bytes=card.total_bytes, outside_bytes=outside_bytes)
+    own = os.environ.get(_ALLOC_CONF)
+    os.environ[_ALLOC_CONF] = ",".join(part for part in (own, setting) if part)
+    say(
+        f"guard: at most {format_bytes(budget_bytes)} of {card.name}: {format_bytes(budget_bytes - outside_bytes)} for tensors, about {format_bytes(outside_bytes)} for the CUDA context"
+    )
+    if card.used_bytes > card.total_bytes - budget_bytes:
+        say(
+            f"guard: other processes hold {format_bytes(card.used_bytes)} of it: {format_bytes(card.total_bytes - card.used_bytes)} are free now, less than the budget"
+        )
+
+
+def _outside(card: LocalCard) -> int:
+    return _CONTEXT_BYTES if card.known_as is None else find(card.known_as).context.num_bytes
 
 
 def _run(

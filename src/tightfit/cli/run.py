@@ -45,7 +45,7 @@ def run(
     plan
         The file that tightfit plan -o wrote. Without it, a plan is made first.
     budget
-        GPU memory that the process may use, such as 22GiB or 80%, if a plan is made. Default: all of it.
+        GPU memory that the process may use, such as 22GiB or 80%: for the plan that is made, or with --guard as a limit that holds. Default: all of it.
     used
         GPU memory in use by other processes, such as 3GiB, if a plan is made. Default: for the GPU of this machine what its driver says.
     device
@@ -61,8 +61,8 @@ def run(
     """
     _check(script, check_steps, disk_folder, guarding)
     if guarding.guard:
-        others = {"--budget": budget, "--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
-        return run_guarded(script, arguments, guarding, plan, others, check_steps=check_steps, disk_folder=disk_folder)
+        others = {"--used": used, "--device": device, "--allow": allow, "--virtual": virtual}
+        return run_guarded(script, arguments, guarding, plan, budget, others, check_steps, disk_folder)
     # These are in the plan, and taking others silently would run something that was never verified.
     if plan is not None and (budget or device or allow or used):
         raise UsageError("--plan names a finished plan: it takes no --budget, --used, --device or --allow")
@@ -79,12 +79,12 @@ def run(
             script, arguments, card or "", budget, allow, used_now(used, card or "", is_own=device is None), permissions
         )
     )
-    # Refused before the script starts, which would run out of memory later.
+    # Refused before the script starts.
     if not chosen.fits:
         raise DoesNotFit(
             f"{script} does not fit {format_bytes(chosen.budget_bytes)} on {chosen.device}: it needs {format_bytes(chosen.run.peak.device_high_bytes)}; tightfit plan lists what would help"
         )
-    # In a child process with the virtual GPU, while a real run happens in this one, as python would run the script.
+    # In a child process; a real run happens in this one, as python would run the script.
     if virtual:
         return _run_virtually(chosen, script, arguments, permissions)
     from tightfit.runtime.run_script import run as run_really

@@ -1,4 +1,4 @@
-"""`tightfit serve`: what a language model needs on a GPU to be served, and how many requests that leaves room for.
+"""`tightfit serve`: what a language model needs on a GPU to be served, how many requests that leaves room for, how fast; or which server is best.
 
 Whatever computes is imported when the command runs, so that its `--help` is instant.
 """
@@ -6,72 +6,59 @@ Whatever computes is imported when the command runs, so that its `--help` is ins
 import dataclasses
 import json as jsonlib
 import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
-
+from tightfit.cli.arguments.options import SEVERAL
+from tightfit.cli.arguments.serving import (
+    EngineArguments,
+    LoadArguments,
+    PlanArguments,
+    cards_of,
+    level_of,
+    load_of,
+)
 from tightfit.cli.devices import own_card
 from tightfit.cli.progress import ProgressLine
+from tightfit.errors import UsageError
 
-
-@Parameter(name="*", group=Group("What the engine is told", sort_key=1))
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineArguments:
-    """Arguments of the engine; by default its own defaults.
-
-    Parameters
-    ----------
-    quantization
-        Format of the weights: fp8, int8, awq, gptq, bitsandbytes, nvfp4, mxfp4, q4_0 ...; by default that of the checkpoint.
-    kv_dtype
-        Type of the cache: auto (that of the model), bfloat16, float16, fp8.
-    max_model_len
-        Tokens of the longest request; by default all positions of the model.
-    max_num_seqs
-        Requests in one batch at most.
-    max_num_batched_tokens
-        Tokens in one batch at most.
-    gpu_memory_utilization
-        Share of the GPU that the engine takes.
-    enforce_eager
-        Without CUDA graphs.
-    """
-
-    quantization: str | None = None
-    kv_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    enforce_eager: bool = False
-
+if TYPE_CHECKING:
+    from tightfit.serving.choices.candidates import Card
+    from tightfit.serving.choices.serving_plan import ServingPlan
+    from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
 
 _DEFAULTS = EngineArguments()
+_NO_LOAD = LoadArguments()
+_NO_PLAN = PlanArguments()
 
 
 def serve(
     model: str,
     /,
     *,
-    device: str | None = None,
+    device: Annotated[tuple[str, ...], SEVERAL] = (),
     gpus: int = 1,
     lengths: str | None = None,
     engine: str = "vllm",
     engine_version: str | None = None,
     dtype: str | None = None,
-    price_per_hour: float | None = None,
+    price_per_hour: Annotated[tuple[str, ...], SEVERAL] = (),
+    launch: str | None = None,
     json: bool = False,
     arguments: EngineArguments = _DEFAULTS,
+    load: LoadArguments = _NO_LOAD,
+    plan: PlanArguments = _NO_PLAN,
 ) -> int:
-    """Estimate what a language model needs to be served, and for how many requests there is room.
+    """Estimate what a language model needs to be served, for how many requests there is room, and how fast they are.
 
-    Weights, the cache of keys and values, and the largest batch that the engine measures when it starts.
+    Weights, the cache of keys and values, the largest batch that the engine measures when it starts, and its steps.
 
     Parameters
     ----------
     model
         A Hugging Face config.json, its folder, a preset ("llama-3-8b") or a model type. No weights are needed.
     device
-        A GPU by name ("l4", "4090") or its TOML file. Default: the GPU of this machine.
+        A GPU by name ("l4", "4090") or its TOML file; several with --plan. Default: the GPU of this machine.
     gpus
         GPUs that share each layer (tensor parallelism).
     lengths
@@ -83,35 +70,107 @@ def serve(
     dtype
         Type of the weights: bfloat16 or float16; by default that of the config.
     price_per_hour
-        What one GPU costs per hour, for the cost of a million tokens; with --lengths.
+        What one GPU costs per hour, 0.8 or L4=0.8, for the cost of a million tokens; repeatable.
+    launch
+        Print what starts the server, and nothing else: the command of vllm, sglang or tgi, or a manifest for kubernetes.
     json
         Print JSON.
     """
-    from tightfit.errors import UsageError
-    from tightfit.fit import serving
+    from tightfit.fit.serving import serve as estimated
     from tightfit.reports.text.serving import write_serving
     from tightfit.serving.lengths import lengths_of
     from tightfit.serving.serve_settings import ServeSettings
 
     started = time.monotonic()
-    card = device or own_card()
+    cards = cards_of(device or [own_card()], gpus, price_per_hour)
     asked = ServeSettings(num_gpus=gpus, **dataclasses.asdict(arguments))
     requests = lengths_of(lengths) if lengths is not None else []
-    if price_per_hour is not None and not (price_per_hour > 0 and requests):
-        raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
+    if plan.plan or plan.objective is not None or plan.allow:
+        names = {"engine": engine, "engine_version": engine_version, "dtype": dtype}
+        chosen = _chosen(model, cards, asked, plan, load, requests, names)
+        return _answer(chosen, launch, as_json=json, started=started)
+    if len(cards) > 1:
+        raise UsageError("several --device: give --plan too, which chooses one of them")
+    _refuse_what_nothing_uses(load, price_per_hour, requests)
+    price = cards[0].price_per_hour
     with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
-        found = serving.serve(
+        found = estimated(
             model,
-            card,
+            (device or [own_card()])[0],
             asked=asked,
             engine=engine,
             engine_version=engine_version,
             dtype=dtype,
             lengths=requests,
+            load=load_of(load, requests),
             on_progress=line.report,
         )
-    if json:
-        print(jsonlib.dumps(found.to_json(price_per_hour)))
+    if launch is not None and found.fits:
+        print(_launched(launch, found.launch, found.settings, found.engine_version), end="")
+    elif json:
+        print(jsonlib.dumps(found.to_json(price)))
     else:
-        write_serving(found, price_per_hour=price_per_hour, elapsed_seconds=time.monotonic() - started)
+        write_serving(found, price_per_hour=price, elapsed_seconds=time.monotonic() - started)
     return 0 if found.fits else 1
+
+
+def _refuse_what_nothing_uses(load: LoadArguments, prices: Sequence[str], lengths: Sequence[tuple[int, int]]) -> None:
+    if prices and not lengths:
+        raise UsageError("--price-per-hour: give what a GPU costs per hour, and --lengths")
+    if level_of(load).is_set and load.rate is None and load.arrivals is None:
+        raise UsageError("--slo-ttft and --slo-tpot: give --rate or --arrivals too")
+
+
+def _chosen(
+    model: str,
+    cards: "list[Card]",
+    asked: "ServeSettings",
+    plan: PlanArguments,
+    load: LoadArguments,
+    lengths: Sequence[tuple[int, int]],
+    names: Mapping[str, Any],
+) -> "ServingPlan":
+    from tightfit.fit.serving_plan import plan_serving
+    from tightfit.serving.choices.choosing import OBJECTIVES, Wanted
+
+    objective = next((each for each in OBJECTIVES if each == (plan.objective or "throughput")), None)
+    if objective is None:
+        raise UsageError(f"--for {plan.objective}: one of {', '.join(OBJECTIVES)}")
+    if plan.at_once < 1:
+        raise UsageError(f"--at-once {plan.at_once}: at least 1")
+    asked_load = load_of(load, lengths)
+    if asked_load is not None and not lengths:
+        lengths = list(zip(asked_load.arrivals.prompts.tolist(), asked_load.arrivals.answers.tolist(), strict=True))
+    wanted = Wanted(objective=objective, lengths=lengths, at_once=plan.at_once, level=level_of(load), load=asked_load)
+    with ProgressLine(f"serve {model}", timeout_seconds=None) as line:
+        return plan_serving(model, cards, wanted, asked=asked, allow=plan.allow, on_progress=line.report, **names)
+
+
+def _answer(chosen: "ServingPlan", launch: str | None, *, as_json: bool, started: float) -> int:
+    from tightfit.reports.text.serving_plans import write_serving_plan
+
+    if launch is not None and chosen.fits:
+        best = chosen.offers[0].estimate
+        print(_launched(launch, chosen.launch, best.settings, best.engine_version), end="")
+    elif as_json:
+        print(jsonlib.dumps(chosen.to_json()))
+    else:
+        write_serving_plan(chosen, elapsed_seconds=time.monotonic() - started)
+    return 0 if chosen.fits else 1
+
+
+def _launched(
+    launch: str, commands: Mapping[str, Sequence[str]], settings: "ResolvedSettings", engine_version: str
+) -> str:
+    """What starts the server: a line for a shell, or a manifest."""
+    from tightfit.serving.launch.kubernetes import manifest
+    from tightfit.serving.launch.launch_arguments import shell_line
+
+    if launch == "kubernetes" and "vllm" in commands:
+        command = commands["vllm"]
+        image = f"vllm/vllm-openai:v{engine_version}"
+        return manifest(command[2], image, command, num_gpus=settings.num_gpus)
+    if launch not in commands:
+        known = ", ".join([*commands, "kubernetes"]) if commands else "none, as it does not start"
+        raise UsageError(f"--launch {launch}: this server can be started by {known}")
+    return f"{shell_line(commands[launch])}\n"

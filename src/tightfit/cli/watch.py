@@ -1,8 +1,11 @@
 """`tightfit watch`: the GPUs of this machine, their processes, and what the next hour needs; as an agent, on a terminal, as JSON."""
 
 import contextlib
+import functools
 import json as json_module
+import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -17,9 +20,15 @@ from tightfit.errors import UsageError
 from tightfit.forecast.horizon import parse_horizon
 from tightfit.units import parse
 from tightfit.watch.agent.agent import MIN_INTERVAL_SECONDS, AgentSettings
+from tightfit.watch.alerts.rules import DEFAULT, read_alerts
+from tightfit.watch.background import Background
+from tightfit.watch.machine_state import MachineState
 from tightfit.watch.outlook.admission_advice import JobAdvice
 from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.publishing.socket_path import listening_path
 from tightfit.watch.simulated_past import write_past
+from tightfit.watch.sinks.tensorboard import TensorBoardSink
+from tightfit.watch.sinks.weights_and_biases import WeightsAndBiasesSink
 from tightfit.watch.sources.abstract_source import AbstractSource
 from tightfit.watch.sources.open_source import open_source
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource, parse_machine
@@ -28,6 +37,9 @@ from tightfit.watch.terminal.live import run_screen
 from tightfit.watch.terminal.raw_terminal import is_interactive
 from tightfit.watch.terminal.tables import tables
 from tightfit.watch.watching import Watching, one_reading, stored_state_or_none
+from tightfit.watch.web.access import Access
+from tightfit.watch.web.answers import Answers
+from tightfit.watch.web.server import WatchServer
 
 # rich takes 80 columns where stdout is no terminal, and would cut the table's columns.
 _PIPED_WIDTH = 160
@@ -38,11 +50,18 @@ def watch(
     once: bool = False,
     json: bool = False,
     agent: bool = False,
+    web: bool = False,
+    port: int = 8778,
+    bind: str = "127.0.0.1",
+    token: str | None = None,
     simulate: bool | str | None = None,
     store: Path | None = None,
     interval: str = "1s",
     job: Size | None = None,
     quantile: float = 0.975,
+    alerts: Path | None = None,
+    tensorboard: Path | None = None,
+    wandb: str | None = None,
 ) -> int:
     """Watch the GPUs of this machine: who uses how much memory, and what the next hour needs.
 
@@ -52,31 +71,44 @@ def watch(
         once: print one table and end; so it is where stdout is no terminal.
         json: print one JSON object and end.
         agent: only read and keep the history, until it is ended by a signal.
+        web: serve a page (/), its data as JSON, and metrics for Prometheus (/metrics), until it is ended.
+        port: of the page (default 8778; 0 is any that is free).
+        bind: address of the page (default 127.0.0.1, which this machine alone reaches); any other needs --token.
+        token: secret that the page asks for, 16 characters or more; also from the environment variable TIGHTFIT_WATCH_TOKEN.
         simulate: cards and processes that do not exist, such as 8x50 (cards x processes of each) or 8x50:7 (with a seed); 2x6 if none are named.
         store: folder of the history (default: /var/lib/tightfit/watch for root, else one in the home folder).
         interval: time between two readings, at least 1s (default 1s).
         job: say of each GPU whether a job that needs this much fits, now and for the next hour.
         quantile: the share of forecasts that the next hour is to stay within (default 0.975).
+        alerts: TOML file of rules, and where their notices go (default: a card that is full, or will be within the hour, and a driver that is away).
+        tensorboard: folder to which the cards are written for TensorBoard, every ten seconds.
+        wandb: project of Weights & Biases to which the cards are logged, every ten seconds.
     """
     if not 0.5 <= quantile < 1:
         raise UsageError(f"--quantile {quantile:g}: write a share from 0.5 up to, but not including, 1, such as 0.975")
-    settings = AgentSettings(interval_seconds=_interval(interval), outlooks=OutlookSettings(quantile=quantile))
     job_bytes = None if job is None else parse(with_unit("--job", job))
     machine = None if not simulate else SimulatedMachine() if simulate is True else parse_machine(simulate)
-    with _folder(machine, store) as path:
-        if machine is not None and store is None:
+    settings = AgentSettings(
+        interval_seconds=_interval(interval),
+        outlooks=OutlookSettings(quantile=quantile),
+        alerts=DEFAULT if alerts is None else read_alerts(alerts),
+        # A machine that does not exist has no programs.
+        listen_at=None if machine is not None else listening_path(),
+    )
+    access = Access(bind, token or os.environ.get("TIGHTFIT_WATCH_TOKEN")) if web else None
+    is_once = not web and not agent and (once or json or not is_interactive())
+    with _folder(machine, store) as path, _sinks(tensorboard, wandb) as sinks:
+        folder, is_own = StoreFolder(path), machine is not None and store is None
+        if machine is not None and is_own:
             path.mkdir(exist_ok=True)
-            write_past(machine, StoreFolder(path).database, settings)
-        source: Callable[[], AbstractSource] = (
-            open_source if machine is None else lambda machine=machine: SimulatedSource(machine)
-        )
-        folder = StoreFolder(path)
-        if agent:
-            return _run_agent(folder, source, settings)
-        if once or json or not is_interactive():
-            is_own = machine is not None and store is None
+            write_past(machine, folder.database, settings)
+        source = open_source if machine is None else functools.partial(SimulatedSource, machine)
+        if is_once:
             return _print_once(folder, source, settings, job_bytes, is_own=is_own, json=json)
-        return _show(folder, source, settings, job_bytes)
+        watching = Watching(folder, source, settings, sinks)
+        if access is not None:
+            return _serve(watching, folder, settings, access, bind, port)
+        return _run_agent(watching, folder, settings) if agent else _show(watching, settings, job_bytes)
 
 
 def _interval(text: str) -> float:
@@ -96,15 +128,37 @@ def _folder(machine: SimulatedMachine | None, store: Path | None) -> Iterator[Pa
         yield Path(folder)
 
 
-def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings) -> int:
+def _until_a_signal() -> threading.Event:
+    """Set by what ends this process."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ended.set())
-    watching = Watching(folder, source, settings)
+    return ended
+
+
+@contextlib.contextmanager
+def _sinks(tensorboard: Path | None, wandb: str | None) -> Iterator[list[Background[MachineState]]]:
+    """What the agent's figures are also written to."""
+    handlers: dict[str, TensorBoardSink | WeightsAndBiasesSink] = {}
+    if tensorboard is not None:
+        handlers["TensorBoard"] = TensorBoardSink(tensorboard)
+    if wandb is not None:
+        handlers["Weights & Biases"] = WeightsAndBiasesSink(wandb, socket.gethostname())
+    sinks = [Background(name, handle, max_waiting=1) for name, handle in handlers.items()]
+    try:
+        yield sinks
+    finally:
+        for sink in sinks:
+            sink.close()
+        for handler in handlers.values():
+            handler.close()
+
+
+def _run_agent(watching: Watching, folder: StoreFolder, settings: AgentSettings) -> int:
+    ended = _until_a_signal()
     watching.start()
     try:
-        role = f"reads; history in {folder.path}" if watching.is_agent else f"waits for process {folder.holder()}"
-        sys.stderr.write(f"tightfit: the agent {role}\n")
+        _say_role(watching, folder)
         while not ended.wait(settings.interval_seconds):
             watching.state()
     finally:
@@ -112,10 +166,33 @@ def _run_agent(folder: StoreFolder, source: Callable[[], AbstractSource], settin
     return 0
 
 
-def _show(
-    folder: StoreFolder, source: Callable[[], AbstractSource], settings: AgentSettings, job_bytes: int | None
+def _serve(
+    watching: Watching, folder: StoreFolder, settings: AgentSettings, access: Access, bind: str, port: int
 ) -> int:
-    watching = Watching(folder, source, settings)
+    ended = _until_a_signal()
+    # Before the agent is there: a port that is taken is a usage error, and starts nothing.
+    with WatchServer(bind, port, Answers(watching, settings.outlooks), access) as server:
+        watching.start()
+        threading.Thread(target=server.serve_forever, name="tightfit watch server", daemon=True).start()
+        try:
+            _say_role(watching, folder)
+            sys.stderr.write(f"tightfit: {server.url}{'?token=...' if access.needs_token else ''}\n")
+            while not ended.wait(settings.interval_seconds) and server.fault is None:
+                watching.state()
+            if server.fault is not None:
+                raise server.fault
+        finally:
+            server.shutdown()
+            watching.close()
+    return 0
+
+
+def _say_role(watching: Watching, folder: StoreFolder) -> None:
+    role = f"reads; history in {folder.path}" if watching.is_agent else f"waits for process {folder.holder()}"
+    sys.stderr.write(f"tightfit: the agent {role}\n")
+
+
+def _show(watching: Watching, settings: AgentSettings, job_bytes: int | None) -> int:
     watching.start()
     try:
         run_screen(watching, JobAdvice(watching.database, job_bytes, settings.outlooks).sentences)

@@ -4,6 +4,7 @@ import array
 import ctypes
 import hashlib
 import io
+import mmap
 import random
 import threading
 import warnings
@@ -24,7 +25,16 @@ def state_of(value: Any) -> State | None:
         return value.getstate, value.setstate
     if isinstance(value, Iterator) and type(value).__module__ in _BUILT_IN:
         return lambda: position(value), None
-    return _state_of_memory(value)
+    return _state_of_view(value) or _state_of_memory(value)
+
+
+def _state_of_view(value: Any) -> State | None:
+    if isinstance(value, memoryview):
+        return value.tobytes, None if value.readonly else lambda content: _put_in_view(value, content)
+    if isinstance(value, mmap.mmap):
+        # Others may have it mapped: it is looked at, and never put back.
+        return lambda: None if value.closed else hash(value[:]), None
+    return None
 
 
 def _state_of_memory(value: Any) -> State | None:
@@ -61,6 +71,10 @@ def _place_in_file(file: Any) -> Any:
     except OSError:
         # In the middle of a loop over its lines, a text file cannot tell.
         return object()
+
+
+def _put_in_view(view: memoryview, content: bytes) -> None:
+    view.cast("B")[:] = content
 
 
 def _put_in_c(value: Any, content: bytes) -> None:

@@ -27,6 +27,7 @@ from tightfit.effects.cells import Cell, contents
 from tightfit.effects.code import CODE, Code
 from tightfit.effects.drawn import Drawn, drawn
 from tightfit.effects.holders import ClassAttributes, Holder, Items, Members, Names, class_state, is_plain
+from tightfit.effects.outside_calls import NAMES
 from tightfit.effects.scopes import READS_ENVIRONMENT, Slots, environment, inner_container, scope, slots_of
 from tightfit.effects.users_code import is_users_class, is_users_file, is_users_function, is_users_module
 
@@ -58,14 +59,8 @@ _WITH_CONTENT = (
 )
 # Run when an object is made or shown, and not by its use.
 _MAKING = {
-    "__init__",
-    "__new__",
-    "__init_subclass__",
-    "__class_getitem__",
-    "__repr__",
-    "__str__",
-    "__reduce__",
-    "__doc__",
+    *("__init__", "__new__", "__init_subclass__", "__class_getitem__"),
+    *("__repr__", "__str__", "__reduce__", "__doc__"),
 }
 _LISTS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 # Of Python's own classes, those that users put their settings in; a logger or a lock is no state of a model.
@@ -140,6 +135,9 @@ class Reach:
     code: Code = dataclasses.field(default_factory=Code)
     is_cut: bool = False
     """Whether there were more objects than a walk looks at."""
+    names_outside: bool = False
+    """Whether code of the region names something by which it may reach outside of the process's memory."""
+    _weights: frozenset[int] | None = None
 
     def _mappings(self) -> list[dict[Any, Any]]:
         attributes = [vars(module) for module in [reference() for reference in self.modules] if module is not None]
@@ -153,6 +151,13 @@ class Reach:
             for mapping in self._mappings()
             for value in mapping.values()
         ]
+
+    @property
+    def weights(self) -> frozenset[int]:
+        """The tensors that are trained, by `id`: a snapshot has their contents, where they are at the host."""
+        if self._weights is None:
+            self._weights = frozenset(id(tensor) for tensor in self.tensors if tensor.is_leaf and tensor.requires_grad)
+        return self._weights
 
     @property
     def has_graphs(self) -> bool:
@@ -317,6 +322,7 @@ class _CodeWalk(abc.ABC):
             return
         names, attributes, imported = _names_in(function.__code__)
         self.named_attributes |= attributes
+        self.collected.found.names_outside |= not NAMES.isdisjoint(names | attributes | imported)
         space = function.__globals__
         self._attributes_of(path, function)
         # Functions, classes and modules that a function names are code; whether they are replaced is watched by

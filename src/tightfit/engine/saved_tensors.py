@@ -9,6 +9,7 @@ back the call before it. All of this happens at fixed places of the program, so 
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.asked_of_saved import question_of
 from tightfit.engine.copy_engines import CopyEngine, Ticket, copies_for
 from tightfit.engine.disk_copies import DiskSpace
 from tightfit.engine.disk_file import close_gone
@@ -164,6 +166,8 @@ class SavedTensors:
         # The backward pass runs in threads of autograd's own.
         self._lock = threading.RLock()
         self.is_on = True
+        self.question = ""
+        """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
 
     @contextmanager
     def call(self, selection: Selection | None, *, label: str = "") -> Iterator[None]:
@@ -228,6 +232,7 @@ class SavedTensors:
         close_gone()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor, *, is_made: bool = False) -> Saved:
+        self.question = self.question or question_of(sys._getframe(1))
         storage = self._storage_of(call, tensor, is_made=is_made) if self.is_on else None
         saved = Saved(tensor, storage)
         if storage is not None:

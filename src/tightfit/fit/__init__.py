@@ -127,6 +127,7 @@ def _traced(
         device=device,
         num_steps=extent.num_steps,
         until=extent.until,
+        largest_batch_from=extent.largest_batch_from,
         timeout_seconds=tracing.timeout,
         show_output=tracing.show_output,
         policy=policy_of(tracing),
@@ -150,6 +151,7 @@ def estimate(
     steps: Steps = DEFAULT_NUM_STEPS,
     until: str | int | None = None,
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    largest_batch: bool = False,
     alloc_conf: str | None = None,
     margin: str | int = "likely",
     calibration: str | os.PathLike[str] | None = None,
@@ -166,7 +168,7 @@ def estimate(
     function, `options` (such as `batch_size`) to a Hugging Face config. `alloc_conf` is a `PYTORCH_CUDA_ALLOC_CONF` string, by default
     the one in the environment. `margin` says which end of the peak's range has to fit: "safe" (the upper one), "likely" (the likely peak) or 0 (the
     lower one). After `steps` steps a script's training loops are left and what comes later is traced; "all" leaves none, and
-    neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
+    neither does `until`, a line (or "FILE.py:LINE") at which the trace ends. Tracing ends where no step has ended for `timeout` seconds. With `largest_batch` the last two steps have the largest batch that the program's data loaders can give. `calibration` is a file of what was measured on that card (`tightfit.devices.calibration`). `meanwhile`
     is called once while the workload is traced, `on_progress` a few times a second, with a `tightfit.fit.planning_progress.Progress`. `used` is what other
     processes hold on the card ("3GiB", "10%", or bytes). What the workload writes is dropped and it has no network, but for what `allow_writes`
     and `allow_network` allow.
@@ -180,6 +182,7 @@ def estimate(
         steps=steps,
         until=None if until is None else str(until),
         timeout=timeout,
+        largest_batch=largest_batch,
         show_output=show_output,
         allow_writes=allow_writes,
         allow_network=allow_network,

@@ -6,16 +6,19 @@ from pathlib import Path
 
 from tightfit.capture.processes.containment.policy import Policy
 from tightfit.capture.targets import Script, Target
-from tightfit.capture.trace_settings import TraceSettings
+from tightfit.capture.trace_settings import DEFAULT_NUM_STEPS, TraceSettings
 from tightfit.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """`num_steps` to trace, after which a script's loops are left; `until` is a line (file, line) before which the trace ends."""
+    """`num_steps` to trace, after which a script's loops are left; `until` is a line (file, line) before which the trace ends. `largest_batch_from`: the
+    number of steps after which data loaders give their largest batch.
+    """
 
     num_steps: int
     until: tuple[str, int] | None = None
+    largest_batch_from: int | None = None
 
 
 def policy_of(tracing: TraceSettings) -> Policy:
@@ -34,8 +37,11 @@ def extent_of(target: Target, tracing: TraceSettings) -> Extent:
         raise UsageError(f"steps is {steps}: at least one step must be traced")
     if steps == "all" and not isinstance(target, Script):
         raise UsageError("--steps all: only a script ends by itself; say how many steps, such as --steps 10")
+    # Frameworks ask for a batch one step before they use it.
+    known = DEFAULT_NUM_STEPS if steps == "all" or until is not None else steps
+    largest_batch_from = max(0, known - 2) if tracing.largest_batch else None
     if until is None:
-        return Extent(num_steps=sys.maxsize if steps == "all" else steps)
+        return Extent(num_steps=sys.maxsize if steps == "all" else steps, largest_batch_from=largest_batch_from)
     if not isinstance(target, Script):
         raise UsageError(f"--until {until}: only the lines of a script can be waited for")
     name, _, line = str(until).rpartition(":")
@@ -45,4 +51,4 @@ def extent_of(target: Target, tracing: TraceSettings) -> Extent:
             f"--until {until}: write a line of the script, such as 120, or FILE.py:LINE; there is no such line"
         )
     # Nothing on the way to that line is left out.
-    return Extent(num_steps=sys.maxsize, until=(str(file.resolve()), int(line)))
+    return Extent(num_steps=sys.maxsize, until=(str(file.resolve()), int(line)), largest_batch_from=largest_batch_from)

@@ -1,40 +1,28 @@
 """`serve`: the wiring from a Hugging Face config to the estimate of a server that runs it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tightfit.capture.huggingface.target import is_huggingface_source
+from tightfit.capture.huggingface.target import is_huggingface_source, presets
 from tightfit.capture.targets import GeneratorFunction
-from tightfit.capture.trace import Preparation, Traced, trace
+from tightfit.capture.trace import Preparation, trace
 from tightfit.devices.catalogue import find
-from tightfit.devices.device import Device
 from tightfit.errors import UsageError
 from tightfit.errors.faults import answering
 from tightfit.fit.planning_progress import OnProgress, ProgressLog
 from tightfit.serving.checkpoint_format import checkpoint_format
-from tightfit.serving.engine_rules import rules_of
-from tightfit.serving.model_facts import ModelFacts
-from tightfit.serving.profiled_batch import step_memory
+from tightfit.serving.engine_rules import EngineRules, rules_of
+from tightfit.serving.launch.launch_arguments import all_launches, launch_of
 from tightfit.serving.serve_settings import ResolvedSettings, ServeSettings
-from tightfit.serving.serving_estimate import ServingEstimate, estimate_serving
-from tightfit.serving.serving_speed import ServingSpeed, TracedLayers, reductions_seconds, seconds_of_step
+from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.serving.traced_server import AskedLoad, Server, TracedModel
 from tightfit.serving.weight_formats import format_named
 
 _RUN = "tightfit.capture.inference.inference_run"
-# The steps of `inference_run.start_up` and `inference_run.speed`.
-_PROFILE = 1
-_PREFILL, _DECODE = 1, 3
-_NO_SPEED = "the speed of weights in {} is not estimated"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TracedModel:
-    """A model that was traced, and the settings of the engine that it was traced with."""
-
-    facts: ModelFacts
-    traced: Traced
-    settings: ResolvedSettings
+# More than it has.
+_NUM_STEPS = 256
+_DTYPES = (None, "bfloat16", "float16", "float32")
 
 
 @answering("the estimate of serving")
@@ -47,133 +35,109 @@ def serve(
     engine_version: str | None = None,
     dtype: str | None = None,
     lengths: Sequence[tuple[int, int]] = (),
+    load: AskedLoad | None = None,
     on_progress: OnProgress | None = None,
 ) -> ServingEstimate:
-    """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served, and with `lengths` (tokens of prompt and answer of
-    each request) how fast it is.
+    """What `model` (a Hugging Face config, its folder, a preset or a model type) needs on `device` to be served, and how fast it is for requests with
+    `lengths` (tokens of prompt and answer of each; by default those of `load`), and under `load`.
 
     Raises:
         UsageError: no such model, device, engine or setting, or one whose size is not known.
         CaptureError: the model could not be run.
     """
     asked = asked or ServeSettings()
-    rules = rules_of(engine, engine_version)
-    card = find(device)
-    weight_format = format_named(asked.quantization)
-    if dtype not in (None, "bfloat16", "float16", "float32"):
-        raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
+    # Names that are not known are told before anything is traced.
+    rules, card, _ = rules_of(engine, engine_version), find(device), format_named(asked.quantization)
+    tokens = asked.max_num_batched_tokens
     traced = traced_model(
-        model, device, asked=asked, engine=engine, engine_version=engine_version, dtype=dtype, on_progress=on_progress
+        model,
+        device,
+        rules=rules,
+        asked=asked,
+        dtype=dtype,
+        batched_tokens=[tokens] if tokens else [],
+        sampled_rows=[asked.max_num_seqs or rules.max_sequences(card)],
+        degrees=[asked.num_gpus],
+        on_progress=on_progress,
     )
-    whole = [prompt + answer for prompt, answer in lengths]
-    longest, limit = max(whole, default=0), traced.settings.max_model_len
+    server = server_of(traced, device, rules, asked)
+    limit = server.settings.max_model_len
+    if load is not None and not lengths:
+        lengths = load.arrivals.lengths_within(limit)
+    longest = max((prompt + answer for prompt, answer in lengths), default=0)
     if longest > limit:
         raise UsageError(f"--lengths: a request of {longest:,} tokens is longer than --max-model-len, {limit:,}")
-    weight_format = weight_format if asked.quantization else checkpoint_format(traced.facts.quantization)
-    found = estimate_serving(
-        traced.facts,
-        step_memory(traced.traced.tape, _PROFILE),
-        model=model,
-        device=card,
-        rules=rules,
-        settings=traced.settings,
-        weight_format=weight_format,
-        lengths=whole,
-    )
-    if not (found.fits and lengths):
+    found = server.estimate(lengths, load)
+    if not found.fits:
         return found
-    if weight_format is not None:
-        return dataclasses.replace(found, assumptions=(*found.assumptions, _NO_SPEED.format(weight_format.name)))
-    return dataclasses.replace(
-        found, speed=_speed(found, traced.facts, card, lengths, dtype=dtype, on_progress=on_progress)
-    )
+    return dataclasses.replace(found, launch=all_launches(launch_of(server, found, served_name(model))))
 
 
-def _speed(
-    found: ServingEstimate,
-    facts: ModelFacts,
-    card: Device,
-    lengths: Sequence[tuple[int, int]],
-    *,
-    dtype: str | None,
-    on_progress: OnProgress | None,
-) -> ServingSpeed:
-    prompt, answer = (max(1, round(sum(pair[part] for pair in lengths) / len(lengths))) for part in (0, 1))
-    together = min(int(found.concurrency_at_lengths or 1), found.settings.max_num_seqs)
-    degree, num_requests = found.settings.num_gpus, max(1, together)
-    parameters = {
-        "source": found.model,
-        "dtype": dtype,
-        "prompt": prompt,
-        "batch": num_requests,
-        # In the middle of its answer.
-        "context": prompt + answer // 2,
-        "ranks": degree,
-    }
-    traced = _traced("speed", found.model, card.name, parameters, num_steps=4, on_progress=on_progress)
-    layers = TracedLayers.of_report(traced.report)
-    return ServingSpeed(
-        prompt_tokens=prompt,
-        answer_tokens=answer,
-        num_requests=num_requests,
-        first_token=seconds_of_step(traced.tape, _PREFILL, card, layers)
-        + reductions_seconds(facts, card, degree, prompt),
-        each_token=seconds_of_step(traced.tape, _DECODE, card, layers, is_decoding=True)
-        + reductions_seconds(facts, card, degree, num_requests),
-    )
+def served_name(model: str) -> str:
+    """The model as an engine would find it: the published one of a preset, the folder of a config.json."""
+    preset = presets().get(model.lower())
+    if preset is not None:
+        return str(preset["hub"])
+    return model.removesuffix("/config.json") if model.endswith("/config.json") else model
+
+
+def server_of(traced: TracedModel, device: str, rules: EngineRules, asked: ServeSettings) -> Server:
+    """The server with those settings on `device`; without a `quantization` its weights are in the format of the checkpoint.
+
+    Raises:
+        UsageError: a setting cannot be, or a format's size is not known.
+    """
+    card, facts = find(device), traced.facts
+    named = format_named(asked.quantization) if asked.quantization else checkpoint_format(facts.quantization)
+    settings = ResolvedSettings.of(asked, rules, card, facts.max_positions)
+    return Server(model=traced, device=card, rules=rules, settings=settings, weight_format=named)
 
 
 def traced_model(
     model: str,
     device: str,
     *,
+    rules: EngineRules,
     asked: ServeSettings,
-    engine: str,
-    engine_version: str | None,
     dtype: str | None,
+    batched_tokens: Sequence[int],
+    sampled_rows: Sequence[int],
+    degrees: Sequence[int],
     on_progress: OnProgress | None = None,
 ) -> TracedModel:
-    """`model`, traced with the largest batch that the engine would measure."""
+    """`model`, traced with the largest batches that the engine would measure (of each of `batched_tokens`, none: the engine's default; `sampled_rows` of which get a next token), prompts
+    and decoding steps, as one rank of each of `degrees`.
+
+    Raises:
+        UsageError: no such model or device, or a setting that cannot be.
+        CaptureError: the model could not be run.
+    """
     if not is_huggingface_source(model):
         raise UsageError(
             f"{model} is no Hugging Face config: give a config.json, its folder, a preset (llama-3-8b) or a model type"
         )
-    card, rules = find(device), rules_of(engine, engine_version)
-    parameters = {
+    if dtype not in _DTYPES:
+        raise UsageError(f"--dtype {dtype}: one of bfloat16, float16, float32")
+    parameters: dict[str, Any] = {
         "source": model,
         "dtype": dtype,
-        "batched_tokens": asked.max_num_batched_tokens,
-        "tokens_chunked": rules.chunk_tokens(card),
+        "batched_tokens": list(batched_tokens),
+        "tokens_chunked": rules.chunk_tokens(find(device)),
         "tokens_whole": rules.tokens_whole,
         "chunked_above": rules.chunked_above(asked.chunked_prefill),
         "max_model_len": asked.max_model_len,
-        "sampled_rows": asked.max_num_seqs or rules.max_sequences(card),
+        "sampled_rows": list(sampled_rows),
         "sorts": True,
-        "ranks": asked.num_gpus,
+        "ranks": list(degrees),
     }
-    traced = _traced("start_up", model, device, parameters, num_steps=2, on_progress=on_progress)
-    facts = ModelFacts.from_report(traced.report)
-    return TracedModel(
-        facts=facts, traced=traced, settings=ResolvedSettings.of(asked, rules, card, facts.max_positions)
-    )
-
-
-def _traced(
-    function: str,
-    model: str,
-    device: str,
-    parameters: Mapping[str, Any],
-    *,
-    num_steps: int,
-    on_progress: OnProgress | None,
-) -> Traced:
     log = ProgressLog(on_progress=on_progress)
-    log.begin("tracing", num_steps=num_steps)
-    return trace(
-        GeneratorFunction(location=_RUN, function=function, parameters=dict(parameters)),
+    log.begin("tracing")
+    traced = trace(
+        GeneratorFunction(location=_RUN, function="start_up", parameters=parameters),
         label=model,
         device=device,
-        num_steps=num_steps,
+        num_steps=_NUM_STEPS,
         on_progress=log.on_trace,
         preparation=Preparation(function=f"{_RUN}:prepare", argument=None),
     )
+    return TracedModel.of_trace(model, traced.tape, traced.report)

@@ -117,6 +117,7 @@ class TracedRuns:
                 device=self.on.name,
                 num_steps=self._extent.num_steps,
                 until=self._extent.until,
+                largest_batch_from=self._extent.largest_batch_from,
                 timeout_seconds=self.tracing.timeout,
                 show_output=self.tracing.show_output,
                 preparation=Preparation(

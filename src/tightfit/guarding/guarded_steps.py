@@ -9,6 +9,7 @@ it is run again: first as it was, then with the next plan of the ladder. Its res
 the error it had, and says why.
 """
 
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,9 @@ from typing import Any, TypeVar
 import torch
 
 from tightfit.errors import UsageError
+from tightfit.guarding.attempted_step import run_step
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.named_values import attributes_named_by
-from tightfit.guarding.out_of_memory import is_out_of_memory, without_frames
 from tightfit.guarding.replayed_batches import Batch, ReplayedBatches
 from tightfit.guarding.rungs import Rungs
 from tightfit.planner.plan import Plan
@@ -62,33 +63,17 @@ class GuardedSteps:
             torch.OutOfMemoryError: the step found no memory with any plan, or could not be taken back; its notes say which. What else the function raises
                 is not touched.
         """
-        attempts = self._attempts
-        if attempts.is_running:
+        if self._attempts.is_running:
             raise UsageError("guarded.step was called within a guarded step; guard the outer or the inner one")
-        attempts.num_steps += 1
-        tried: list[str] = []
-        reached = {"the step": function, **{f"argument {n}": a for n, a in enumerate(args, 1)}, **kwargs}
-        while True:
-            attempt = attempts.begin(
-                reached,
-                names_data=lambda: "data" in attributes_named_by(function),
-                sources=self._batches,
-            )
-            try:
-                result = function(*args, **kwargs)
-                attempts.succeeded(attempt)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = without_frames(error)
-            else:
-                self._succeeded()
-                return result
-            finally:
-                attempts.leave(attempt)
-            # Outside of the handler: its frames hold the activations of the failed step.
-            attempts.take_back(attempt, failure, tried)
-            del attempt, failure
+        result = run_step(
+            self._attempts,
+            functools.partial(function, *args, **kwargs),
+            {"the step": function, **{f"argument {n}": a for n, a in enumerate(args, 1)}, **kwargs},
+            names_data=lambda: "data" in attributes_named_by(function),
+            sources=self._batches,
+        )
+        self._succeeded()
+        return result
 
     def batches(self, loader: Iterable[Batch]) -> ReplayedBatches[Batch]:
         """An iterator over `loader` for steps that call `next` themselves: a step that is run again gets the same batches."""
@@ -101,7 +86,6 @@ class GuardedSteps:
         self._attempts.end()
 
     def _succeeded(self) -> None:
-        self._attempts.climb()
         if self._is_told_to_end:
             self._is_told_to_end = False
             assert self._on_terminate is not None

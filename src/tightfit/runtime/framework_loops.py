@@ -13,7 +13,7 @@ from typing import Any
 from tightfit.planner.plan import Choice
 from tightfit.runtime.apply import apply_to, innermost
 from tightfit.techniques.session import Session
-from tightfit.torch_hooks.calls import on_training_step
+from tightfit.torch_hooks.calls import StepOwner, on_training_step
 from tightfit.torch_hooks.manifest import LIGHTNING_STEP, PYTORCH_LIGHTNING_STEP, TRAINER_STEP, Name
 from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
@@ -41,7 +41,7 @@ def is_of_loop(choice: Choice) -> bool:
     return "loop" in choice.settings
 
 
-class LoopWatch:
+class LoopWatch(StepOwner):
     """Choices that wait for a framework's loop. `on_apply` is called with each one that was applied."""
 
     def __init__(self, choices: Sequence[Choice], on_apply: Callable[[Choice], None]) -> None:

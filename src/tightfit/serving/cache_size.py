@@ -6,6 +6,7 @@ the window of a group with one, and one state of each layer that keeps no tokens
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from tightfit.serving.model_facts import CacheTensor
@@ -30,6 +31,10 @@ class CacheSize:
         """Bytes of one token more in a request that is shorter than every window."""
         return sum(self._scaled(t, t.token_bytes) for t in self.tensors)
 
+    def bytes_of_token(self, window: int | None) -> int:
+        """Bytes of one token more in the layers with that window (None: in those without), on one rank."""
+        return sum(self._scaled(t, t.token_bytes) for t in self.tensors if t.max_tokens == window)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of a request that do not grow."""
@@ -45,14 +50,16 @@ class CacheSize:
         paged = math.ceil(num_tokens / self.block_tokens) * self.block_tokens
         total = 0
         for tensor in self.tensors:
-            # A window can begin within a page, so that one more is held.
             kept = paged
             if tensor.max_tokens is not None:
-                most = (math.ceil(tensor.max_tokens / self.block_tokens) + 1) * self.block_tokens
-                kept = min(paged, most)
+                kept = min(paged, self.pages_of_window(tensor.max_tokens) * self.block_tokens)
             plain = tensor.fixed_bytes + tensor.token_bytes * kept + tensor.encoder_token_bytes * num_encoder_tokens
             total += self._scaled(tensor, plain)
         return total
+
+    def pages_of_window(self, max_tokens: int) -> int:
+        """Pages that a layer with a window of `max_tokens` holds at most: it can begin within a page, so that one more is held."""
+        return math.ceil(max_tokens / self.block_tokens) + 1
 
     def _scaled(self, tensor: CacheTensor, num_bytes: int) -> int:
         """On one rank, in the type of the cache: heads are shared out, and kept whole where there are fewer of them than ranks."""
@@ -74,7 +81,7 @@ def num_tokens(size: CacheSize, kv_bytes: int) -> int:
     return max(0, kv_bytes) // (each * size.block_tokens) * size.block_tokens
 
 
-def max_requests(size: CacheSize, kv_bytes: int, lengths: Sequence[int]) -> float:
-    """How many requests of the mean of `lengths` fit at once."""
-    mean = sum(size.request_bytes(length) for length in lengths) / len(lengths)
-    return max(0, kv_bytes) / mean if mean else 0.0
+def mean_request_bytes(size: CacheSize, lengths: Sequence[tuple[int, int]]) -> float:
+    """The mean of the bytes of requests that hold so many tokens, and so many of the encoder."""
+    counts = Counter(lengths)
+    return sum(size.request_bytes(*pair) * number for pair, number in counts.items()) / len(lengths)

@@ -16,6 +16,7 @@ ENGINES = ("vllm",)
 _LARGE_BYTES = 70 * GIB
 # Above this length engines of the "long" rule cut prompts into chunks.
 _LONG_TOKENS = 32_768
+_LARGEST_GRAPH, _LARGEST_WHOLE = 512, 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,21 @@ class EngineRules:
     tokens_whole: int
     num_seqs: int
     sorts_on: Literal["first", "all"]
+    graphs: Literal["whole", "pieces", "both"]
     charges_graphs: bool
     source: str
     large_tokens_chunked: int = 0
     large_num_seqs: int = 0
+    admits_whole: bool = False
+    graph_layer_kib: int = 0
+
+    def num_graphs(self, max_num_seqs: int) -> int:
+        """How many CUDA graphs are captured: of steps in pieces between attention, and of decoding steps as a whole."""
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16)]
+        whole = sum(size <= min(max_num_seqs, _LARGEST_GRAPH) for size in sizes)
+        pieces = sum(size <= min(2 * max_num_seqs, _LARGEST_GRAPH) for size in sizes)
+        first = sum(size <= min(max_num_seqs, _LARGEST_WHOLE) for size in sizes)
+        return {"whole": first, "pieces": pieces, "both": whole + pieces}[self.graphs]
 
     def chunked_above(self, asked: bool | None = None) -> int | None:
         """Prompts of requests that may be longer than so many tokens are cut into chunks, None: never. `asked` is what the user has said."""
@@ -72,14 +84,14 @@ def rules_of(engine: str, version: str | None = None) -> EngineRules:
         raise UsageError(f"--engine {engine}: its start-up is not known; one of {', '.join(ENGINES)}")
     content = _content(engine)
     tables = content["version"]
-    common = {"engine": engine, "utilization": content["utilization"], "block_tokens": content["block_tokens"]}
+    common = {"engine": engine, **{name: value for name, value in content.items() if name != "version"}}
     wanted = None if version is None else parsed_version(version)
     fitting = [table for table in tables if wanted is None or parsed_version(table["from"]) <= wanted]
     if not fitting:
         raise UsageError(f"--engine-version {version}: {engine} is known from {tables[0]['from']} on")
-    table: dict[str, Any] = dict(fitting[-1])
+    table: dict[str, Any] = {**common, **fitting[-1]}
     first = table.pop("from")
-    return EngineRules(**common, version=version or first, **table)
+    return EngineRules(**table, version=version or first)
 
 
 def parsed_version(text: str) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tightfit.errors import UsageError
 
-_PROMPT = ("prompt", "context", "input")
-_ANSWER = ("answer", "generated", "output")
+_PROMPT = ("prompt", "context", "input", "request token")
+_ANSWER = ("answer", "generated", "output", "response")
 
 
 def lengths_of(text: str) -> list[tuple[int, int]]:
@@ -22,36 +22,25 @@ def lengths_of(text: str) -> list[tuple[int, int]]:
     parts = text.split(":")
     if len(parts) != 2:
         raise UsageError(f"--lengths {text}: write tokens of prompt and answer as 2000:300, or name a .csv file")
-    return [_pair(parts, f"--lengths {text}")]
+    return [pair_of(parts, f"--lengths {text}")]
 
 
-def _of_table(path: Path) -> list[tuple[int, int]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--lengths {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from error
-    heading = [name.lower() for name in rows[0]] if rows else []
-    places = [_column(heading, words) for words in (_PROMPT, _ANSWER)]
-    if None in places or len(rows) < 2:
-        raise UsageError(
-            f"--lengths {path}: it has no header with a column for prompts and one for answers, and rows below it"
-        )
-    return [
-        _pair(
-            [row[place] if place is not None and place < len(row) else "" for place in places],
-            f"--lengths {path}, line {line}",
-        )
-        for line, row in enumerate(rows[1:], start=2)
-        if row
-    ]
+def columns_of_lengths(heading: Sequence[str]) -> tuple[int, int] | None:
+    """The columns for the tokens of the prompt and of the answer by the names in the heading of a table; None where one is missing."""
+    names = [name.lower() for name in heading]
+    prompt, answer = (
+        next((place for place, name in enumerate(names) if any(word in name for word in words)), None)
+        for words in (_PROMPT, _ANSWER)
+    )
+    return None if prompt is None or answer is None else (prompt, answer)
 
 
-def _column(heading: Sequence[str], words: Sequence[str]) -> int | None:
-    return next((place for place, name in enumerate(heading) if any(word in name for word in words)), None)
+def pair_of(parts: Sequence[str], where: str) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, as text.
 
-
-def _pair(parts: Sequence[str], where: str) -> tuple[int, int]:
+    Raises:
+        UsageError: they are no numbers of tokens; the message begins with `where`.
+    """
     try:
         prompt, answer = (int(part) for part in parts)
     except ValueError:
@@ -59,3 +48,21 @@ def _pair(parts: Sequence[str], where: str) -> tuple[int, int]:
     if prompt < 1 or answer < 0:
         raise UsageError(f"{where}: a prompt has at least one token, an answer none or more")
     return prompt, answer
+
+
+def _of_table(path: Path) -> list[tuple[int, int]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--lengths {path}: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+    places = columns_of_lengths(rows[0]) if rows else None
+    if places is None or len(rows) < 2:
+        raise UsageError(
+            f"--lengths {path}: it has no header with a column for prompts and one for answers, and rows below it"
+        )
+    return [
+        pair_of([row[place] if place < len(row) else "" for place in places], f"--lengths {path}, line {line}")
+        for line, row in enumerate(rows[1:], start=2)
+        if row
+    ]

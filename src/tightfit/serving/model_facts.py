@@ -13,7 +13,7 @@ _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One parameter or saved buffer. `role` is `embedding`, `head`, `linear` (a weight of a matrix product) or `other`; `cut` the style of tensor parallelism in the model's plan, "" if it
+    """One parameter or saved buffer. `parts` is in how many it can be cut at most, 0: in any number. `role` is `embedding`, `head`, `linear` (a weight of a matrix product) or `other`; `cut` the style of tensor parallelism in the model's plan, "" if it
     is kept whole."""
 
     name: str
@@ -22,6 +22,7 @@ class WeightRow:
     role: str
     cut: str
     kind: str
+    parts: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -91,6 +92,7 @@ class ModelFacts:
                     role=row["role"],
                     cut=row["cut"],
                     kind=row["kind"],
+                    parts=row["parts"],
                 )
                 for row in report["weights"]
             ),

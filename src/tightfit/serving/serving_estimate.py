@@ -8,21 +8,22 @@ from tightfit.cost.collectives import Group
 from tightfit.cost.communicators import communicator_bytes
 from tightfit.devices.device import Device
 from tightfit.devices.nodes import node_of
-from tightfit.serving.cache_size import CacheSize, max_requests, num_tokens
+from tightfit.serving.cache_size import CacheSize, mean_request_bytes, num_tokens
 from tightfit.serving.engine_rules import EngineRules
+from tightfit.serving.load.load_summary import LoadSummary
 from tightfit.serving.model_facts import ModelFacts
 from tightfit.serving.profiled_batch import StepMemory
 from tightfit.serving.serve_settings import KV_DTYPES, ResolvedSettings
 from tightfit.serving.serving_speed import ServingSpeed
 from tightfit.serving.weight_formats import WeightFormat, weights_bytes, whole_rows
-from tightfit.units import format_bytes
+from tightfit.units import KIB, format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEstimate:
     """One start of an engine, in bytes of one card; `kv_tokens` and `max_concurrency` are of the whole engine.
 
-    `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
+    `graph_bytes` are of CUDA graphs, which new versions count against the share. `why` is empty if it starts. `request_bytes` is the cache of a request of the asked lengths, else of the longest that is allowed.
     """
 
     model: str
@@ -35,6 +36,8 @@ class ServingEstimate:
     activation_bytes: int
     non_torch_bytes: int
     context_bytes: int
+    graph_bytes: int
+    counts_graphs: bool
     kv_bytes: int
     kv_bytes_per_token: int
     request_bytes: int
@@ -44,6 +47,14 @@ class ServingEstimate:
     why: str
     assumptions: tuple[str, ...]
     speed: ServingSpeed | None = None
+    load: LoadSummary | None = None
+    launch: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of one card that the engine counts before it gives the rest of its share to the cache."""
+        graphs = self.graph_bytes if self.counts_graphs else 0
+        return self.weights_bytes + self.activation_bytes + self.non_torch_bytes + graphs
 
     @property
     def fits(self) -> bool:
@@ -59,8 +70,24 @@ class ServingEstimate:
         plain = dataclasses.asdict(self)
         settings = plain.pop("settings")
         plain["speed"] = self.speed.to_json() if self.speed is not None else None
+        plain["load"] = self.load.to_json() if self.load is not None else None
+        plain["launch"] = {engine: list(arguments) for engine, arguments in self.launch.items()}
+        plain |= self._speed_keys()
+        plain["choices"] = [{"choice": name, "value": str(value)} for name, value in settings.items()]
         plain["cost_of_a_million_tokens"] = None if price_per_hour is None else self.cost_of_a_million(price_per_hour)
         return {"schema": 1, "fits": self.fits, **plain, "settings": settings}
+
+    def _speed_keys(self) -> dict[str, float | None]:
+        """The middle of each range of the speed."""
+        speed = self.speed
+        if speed is None:
+            names = ("time_to_first_token_seconds", "time_per_output_token_seconds", "tokens_per_second")
+            return dict.fromkeys(names)
+        return {
+            "time_to_first_token_seconds": speed.first_token.middle,
+            "time_per_output_token_seconds": speed.each_token.middle,
+            "tokens_per_second": sum(speed.tokens_per_second) / 2,
+        }
 
 
 def estimate_serving(
@@ -72,9 +99,9 @@ def estimate_serving(
     rules: EngineRules,
     settings: ResolvedSettings,
     weight_format: WeightFormat | None,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[tuple[int, int]] = (),
 ) -> ServingEstimate:
-    """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of whole requests."""
+    """What `facts` need on `device`, of which the engine's largest batch was traced as `profiled`. `lengths` are tokens of prompt and answer of each request."""
     degree = settings.num_gpus
     weights = weights_bytes(facts, weight_format, degree)
     is_reserved = rules.activation_peak == "reserved"
@@ -83,7 +110,9 @@ def estimate_serving(
     # Small all-reduces are the engine's own kernels, the large ones of a prefill NCCL's rings.
     communicators = communicator_bytes(node, Group.of(degree, stride=1, num_linked=node.num_linked), ("all_gather",))
     context = device.context_bytes
+    graphs = graph_bytes(facts, rules, settings)
     charged = weights + activation + communicators + (context if rules.charges_context else 0)
+    charged += graphs if rules.charges_graphs else 0
     share = int(device.capacity_bytes * settings.gpu_memory_utilization)
     kv_bytes = share - charged
     size = CacheSize(
@@ -92,8 +121,9 @@ def estimate_serving(
         degree=degree,
         block_tokens=rules.block_tokens,
     )
-    longest = size.request_bytes(settings.max_model_len)
-    asked = size.request_bytes(round(sum(lengths) / len(lengths))) if lengths else longest
+    longest = size.request_bytes(*held_tokens(facts, settings.max_model_len, 0))
+    asked = mean_request_bytes(size, [held_tokens(facts, *pair) for pair in lengths]) if lengths else float(longest)
+    room = max(0, kv_bytes)
     return ServingEstimate(
         model=model,
         device=device.name,
@@ -105,15 +135,30 @@ def estimate_serving(
         activation_bytes=activation,
         non_torch_bytes=communicators + (context if rules.charges_context else 0),
         context_bytes=context,
+        graph_bytes=graphs,
+        counts_graphs=rules.charges_graphs,
         kv_bytes=max(0, kv_bytes),
         kv_bytes_per_token=size.token_bytes or size.window_token_bytes,
-        request_bytes=asked,
+        request_bytes=round(asked),
         kv_tokens=num_tokens(size, kv_bytes),
-        max_concurrency=max_requests(size, kv_bytes, [settings.max_model_len]),
-        concurrency_at_lengths=max_requests(size, kv_bytes, lengths) if lengths else None,
+        max_concurrency=room / longest if longest else 0.0,
+        concurrency_at_lengths=(room / asked if asked else 0.0) if lengths else None,
         why=_refusal(kv_bytes, longest, share, settings, device),
         assumptions=_assumptions(facts, settings, rules),
     )
+
+
+def graph_bytes(facts: ModelFacts, rules: EngineRules, settings: ResolvedSettings) -> int:
+    """Bytes of the CUDA graphs on one card, 0 without."""
+    if settings.enforce_eager:
+        return 0
+    num_layers = len({tensor.layer for tensor in facts.cache})
+    return rules.num_graphs(settings.max_num_seqs) * num_layers * rules.graph_layer_kib * KIB
+
+
+def held_tokens(facts: ModelFacts, prompt: int, answer: int) -> tuple[int, int]:
+    """Tokens that a request holds in the cache in the end, and those of the encoder, which has read the prompt where there is one."""
+    return (answer + 1, prompt) if facts.is_encoder_decoder else (prompt + answer, 0)
 
 
 def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings, device: Device) -> str:
@@ -134,9 +179,10 @@ def _refusal(kv_bytes: int, longest: int, share: int, settings: ResolvedSettings
 
 def _assumptions(facts: ModelFacts, settings: ResolvedSettings, rules: EngineRules) -> tuple[str, ...]:
     found = [f"{rules.engine} {rules.version}: {rules.source}"]
-    if rules.charges_graphs and not settings.enforce_eager:
+    if not settings.enforce_eager:
+        when = "before it sizes the cache" if rules.charges_graphs else "beside its share of the GPU"
         found.append(
-            "CUDA graphs, which this version measures before it sizes the cache, are not counted: some hundred MiB"
+            f"CUDA graphs, which this version captures {when}, hold {rules.graph_layer_kib} KiB for each layer and graph; published ones half to twice of that"
         )
     if settings.num_gpus > 1:
         whole = sum(row.num_bytes for row in whole_rows(facts))

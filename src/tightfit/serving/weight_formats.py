@@ -31,7 +31,7 @@ _ALIASES = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
     """One format; sizes in bits, see `weight_formats.toml`. `left_out` are modules that a checkpoint keeps in the model's own type: parts of their path, or
-    a regular expression after `re:`."""
+    a regular expression after `re:`. `loss` is what is published of the loss of quality."""
 
     name: str
     bits: float
@@ -44,6 +44,12 @@ class WeightFormat:
     tensor_bits: float = 0.0
     embedding_bits: float = 0.0
     head_bits: float = 0.0
+    computes_in: str = ""
+    bandwidth: float = 1.0
+    flops: float = 1.0
+    fused_rows: int = 0
+    kernels: str = ""
+    loss: str = ""
     left_out: tuple[str, ...] = ()
 
     def num_bytes(self, row: WeightRow, degree: int = 1) -> int:
@@ -118,5 +124,5 @@ def _share(row: WeightRow, degree: int) -> int:
         # Engines cut both along the vocabulary, also where the plan of transformers does not.
         return degree
     if row.cut in _CUT_STYLES and (len(row.shape) > 1 or row.cut.startswith(("col", "packed_col"))):
-        return degree
+        return min(degree, row.parts or degree)
     return 1

@@ -7,6 +7,7 @@ pass runs as torch would have run it, with its arguments untouched.
 
 import dataclasses
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,11 @@ def keeps_graph() -> bool:
     # -1 outside of the engine, as torch/utils/module_tracker.py (`is_bw`) relies on too. Code that is not in a
     # pass has no graph that is about to be freed.
     return GRAPH_TASK_ID.value()() == -1 or bool(KEEPS_GRAPH.value()())
+
+
+def leaves_with_held_accumulators() -> list[torch.Tensor]:
+    """The leaves whose gradient accumulators something in Python refers to: hooks on these stay from step to step, and nothing lists them."""
+    return [each.variable for each in gc.get_objects() if type(each) is _AccumulateGrad]
 
 
 def on_backward(owner: BackwardOwner) -> Leave:

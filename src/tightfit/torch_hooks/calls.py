@@ -1,6 +1,7 @@
 """Notifies owners of outermost module calls, of new optimizers, and of the training steps of a framework's loop.
 
 What is called is not changed: owners are notified before a call, or after an optimizer was constructed, and an exception of theirs ends the call.
+The owner of a training step may make the call itself, and more than once.
 """
 
 import functools
@@ -31,12 +32,15 @@ class OptimizerOwner(Protocol):
         ...
 
 
-class StepOwner(Protocol):
+class StepOwner:
     """Is notified of the training steps of a framework's loop. It is held weakly."""
 
     def before_training_step(self, name: Name, owner: Any) -> None:
         """`owner` is the object whose method `name` it is."""
-        ...
+
+    def around_training_step(self, owner: Any, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        """The step's result, which `call` returns: all owners' are made one around the other. `arguments` are those of the method, `owner` aside."""
+        return call()
 
 
 def on_outermost_call(owner: CallOwner) -> Leave:
@@ -109,9 +113,13 @@ def _put_init(inner: Callable[..., Any], owners: Callable[[], list[OptimizerOwne
 def _put_step(name: Name, inner: Callable[..., Any], owners: Callable[[], list[StepOwner]]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def training_step(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        for owner in owners():
+        found = owners()
+        for owner in found:
             _told(owner.before_training_step, name, self)
-        return inner(self, *args, **kwargs)
+        call = functools.partial(inner, self, *args, **kwargs)
+        for owner in found:
+            call = functools.partial(owner.around_training_step, self, call, (*args, *kwargs.values()))
+        return call()
 
     return training_step
 

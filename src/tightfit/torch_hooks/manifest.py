@@ -49,10 +49,18 @@ PYTORCH_LIGHTNING_STEP = known(
     last="2.6",
     is_checked=False,
 )
+LIGHTNING_CLOSURE = known(
+    "lightning.pytorch.loops.optimization.automatic:Closure.closure",
+    "to guard the passes for a batch in Lightning",
+    "guarding integrations",
+    first="2.6",
+    last="2.6",
+    is_checked=False,
+)
 TRAINER_STEP = known(
     "transformers.trainer:Trainer.training_step",
-    "to apply a plan to a Trainer's training step",
-    "runtime",
+    "to apply a plan to a Trainer's training step, and to guard it",
+    "runtime guarding integrations",
     first="4.51",
     last="5.23",
     is_checked=False,
@@ -109,6 +117,7 @@ REPLACED = (
     LOADER_NEXT,
     LIGHTNING_STEP,
     PYTORCH_LIGHTNING_STEP,
+    LIGHTNING_CLOSURE,
     TRAINER_STEP,
     CUDA_IS_AVAILABLE,
     TENSOR_HOOK,

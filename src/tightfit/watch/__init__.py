@@ -4,3 +4,7 @@
 (`alerts/`). What people look at (`terminal/`, `web/`, `metrics/`, `sinks/`) shows a `MachineState`, which the agent has in memory and any other process reads
 from the store. A training program adds the counters of torch's allocator with one line: `tightfit.watch.publish()`.
 """
+
+from tightfit.watch.publishing.publish import publish
+
+__all__ = ["publish"]

@@ -9,13 +9,17 @@ from tightfit.watch.readings import CardReading, ProcessFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """The peak of the next `horizon_seconds`, forecast at `made_at` (Unix seconds): within the median with a probability of one half, within the upper bound with `quantile`."""
+    """The peak of the next `horizon_seconds`, forecast at `made_at` (Unix seconds): within the median with a probability of one half, within the upper bound with `quantile`.
+
+    `growth_bytes_per_hour` is how fast a series grows that does so steadily, else 0.
+    """
 
     made_at: float
     horizon_seconds: float
     quantile: float
     median_bytes: int
     upper_bytes: int
+    growth_bytes_per_hour: int
     model: str
     note: str
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from tightfit.watch.agent.agent import Agent, AgentSettings
+from tightfit.watch.alerts.rules import AlertSettings
 from tightfit.watch.clock import SimulatedClock
 from tightfit.watch.sources.simulated import SimulatedMachine, SimulatedSource
 
@@ -18,7 +19,9 @@ def write_past(machine: SimulatedMachine, database: Path, settings: AgentSetting
     clock = SimulatedClock(time.time() - _HOURS * 3600)
     for share, count in ((0.0, _HOURS * 60 - 1), (_UNLIMITED, 1)):
         outlooks = dataclasses.replace(settings.outlooks, share=share)
-        agent = Agent(SimulatedSource(machine), database, clock, dataclasses.replace(settings, outlooks=outlooks))
+        # Nobody is told of what did not happen.
+        quiet = dataclasses.replace(settings, outlooks=outlooks, alerts=AlertSettings(rules=()), listen_at=None)
+        agent = Agent(SimulatedSource(machine), database, clock, quiet)
         for _ in range(count):
             agent.tick()
             clock.now += _STEP_SECONDS

@@ -1,12 +1,15 @@
 """This process's part in watching a machine: it is the agent, in a thread of its own, or a reader of the history that another process's agent writes."""
 
+import dataclasses
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tightfit.errors import WatchError
 from tightfit.watch.agent.agent import Agent, AgentSettings
+from tightfit.watch.alerts.rules import AlertSettings
+from tightfit.watch.background import Background
 from tightfit.watch.clock import AbstractClock, SystemClock
 from tightfit.watch.machine_state import MachineState
 from tightfit.watch.sources.abstract_source import AbstractSource
@@ -14,12 +17,21 @@ from tightfit.watch.store.folder import StoreFolder
 from tightfit.watch.store.stored_state import stored_state
 
 _RETRY_SECONDS = 5.0
+_END_SECONDS = 10.0
 
 
 class Watching:
     """The machine, as an agent of this process or of another one sees it. A reader becomes the agent when the other one has ended."""
 
-    def __init__(self, folder: StoreFolder, open_source: Callable[[], AbstractSource], settings: AgentSettings) -> None:
+    def __init__(
+        self,
+        folder: StoreFolder,
+        open_source: Callable[[], AbstractSource],
+        settings: AgentSettings,
+        sinks: Sequence[Background[MachineState]] = (),
+    ) -> None:
+        """`sinks` are for the agent, if it is in this process."""
+        self._sinks = sinks
         self._folder, self._open_source, self._settings = folder, open_source, settings
         self._clock: AbstractClock = SystemClock()
         self._agent: Agent | None = None
@@ -28,6 +40,7 @@ class Watching:
         self._fault: Exception | None = None
         self._stored: MachineState | None = None
         self._next_try = 0.0
+        self._trying = threading.Lock()
 
     @property
     def database(self) -> Path:
@@ -46,7 +59,7 @@ class Watching:
             WatchError: there is no driver, or no history that can be written or read.
         """
         if not self._take_over():
-            stored_state_or_none(self.database)
+            self._read()
 
     def state(self) -> MachineState | None:
         """The machine now; None before the first reading.
@@ -59,17 +72,35 @@ class Watching:
             raise self._fault
         if self._agent is not None:
             return self._agent.state()
-        if self._clock.monotonic() >= self._next_try and self._take_over():
-            return self._stored
-        self._stored = stored_state_or_none(self.database) or self._stored
+        # Of several threads that ask, one tries.
+        if self._clock.monotonic() >= self._next_try and self._trying.acquire(blocking=False):
+            try:
+                if self._agent is not None or self._take_over():
+                    return self._stored
+            finally:
+                self._trying.release()
+        self._stored = self._read() or self._stored
         return self._stored
 
     def close(self) -> None:
         """Ends the agent, and gives the lock back."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            # A driver may never answer: then the thread, and the lock, end with the process.
+            self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():
+                return
         self._folder.unlock()
+
+    def _read(self) -> MachineState | None:
+        """What another agent has written; None while it has not."""
+        try:
+            return stored_state_or_none(self.database)
+        except WatchError:
+            # That agent is about to make the file.
+            if self._folder.is_locked() and not self.database.exists():
+                return None
+            raise
 
     def _take_over(self) -> bool:
         self._next_try = self._clock.monotonic() + _RETRY_SECONDS
@@ -83,7 +114,7 @@ class Watching:
                 return False
             raise
         try:
-            self._agent = Agent(self._open_source(), self.database, self._clock, self._settings)
+            self._agent = Agent(self._open_source(), self.database, self._clock, self._settings, self._sinks)
         except BaseException:
             self._folder.unlock()
             raise
@@ -118,7 +149,8 @@ def one_reading(source: AbstractSource, folder: Path, settings: AgentSettings) -
     Raises:
         WatchError: the driver does not answer.
     """
-    agent = Agent(source, folder / "history.sqlite", SystemClock(), settings)
+    quiet = dataclasses.replace(settings, alerts=AlertSettings(rules=()), listen_at=None)
+    agent = Agent(source, folder / "history.sqlite", SystemClock(), quiet)
     try:
         agent.tick()
         state = agent.state()

@@ -11,11 +11,12 @@ from tightfit.units import format_bytes
 def told_of_batches(recorder: Recorder) -> str:
     """What is to be said where the batches of the traced steps differ in size; empty where they do not, or where no step has one."""
     sizes = [size for size in _bytes_of_batches(recorder) if size]
-    if not sizes or min(sizes) == max(sizes):
+    # A few bytes more are an index or a count.
+    if not sizes or max(sizes) < 1.01 * min(sizes):
         return ""
     return (
         f"batches differ in size from step to step: those of the traced steps have {format_bytes(min(sizes))} to {format_bytes(max(sizes))}; "
-        "a larger one needs more memory (--steps N traces more of them)"
+        "a larger one needs more memory (--largest-batch looks for it, --steps N traces more)"
     )
 
 

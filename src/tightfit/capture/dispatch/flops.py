@@ -15,6 +15,9 @@ from torch.utils.flop_counter import flop_registry
 TILE = 128
 """Queries and keys of one tile: flash_fwd_launch_template.h takes 128 queries and 32 to 128 keys, by width and card."""
 
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
+"""Products of matrices whose rows are in groups, as of experts (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
+
 # torch/utils/flop_counter.py says so of its own formulas: "We aren't accounting for causal attention here".
 _CAUSAL = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{way}").default
@@ -25,6 +28,8 @@ _CAUSAL = {
 
 def formula(operator: OpOverload) -> Callable[..., int] | None:
     """The function that counts the FLOPs of a call of `operator`, from its arguments and `out_val`; None if there is no formula."""
+    if operator._overloadpacket.__name__ in GROUPED:
+        return _grouped_product
     count = flop_registry.get(operator._overloadpacket)
     if count is None:
         return None
@@ -46,6 +51,16 @@ def formula(operator: OpOverload) -> Callable[..., int] | None:
         return round(whole * computed_share(queries.shape[-2], keys.shape[-2]))
 
     return counted
+
+
+def _grouped_product(*args: Any, out_val: Any = None, **_: object) -> int:
+    """Products of the groups of rows of mixture-of-experts models, which torch has no formula for: each row of the result meets the whole depth of one group.
+
+    Where both operands are matrices the groups share out the depth, so that the result of each takes its share.
+    """
+    left, right = args[0], args[1]
+    num_groups = out_val.shape[0] if left.dim() == right.dim() == 2 else 1
+    return 2 * out_val.numel() * left.shape[-1] // num_groups
 
 
 def _convolution_backward(*args: Any, out_val: object = None) -> int:

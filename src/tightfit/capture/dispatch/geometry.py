@@ -23,10 +23,8 @@ def sizes_of(operator: OpOverload) -> Callable[..., Sizes | None] | None:
     """The function that reads the sizes from the arguments and results of a call; None for operators of other kinds."""
     # An underscore says no more than that an operator is not meant to be called by programs.
     base = operator._overloadpacket.__name__.removeprefix("_")
-    if base in ("mm", "bmm", "scaled_mm", "int_mm"):
-        return lambda args, out: _product(args[0], args[1])
-    if base in ("addmm", "baddbmm", "addmm_activation"):
-        return lambda args, out: _product(args[1], args[2])
+    if base in _PRODUCTS:
+        return _PRODUCTS[base]
     if base == "convolution":
         return lambda args, out: _convolution(args[0], args[1], out, args[3], _FORWARD, is_transposed=args[6])
     if base == "convolution_backward":
@@ -37,6 +35,14 @@ def sizes_of(operator: OpOverload) -> Callable[..., Sizes | None] | None:
     return None
 
 
+def _product_first(args: Sequence[Any], out: torch.Tensor) -> Sizes:
+    return _product(args[0], args[1])
+
+
+def _product_behind_bias(args: Sequence[Any], out: torch.Tensor) -> Sizes:
+    return _product(args[1], args[2])
+
+
 def _position(operator: OpOverload, name: str) -> int:
     return [argument.name for argument in operator._schema.arguments].index(name)
 
@@ -44,6 +50,20 @@ def _position(operator: OpOverload, name: str) -> int:
 def _product(left: torch.Tensor, right: torch.Tensor) -> Sizes:
     rows, depth = left.shape[-2:]
     return (math.prod(left.shape[:-2]), rows, right.shape[-1], depth, 0, 1, _FORWARD, False)
+
+
+def _grouped_product(args: Sequence[Any], out: torch.Tensor) -> Sizes:
+    """As many products as there are groups, each with an equal share of the rows, columns or depth that they have between them."""
+    left, right = args[:2]
+    groups = next(tensor.shape[0] for tensor in (left, right, out) if tensor.dim() == 3)
+    rows, depth, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    if left.dim() == right.dim() == 2:
+        depth = -(-depth // groups)
+    elif left.dim() == 2:
+        rows = -(-rows // groups)
+    elif right.dim() == 2:
+        columns = -(-columns // groups)
+    return (groups, rows, columns, depth, 0, 1, _FORWARD, False)
 
 
 def _convolution(
@@ -89,3 +109,10 @@ def _attention(operator: OpOverload) -> Callable[..., Sizes | None]:
         return (args[query].shape[0] * heads, length, other, args[query].shape[3], 0, 1, gradients, False)
 
     return sizes
+
+
+_PRODUCTS: dict[str, Callable[..., Sizes | None]] = {
+    **dict.fromkeys(("mm", "bmm", "scaled_mm", "int_mm"), _product_first),
+    **dict.fromkeys(("addmm", "baddbmm", "addmm_activation"), _product_behind_bias),
+    **dict.fromkeys(("grouped_mm", "scaled_grouped_mm"), _grouped_product),
+}

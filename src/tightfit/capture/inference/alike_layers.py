@@ -25,7 +25,10 @@ class LayerList:
 
 
 def shorten(model: torch.nn.Module, config: Any) -> list[LayerList]:
-    """Shortens each list of layers of `model` to the shortest prefix with two of every kind that has two, and returns what the lists were."""
+    """Shortens each list of layers of `model` to the shortest prefix that has every kind behind another layer, and returns what the lists were.
+
+    The first layer alone is not enough for its kind: what it reads are the embeddings, and not the output of a layer.
+    """
     found = []
     for path, layers in list(_layer_lists(model, config)):
         kinds: dict[Any, int] = {}
@@ -37,8 +40,7 @@ def shorten(model: torch.nn.Module, config: Any) -> list[LayerList]:
 
 
 def _last_needed(numbers: tuple[int, ...], kind: int) -> int:
-    places = [place for place, number in enumerate(numbers) if number == kind]
-    return places[min(1, len(places) - 1)]
+    return next((place for place, number in enumerate(numbers) if number == kind and place), 0)
 
 
 def _layer_lists(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.nn.ModuleList]]:

@@ -1,5 +1,7 @@
 """A Hugging Face model for inference from its config alone: without memory (on the device `meta`), in the type that its weights are kept in."""
 
+import contextlib
+import copy
 import importlib
 from typing import Any
 
@@ -19,11 +21,20 @@ _BFLOAT16 = (8, 0)
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 # What configs call the tokens beyond which a layer keeps no more.
 _WINDOWS = ("window", "chunk", "local")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_target_positions")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "max_target_positions",
+)
 
 
-def build(source: str, dtype: str | None) -> tuple[Any, Any]:
+def build(source: str, dtype: str | None, *, attention: str | None = NAME) -> tuple[Any, Any]:
     """The model of `source` and its config; `dtype` by default that of the config, bfloat16 where it says none or float32, and float16 on cards without bfloat16.
+
+    `attention` is the name of an implementation, None: the model's own.
 
     Raises:
         UsageError: the model generates no text, or `dtype` is none of the card's.
@@ -37,12 +48,18 @@ def build(source: str, dtype: str | None) -> tuple[Any, Any]:
             raise UsageError("--dtype bfloat16: this GPU has no bfloat16; give --dtype float16")
         kept = "float16"
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    for name, table in _AUTO_CLASSES.items():
+    for name, table in _classes(config):
         if config.model_type in getattr(tables, table) and not _sees_both_ways(tables, config):
             with torch.device("meta"):
-                made = _made(getattr(transformers, name), config, getattr(torch, kept))
+                made = _made(getattr(transformers, name), config, getattr(torch, kept), attention)
             return made.eval().requires_grad_(False), config
     raise UsageError(f"{source}: a {config.model_type} model generates no tokens; serve takes models that do")
+
+
+def _classes(config: Any) -> list[tuple[str, str]]:
+    """The classes in the order that they are tried: those of encoder-decoders first for a config that says so, as their decoder alone is a class of the first kind (BART)."""
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    return sorted(_AUTO_CLASSES.items(), key=lambda item: is_pair != ("Seq2Seq" in item[0]))
 
 
 def _sees_both_ways(tables: Any, config: Any) -> bool:
@@ -76,9 +93,10 @@ def widest_window(config: Any) -> int:
     return max(numbers)
 
 
-def _made(auto: Any, config: Any, dtype: Any) -> Any:
-    """With attention that makes no mask; as the model has it, where it takes no other."""
-    try:
-        return auto.from_config(config, dtype=dtype, attn_implementation=NAME)
-    except ValueError:
-        return auto.from_config(config, dtype=dtype)
+def _made(auto: Any, config: Any, dtype: Any, attention: str | None) -> Any:
+    """With `attention`; as the model has it, where it takes no other."""
+    if attention is not None:
+        # transformers notes the name in the config, also where the model then has no such attention.
+        with contextlib.suppress(KeyError, ValueError):
+            return auto.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+    return auto.from_config(copy.deepcopy(config), dtype=dtype)

@@ -16,7 +16,7 @@ _BY_INPUT = ("rowwise", "packed_rowwise", "rowwise_rep")
 
 
 def weight_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Each parameter and buffer once, tied ones under their first name: shape, item size, what its module is, and how tensor parallelism cuts it."""
+    """Each parameter and buffer once, tied ones under their first name: shape, item size, what its module is, and how tensor parallelism cuts it, in how many parts at most."""
     plan = plan_of(model)
     heads = {id(part) for part in (_embeddings(model), _output(model)) if part is not None}
     saved = set(model.state_dict(keep_vars=True))
@@ -41,6 +41,7 @@ def weight_rows(model: torch.nn.Module) -> list[dict[str, Any]]:
                         "kind": kind,
                         "role": _role(module, name, tensor, is_head=id(module) in heads),
                         "cut": _cut(plan, path, full),
+                        "parts": _parts(model, tensor, _cut(plan, path, full)),
                     }
                 )
     return rows
@@ -65,15 +66,26 @@ def cut_layers(model: torch.nn.Module, degree: int) -> None:
             if dimension is None or path in ("lm_head", "embed_out"):
                 continue
             shape = list(weight.shape)
-            if shape[dimension] % degree:
+            parts = min(degree, _parts(model, weight, style) or degree)
+            if shape[dimension] % parts or degree % parts:
                 raise UsageError(
                     f"--gpus {degree}: {path}.{name} has {shape[dimension]:,} rows or columns, which {degree} does not divide"
                 )
-            shape[dimension] //= degree
+            shape[dimension] //= parts
             part = torch.nn.Parameter(weight.new_empty(shape), requires_grad=False)
             setattr(module, name, part)
         if isinstance(module, torch.nn.Linear):
             module.out_features, module.in_features = module.weight.shape
+
+
+def _parts(model: Any, weight: torch.Tensor, style: str) -> int:
+    """In how many parts a weight can be cut at most, 0: in any number. Those that make keys and values are cut between heads, which ranks share where there are fewer heads than ranks."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads, all_heads = (getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    if style not in _BY_OUTPUT or not isinstance(num_heads, int) or not isinstance(all_heads, int):
+        return 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // all_heads
+    return num_heads if num_heads < all_heads and weight.shape[0] == num_heads * width else 0
 
 
 def _dimension(style: str, weight: torch.Tensor, *, is_linear: bool) -> int | None:

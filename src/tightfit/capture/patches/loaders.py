@@ -28,8 +28,9 @@ def install(num_steps: Callable[[], int]) -> None:
         if type(loader.sampler) in _SAMPLERS and loader.batch_size is not None:
             known = num_examples.get(loader.batch_size, 0)
             num_examples[loader.batch_size] = max(known, len(loader.sampler))
-        # Only of torch's own kind of sampler is it known that asking for its length changes nothing.
-        if type(loader.batch_sampler) is BatchSampler and not len(loader.batch_sampler):
+        # An iterable data set has a sampler without an end, and without a length.
+        is_known = type(loader.batch_sampler) is BatchSampler and type(loader.batch_sampler.sampler) in _SAMPLERS
+        if is_known and not len(loader.batch_sampler):
             key = id(loader), num_steps()
             readings[key] += 1
             if readings[key] > _MAX_READINGS_BETWEEN_STEPS:

@@ -98,12 +98,12 @@ IN_BOTH: tuple[Name, ...] = (
     known(
         "torch.utils._pytree:tree_leaves",
         "to find tensors among arguments",
-        "capture/dispatch capture/steps effects guarding techniques",
+        "capture/dispatch capture/patches capture/steps effects guarding techniques",
     ),
     known(
         "torch.utils._pytree:tree_map", "to find tensors among arguments", "capture/dispatch capture/patches techniques"
     ),
-    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "effects techniques"),
+    known("torch.utils._pytree:tree_map_only", "to find tensors among arguments", "capture/patches effects techniques"),
     # Tensors without data, modes and operators.
     known(
         "torch._ops:OpOverload",
@@ -390,7 +390,7 @@ IN_CHILD: tuple[Name, ...] = (
     # Operators.
     *operators(
         "capture/dispatch",
-        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
+        "_amp_foreach_non_finite_check_and_unscale_ _ctc_loss _foreach_copy_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _grouped_mm _is_all_true _is_any_true _pack_padded_sequence _scaled_grouped_mm _sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors _thnn_fused_gru_cell _thnn_fused_gru_cell_backward",
     ),
     *operators("capture/dispatch capture/kernels", "_ctc_loss_backward _index_put_impl_ _unique2"),
     *operators(

@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from tightfit.errors import ApplyError
 from tightfit.guarding.attempts import Attempts
 from tightfit.guarding.loops.find_loops import GuardedProgram, training_loops
+from tightfit.guarding.loops.framework_steps import STEPS, run_framework_step
 from tightfit.guarding.loops.guarded_loops import LoopGuard
 from tightfit.guarding.loops.outside_effects import OutsideEffects
 from tightfit.guarding.loops.rewrite_loops import GUARD, rewrite
@@ -22,11 +24,13 @@ from tightfit.guarding.out_of_memory import is_out_of_memory
 from tightfit.guarding.rungs import Rungs
 from tightfit.planner.plan import Plan
 from tightfit.runtime.apply import session_on
-from tightfit.torch_hooks.calls import on_new_optimizer, on_outermost_call
+from tightfit.torch_hooks.calls import StepOwner, on_new_optimizer, on_outermost_call, on_training_step
+from tightfit.torch_hooks.manifest import Name
+from tightfit.torch_hooks.replaced import Leave
 from tightfit.torch_hooks.weak_references import WeakTable
 
 
-class GuardedScript:
+class GuardedScript(StepOwner):
     """The guard of one script. `plans` are tried in turn; the first of them is on already, where `has_first`.
 
     `is_found` is whether the script has a training loop that can be guarded; `statistics` counts steps, errors, replays.
@@ -43,6 +47,7 @@ class GuardedScript:
             None, _Living(self._optimizers), rungs=rungs, folder=folder, models=lambda: list(self._models)
         )
         self._guard = LoopGuard(self._attempts, OutsideEffects(), lambda: None)
+        self._frameworks: dict[Name, Leave] = {}
 
     @property
     def statistics(self) -> Counter[str]:
@@ -51,8 +56,8 @@ class GuardedScript:
 
     @property
     def num_loops(self) -> int:
-        """How many loops were guarded, in the files that were loaded."""
-        return len(self._guard.names)
+        """How many loops were guarded, in the files that were loaded, and of the frameworks that were imported."""
+        return len(self._guard.names) + len(self._frameworks)
 
     @contextmanager
     def running(self) -> Iterator[Callable[[bytes, str], CodeType | None]]:
@@ -78,13 +83,24 @@ class GuardedScript:
             self._guard.effects.end()
             SourceFileLoader.get_code = plain  # type: ignore[method-assign]
             delattr(builtins, GUARD)
-            for leave in leaves:
+            for leave in (*leaves, *self._frameworks.values()):
                 leave()
             self._attempts.end()
 
     def after_optimizer_was_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Its steps are covered from the next turn on."""
         self._optimizers[optimizer] = None
+        # A script imports its framework late, but before its trainer makes an optimizer.
+        for name in STEPS:
+            if name.module in sys.modules and name not in self._frameworks:
+                self._frameworks[name] = on_training_step(name, self)
+
+    def around_training_step(self, owner: Any, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        """The passes that a framework makes for a batch; within a turn of the script's own loop they are that turn's."""
+        if self._attempts.is_running:
+            return call()
+        (name,) = (name for name in self._frameworks if isinstance(owner, name.holder()))
+        return run_framework_step(self._attempts, self._guard.effects, STEPS[name](owner, arguments), call)
 
     def before_outermost_call(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The models of the script are those that it calls."""
@@ -100,7 +116,7 @@ class GuardedScript:
         if not loops:
             return None
         tree = self._program.trees[real]
-        names = rewrite(tree, loops, first=self.num_loops)
+        names = rewrite(tree, loops, first=len(self._guard.names))
         try:
             code = compile(tree, path, "exec", dont_inherit=True)
         except SyntaxError:

@@ -7,8 +7,9 @@ from rich.text import Text
 
 from tightfit.reports.text.estimates import console
 from tightfit.reports.text.table_columns import GAP
+from tightfit.serving.load.simulation import SHARE_WITHIN
+from tightfit.serving.seconds_range import SecondsRange
 from tightfit.serving.serving_estimate import ServingEstimate
-from tightfit.serving.serving_speed import SecondsRange
 from tightfit.units import format_bytes, format_range_of_seconds, format_seconds
 
 
@@ -27,7 +28,7 @@ def write_serving(found: ServingEstimate, *, price_per_hour: float | None = None
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold", style="dim")
-    for row in (*_rows(found), *_speed_rows(found, price_per_hour)):
+    for row in (*_rows(found), *_speed_rows(found, price_per_hour), *_load_rows(found)):
         table.add_row(*row)
     out.print(table)
     out.print()
@@ -57,6 +58,8 @@ def _rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
         format_bytes(found.activation_bytes),
         f"of the largest batch, {settings.max_num_batched_tokens:,} tokens",
     )
+    if found.graph_bytes:
+        yield "CUDA graphs", format_bytes(found.graph_bytes), ""
     yield "CUDA context", format_bytes(found.context_bytes), ""
     share = f"what is left of {settings.gpu_memory_utilization:g} of the GPU"
     yield "cache", format_bytes(found.kv_bytes), f"{share}: {found.kv_tokens:,} tokens"
@@ -81,6 +84,31 @@ def _speed_rows(found: ServingEstimate, price_per_hour: float | None) -> Iterato
     cost = None if price_per_hour is None else found.cost_of_a_million(price_per_hour)
     if cost is not None:
         yield "cost", f"{cost[0]:.2f}-{cost[1]:.2f}", "of a million tokens of answers"
+
+
+def _load_rows(found: ServingEstimate) -> Iterator[tuple[str, str, str]]:
+    load = found.load
+    if load is None:
+        return
+    yield "", "", ""
+    refused = f", {load.num_refused:,} refused as too long" if load.num_refused else ""
+    cut = f", {load.num_cut:,} answers cut" if load.num_cut else ""
+    yield "load", f"{load.rate:.3g}/s", f"{load.num_requests:,} requests in {load.seconds:,.0f} s{refused}{cut}"
+    for name, times in (("first token", load.first_token), ("each token", load.each_token), ("whole", load.whole)):
+        others = f"of half of the requests; of 90 % {format_seconds(times.p90)}, of 99 % {format_seconds(times.p99)}"
+        yield name, format_seconds(times.p50), others
+    yield "at once", f"{load.mean_requests:.1f}", f"requests on average, {load.most_requests:,} at most"
+    yield "cache", f"{load.most_cache:.0%}", "of it in use at most"
+    yield "preempted", f"{load.num_preempted:,}", f"requests, {load.num_preemptions:,} times"
+    yield "throughput", f"{load.answer_tokens_per_second:,.0f}", "tokens of answers per second"
+    if load.share_within is not None and load.goodput is not None:
+        yield "within limits", f"{load.share_within:.1%}", f"of the requests: {load.goodput:.3g} per second"
+    if load.largest_rate is not None:
+        yield (
+            "largest rate",
+            f"{load.largest_rate:.3g}/s",
+            f"of such requests with {SHARE_WITHIN:.0%} within the limits",
+        )
 
 
 def _range(seconds: SecondsRange) -> str:

@@ -7,6 +7,7 @@ A parameter may be updated once its gradient is complete and nothing else refers
 gradient are freed by then, so a remaining view may be read later in the pass. Then its gradient is kept for the optimizer step.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.effects.written_by_functions import may_write
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import Deferred, defer_gradient, deferred_gradient
-from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared
+from tightfit.techniques.lazy_tensors.saved_and_shared import saved_and_shared, unpack_hooks
 from tightfit.techniques.lazy_tensors.unchanged import INTEGERS, Contents
 from tightfit.torch_hooks.backward import BackwardPass
 from tightfit.torch_hooks.manifest import SET_VERSIONS, STORAGE_USES
@@ -345,6 +347,22 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
         return False
     storage = parameter.untyped_storage()
     return STORAGE_USES.value()(storage._cdata) > _USES_OF_ITS_OWN
+
+
+def writes_in_backward(node: Any) -> str:
+    """Why a second run of this node may find what the first one has left: what a function or an unpack hook of the program's writes. Empty for most."""
+    if _is_own(node):
+        backward = type(node)._forward_cls.backward
+        return "the backward pass of a function of the program's may write something" if may_write(backward) else ""
+    for hook in unpack_hooks(node):
+        if not _module_of(hook).startswith(("torch.", "tightfit.")) and may_write(hook):
+            return "a hook of the program's for saved tensors may write something"
+    return ""
+
+
+def _module_of(hook: Any) -> str:
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    return f"{getattr(inner, '__module__', None) or ''}."
 
 
 def _is_own(node: Any) -> bool:

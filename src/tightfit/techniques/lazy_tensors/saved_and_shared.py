@@ -54,6 +54,16 @@ def _saved(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
                     yield data
 
 
+def unpack_hooks(node: Any) -> Iterator[Any]:
+    """The hooks by which a node has its saved tensors back."""
+    hook_of = SAVED_HOOK.value().fget
+    for name in _names(type(node)):
+        saved = getattr(node, name)
+        for each in saved if isinstance(saved, tuple) else (saved,):
+            if (hook := hook_of(each)) is not None:
+                yield hook
+
+
 @cache
 def _names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(SAVED_PREFIX))

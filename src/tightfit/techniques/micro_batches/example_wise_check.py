@@ -41,6 +41,16 @@ class Proved:
     means: frozenset[int]
     decisions: tuple[Any, ...] = ()
     is_of_first: bool = False
+    shapes: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+
+    def holds_for(self, decisions: Sequence[Any], shape: tuple[int, int]) -> bool:
+        """Whether it is a proof for these decisions, and for parts of so many examples whose loss has a graph of this shape.
+
+        The first graph for a number of examples is that of the proof: the same code has made it.
+        """
+        if all(num_examples != shape[0] for num_examples, _ in self.shapes):
+            self.shapes.add(shape)
+        return self.decisions == tuple(decisions) and shape in self.shapes
 
 
 class BatchProofs:
@@ -65,6 +75,11 @@ class BatchProofs:
         # By batch and parts, and then by decisions; the last that was used is the last one.
         self._known: dict[Any, dict[tuple[Any, ...], Proved]] = {}
 
+    @property
+    def names_outside(self) -> bool:
+        """Whether code of the model names something by which it may reach outside of the process's memory, or was not looked at yet."""
+        return self._before is None or self._before.reach.names_outside
+
     def of(self, batch: AbstractBatch, parts: Sequence[tuple[int, int]]) -> Proved | None:
         """The known proof for such a batch, if there is one."""
         now = self._state.snapshot(self._owner(), is_kept=True)
@@ -77,15 +92,19 @@ class BatchProofs:
         return next(reversed(known.values())) if known else None
 
     def with_decisions(
-        self, batch: AbstractBatch, parts: Sequence[tuple[int, int]], decisions: Sequence[Any]
+        self,
+        batch: AbstractBatch,
+        parts: Sequence[tuple[int, int]],
+        decisions: Sequence[Any],
+        shape: tuple[int, int],
     ) -> Proved | None:
-        """The known proof for such a batch with these decisions, if there is one."""
+        """The known proof for such a batch with these decisions and a graph of this shape, if there is one."""
         known = self._known.get(_key(batch, parts), {})
         found = known.pop(tuple(decisions), None)
         # Put at the end, since `of` takes the last one that was used.
         if found is not None:
             known[found.decisions] = found
-        return found
+        return found if found is not None and found.holds_for(decisions, shape) else None
 
     def _is_changed(self, before: Snapshot, now: Snapshot) -> bool:
         found = structural_differences(before, now)
@@ -108,6 +127,7 @@ class BatchProofs:
         parts: Sequence[tuple[int, int]],
         decisions: Sequence[Any],
         reads: Sequence[Any] | None,
+        shape: tuple[int, int],
         *,
         may_leave: bool,
     ) -> Proved:
@@ -143,7 +163,12 @@ class BatchProofs:
         if len(self._known) >= _MAX_SHAPES:
             self._known.clear()
         proved = dataclasses.replace(proved, decisions=tuple(decisions))
+        proved.shapes.add(shape)
         known = self._known.setdefault(key, {})
+        earlier = known.get(proved.decisions)
+        if earlier is not None and (earlier.joined, earlier.means) == (proved.joined, proved.means):
+            # The code takes one way or another by turns.
+            proved.shapes.update(earlier.shapes)
         if len(known) >= _MAX_SHAPES:
             known.clear()
         known[proved.decisions] = proved

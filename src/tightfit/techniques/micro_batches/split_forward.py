@@ -15,6 +15,8 @@ from torch.autograd import backward  # torch's own, whatever the program puts in
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.effects.fingerprints import paused
+from tightfit.effects.graph_shapes import graph_shape
+from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.reads import Reads
 from tightfit.effects.value_checks import has_values, nothing_hidden
 from tightfit.errors import ApplyError, TightfitError
@@ -113,7 +115,12 @@ class SplitForward:
         if self._scaled is None:
             _refuse_float16(batch.device)
         is_checked = False
-        with _GradientsAside(self.model) as aside, self._no_steps():
+        is_watched = has_values(*self.model.parameters()) and (batch.device.type == "cpu" or self._proofs.names_outside)
+        with (
+            without_outside_calls(self._refuse_outside, is_on=is_watched),
+            _GradientsAside(self.model) as aside,
+            self._no_steps(),
+        ):
             checks_before = self._checks_left
             sums, outputs = self._run(forward, batch, aside)
             is_checked = checks_before > self._checks_left or (checks_before == 0 and self._checks_left > 0)
@@ -121,6 +128,9 @@ class SplitForward:
         sums.refuse = self._refuse
         sums.unchanged = Unchanged([*aside.parameters, *batch.tensors()], has_checksum=is_checked)
         return outputs.joined(sums, aside.parameters)
+
+    def _refuse_outside(self, why: str) -> ApplyError:
+        return self._refuse(f"the model {why}; leave micro_batches out")
 
     def _run(self, forward: Forward, batch: AbstractBatch, aside: "_GradientsAside") -> tuple[Sums, Outputs]:
         one = torch.ones((), device=batch.device)
@@ -152,14 +162,16 @@ class SplitForward:
             aside.take()
             loss_key, loss = find_loss(output)
             values = None if reads is None else reads.values
-            if proved is not None and not is_new and proved.decisions != tuple(decisions):
-                proved = self._proofs.with_decisions(batch, parts, decisions)
+            shape = end - begin, graph_shape(loss.grad_fn)
+            # Another way through the code, for which nothing may be proved: a switch in a file, say.
+            if proved is not None and not is_new and not proved.holds_for(decisions, shape):
+                proved = self._proofs.with_decisions(batch, parts, decisions, shape)
                 is_new = proved is None
                 values = self._read(forward, args, kwargs) if is_new else None
             if proved is None or is_new:
                 # After the first part has run for real, so that lazy modules and caches are made; what that run
                 # has left behind is part of the proof.
-                proved = self._proofs.prove(forward, batch, parts, decisions, values, may_leave=not begin)
+                proved = self._proofs.prove(forward, batch, parts, decisions, values, shape, may_leave=not begin)
                 self._checks_left = self._check_steps
             outputs.add(output, end - begin, loss_key, proved.joined)
             weight = sums.weight_of(proved.means, watch.terms, end - begin, loss)

@@ -1,6 +1,7 @@
 """Puts `weight_streaming` on live objects: see `tightfit.techniques.offload.weight_streaming` for what it is and where it comes from."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from tightfit.effects.ambient import (
     are_saved_tensor_hooks_refused,
     takes_saved_tensor_hooks,
 )
+from tightfit.effects.asked_of_saved import question_of, told
 from tightfit.effects.state import MOVED
 from tightfit.engine.saved_storage import Saved
 from tightfit.engine.streamed_weight import StreamedWeight
@@ -190,13 +192,16 @@ class _Around(OnlyHere):
             self._streamed.stay(self._block)
         with self._streamed.call(self._block, _pass_now()):
             first = torch.autograd._get_sequence_nr()
+            hooks = self._hooks()
             try:
-                with self._hooks():
+                with hooks.entered() if hooks is not None else nullcontext():
                     returned = forward(*args, **kwargs)
             except RuntimeError as error:
                 if not are_saved_tensor_hooks_refused(error):
                     raise
                 raise self._refuse("transforms code (torch.func) that takes no hooks for saved tensors") from error
+            if hooks is not None and hooks.question:
+                raise self._refuse(told(hooks.question))
             if torch.is_grad_enabled():
                 self._watch(returned, first)
         return returned
@@ -209,12 +214,11 @@ class _Around(OnlyHere):
             places=places,
         )
 
-    def _hooks(self) -> AbstractContextManager[Any, None]:
+    def _hooks(self) -> "_Hooks | None":
         """The hooks for what the call saves."""
         if not self._block.weights or not torch.is_grad_enabled() or not takes_saved_tensor_hooks():
-            return nullcontext()
-        hooks = _Hooks(self._streamed, self._block)
-        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+            return None
+        return _Hooks(self._streamed, self._block)
 
     def _watch(self, returned: Any, first: int) -> None:
         """Of the nodes that are made in the call, those of what it returns run before all others."""
@@ -249,8 +253,16 @@ class _Hooks:
             "tightfit",
         )
 
+        self.question = ""
+        """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
+
+    def entered(self) -> AbstractContextManager[Any, None]:
+        """The context in which they are the hooks for saved tensors."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in place of `tensor`."""
+        self.question = self.question or question_of(sys._getframe(1))
         saved = self._streamed.saved(self._block, tensor) if self._takes_weights else None
         if saved is not None:
             return saved

@@ -3,8 +3,8 @@
 `torch.utils.checkpoint` restores torch's random state and autocast. Any other state that the second run reads, and its side effects, are handled
 here with `tightfit.effects`: attributes, buffers, hooks, modes, globals and the random states of Python and numpy are restored for the second run
 to their values at the first, and afterwards to their later values. Changes that cannot be restored are refused, in the forward or before any
-gradient of the region is used. In the first calls, and again after a change of shape, mode or module, the results of both runs are compared
-bit for bit.
+gradient of the region is used. In every call what the second run saves for backward is compared with what the first one saved (`saved_values`);
+in the first calls, and again after a change of shape, mode or module, the result of each operator too.
 """
 
 import copy
@@ -26,8 +26,10 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
+from tightfit.effects.asked_of_saved import told
 from tightfit.effects.fingerprints import Fingerprint, Fingerprints, first_mismatch
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.outside_calls import without_outside_calls
 from tightfit.effects.state import (
     RegionState,
     Snapshot,
@@ -41,6 +43,7 @@ from tightfit.effects.state import (
 from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.techniques.recomputation.recompute_checks import CheckSchedule, InnerModules, StoredTensors
+from tightfit.techniques.recomputation.saved_values import SavedValues
 from tightfit.techniques.session import CHECK_STEPS, Verdict
 from tightfit.torch_hooks.backward import keeps_graph
 
@@ -146,9 +149,10 @@ class Recomputed:
         stops_early = not (call.is_checked and self.schedule.has_values) and not self._inside.has_hooks(
             self.owner(), call.before
         )
-        result = checkpoint(
-            call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
-        )
+        with without_outside_calls(self.refusal, is_on=call.is_watched):
+            result = checkpoint(
+                call.running(forward), kwargs, *args, use_reentrant=False, context_fn=contexts, early_stop=stops_early
+            )
         call.end_first()
         return result
 
@@ -219,6 +223,12 @@ class RecomputedCall:
         self._ambient = Ambient.now()
         self.is_checked = owner.schedule.needs_check(_shapes((args, kwargs)), self._before)
         self._of_all = self.is_checked or owner.is_first
+        parameter = next(owner.owner().parameters(), None)
+        is_at_host = parameter is None or parameter.device.type == "cpu"
+        # On a card a call is over before its kernels are, and what the look costs would show.
+        self.is_watched = owner.schedule.has_values and (
+            is_at_host or self.is_checked or self._before.reach.names_outside
+        )
         self._copies = owner.copies(self._before, of_all=self._of_all)
         self._own_writes: frozenset[str] = frozenset()
         # Snapshots refer to tensors with a graph weakly. Those that the first run may read must be alive for
@@ -228,6 +238,7 @@ class RecomputedCall:
         self._handed_over += self._held.in_graphs() if self._held is not None else []
         self._has_graphs = bool(in_graphs)
         self._first: list[Fingerprint] | None = None
+        self._saved = SavedValues(self._before.reach.weights) if owner.schedule.has_values else None
         self._is_used_up = False
 
     @property
@@ -253,10 +264,11 @@ class RecomputedCall:
                 self._is_used_up = not keeps_graph()
                 if _versions(_kept_as_they_are(args, kwargs)) != self._versions_kept:
                     raise self._owner.refusal("is given a tensor that is written to after it was handed in")
-                with self._compared(), _told_of_mismatches(self._owner.refusal):
+                with self._same_saved(), self._compared(), _told_of_mismatches(self._owner.refusal):
                     return forward(*args, **kwargs)
             with (
                 _told_of_transforms(self._owner.refusal),
+                self._saved.of_first_run() if self._saved is not None else nullcontext(),
                 Fingerprints()
                 if self.is_checked and self._owner.schedule.has_values
                 else nullcontext() as fingerprints,
@@ -275,6 +287,8 @@ class RecomputedCall:
         Raises:
             ApplyError: it had a side effect that cannot be restored for a later run.
         """
+        if self._saved is not None and self._saved.question:
+            raise self._owner.refusal(told(self._saved.question))
         if self._of_all:
             self._owner.learn(self._before, self._copies)
         if self._has_graphs or self._of_all:
@@ -335,6 +349,30 @@ class RecomputedCall:
             is_own = difference.tensor is None and difference.path in self._own_writes
             if difference.is_in_place and not is_own and id(difference.tensor) not in self._copies:
                 raise self._owner.refusal(f"cannot be run a second time: since its forward {difference}")
+
+    @contextmanager
+    def _same_saved(self) -> Iterator[None]:
+        """Compares what a later run saves with what the first one saved, as far as the run goes.
+
+        Raises:
+            ApplyError: it is not the same, or the program has written to what it still holds of it.
+        """
+        if self._saved is None:
+            yield
+            return
+        if self._saved.is_any_written():
+            raise self._owner.refusal(
+                "cannot be run a second time: a result that it saved for its backward pass was written to past torch (through .data)"
+            )
+        with self._saved.of_later_run() as mismatch:
+            try:
+                yield
+            except _StopRecomputationError:
+                if mismatch.words:
+                    raise self._owner.refusal(f"{mismatch.words} when it was run a second time") from None
+                raise
+        if mismatch.words:
+            raise self._owner.refusal(f"{mismatch.words} when it was run a second time")
 
     @contextmanager
     def _compared(self) -> Iterator[None]:

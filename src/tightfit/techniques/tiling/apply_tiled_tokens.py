@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.effects.fingerprints import paused
 from tightfit.effects.holders import PLAIN
+from tightfit.effects.outside_calls import without_outside_calls
+from tightfit.effects.value_checks import has_values
 from tightfit.errors import ApplyError, TightfitError
 from tightfit.errors.faults import is_ours
 from tightfit.techniques.session import Session, Verdict
@@ -112,17 +114,20 @@ class _Tiles:
         proofs = self._proofs.get(module)
         if proofs is None:
             proofs = self._proofs[module] = TileProofs(module, self._refusal, self._check_steps)
-        changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
-        tiling = Tiling(
-            run=run,
-            tiles=tiles,
-            dim=dim,
-            parameters=list(module.parameters()),
-            refuse=self._refusal,
-            changed=changed,
-            is_checked=proofs.is_checked,
-        )
-        return run_tiled(tiling, value)
+        is_watched = has_values(value) and (value.device.type == "cpu" or proofs.names_outside)
+        with without_outside_calls(self._refusal, is_on=is_watched):
+            changed = proofs.prove(lambda part: run(tiles[0], part), value, dim, tiles, (others, kwargs))
+            tiling = Tiling(
+                run=run,
+                tiles=tiles,
+                dim=dim,
+                parameters=list(module.parameters()),
+                refuse=self._refusal,
+                changed=changed,
+                is_checked=proofs.is_checked,
+                runs=proofs.runs,
+            )
+            return run_tiled(tiling, value)
 
     def _refuse_tiles_that_raise(
         self, error: Exception, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

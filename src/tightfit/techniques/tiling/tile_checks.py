@@ -11,7 +11,7 @@ from tightfit.effects.fingerprints import paused
 from tightfit.effects.independence.rows import Mixes
 from tightfit.effects.state import RegionState, Snapshot, structural_differences
 from tightfit.effects.value_checks import halves_differ, has_values
-from tightfit.techniques.tiling.tile_function import Tile
+from tightfit.techniques.tiling.tile_function import Tile, TileRuns
 from tightfit.techniques.tiling.token_wise_check import check_token_wise
 from tightfit.techniques.wrappers.first_order import Refuse
 
@@ -30,6 +30,12 @@ class TileProofs:
         self.is_checked = False
         self._before: Snapshot | None = None
         self._code: Code | None = None
+        self.runs = TileRuns()
+
+    @property
+    def names_outside(self) -> bool:
+        """Whether code of the module names something by which it may reach outside of the process's memory, or was not looked at yet."""
+        return self._before is None or self._before.reach.names_outside
 
     def prove(
         self, run: Callable[[torch.Tensor], Any], value: torch.Tensor, dim: int, tiles: Sequence[Tile], others: Any
@@ -61,6 +67,7 @@ class TileProofs:
                 raise self._refuse(f"cannot be run in tiles: {error}") from None
             now = self._state.snapshot(module, is_kept=True)
             self._key, self._before, self._checks_left, self._code = key, now, self._check_steps, now.reach.code
+            self.runs.forget()
         self.is_checked = self._checks_left > 0 and has_values(value)
         if self.is_checked:
             self._checks_left -= 1

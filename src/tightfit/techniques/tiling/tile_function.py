@@ -12,10 +12,42 @@ import torch
 from torch.autograd import grad  # torch's own, whatever the program puts in its place later
 
 from tightfit.effects.ambient import Ambient
-from tightfit.effects.contents import contents_of, is_any_written
+from tightfit.effects.contents import checksum_of, contents_of, is_any_written
+from tightfit.effects.graph_shapes import graph_shape
 from tightfit.effects.value_checks import checksum, sums_differ
 from tightfit.errors import ApplyError
 from tightfit.techniques.wrappers.first_order import Refuse, check_transforms, first_order
+
+_OTHER_RESULT = "gave another result when a tile was run again in the backward pass"
+
+
+class TileRuns:
+    """What the second runs of tiles have been like since the last proof: whether they gave the bits of the first, and the graph that they made.
+
+    Without gradients some operators have other kernels, so that a tile may not give the same bits in both runs. Where it does in the first calls, which are
+    compared within a bound as well, it has to in all later ones.
+    """
+
+    def __init__(self) -> None:
+        self._gives_same_bits: bool | None = None
+        self._shape: int | None = None
+
+    def forget(self) -> None:
+        """There is a new proof."""
+        self._gives_same_bits = self._shape = None
+
+    def check(self, first: int | None, result: torch.Tensor, *, is_checked: bool) -> str:
+        """Compares the second run of a tile, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
+        shape = graph_shape(result.grad_fn)
+        if self._shape is not None and shape != self._shape:
+            return "ran other operators when a tile was run again in the backward pass"
+        self._shape = shape
+        again = None if first is None else checksum_of(result)
+        if again is None:
+            return ""
+        if is_checked:
+            self._gives_same_bits = self._gives_same_bits is not False and again == first
+        return "" if again == first or not self._gives_same_bits else _OTHER_RESULT
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +69,7 @@ class Tiling:
     """`run(tile, part)` is the output of one tile; `parameters` are all that may get gradients. `dim` is the same in input and output.
 
     `changed` describes a change of the modules since the forward pass, or returns ""; `refuse` makes the error to raise then.
-    With `is_checked`, values of inputs and results are compared too.
+    With `is_checked`, values of inputs and results are compared within a bound. `runs` remembers what tiles were like in earlier calls.
     """
 
     run: Callable[[Tile, torch.Tensor], torch.Tensor]
@@ -48,6 +80,7 @@ class Tiling:
     changed: Callable[[], str] = str
     is_checked: bool = False
     refuse: Refuse = ApplyError
+    runs: TileRuns = dataclasses.field(default_factory=TileRuns)
 
 
 def run_tiled(tiling: Tiling, value: torch.Tensor) -> torch.Tensor:
@@ -85,11 +118,12 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(value, *trained)
         length = max(tile.out_end for tile in tiling.tiles)
         output = None
-        ctx.sums = []
+        ctx.sums, ctx.results = [], []
         with torch.autocast(**autocast):
             for tile in tiling.tiles:
                 part = tiling.run(tile, tile.of(value, tiling.dim))
                 _check_attributes(part, "output", tiling.refuse)
+                ctx.results.append(checksum_of(part))
                 if tiling.is_checked:
                     ctx.sums.append(checksum([part]))
                 if output is None:
@@ -126,8 +160,11 @@ class _Tiled(torch.autograd.Function):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
-            if ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
-                raise tiling.refuse("gave another result when a tile was run again in the backward pass")
+            told = tiling.runs.check(ctx.results[number], result, is_checked=tiling.is_checked)
+            if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
+                told = _OTHER_RESULT
+            if told:
+                raise tiling.refuse(told)
             wanted = [part, *trained] if whole is not None else trained
             along = gradient.narrow(tiling.dim, tile.out_begin, tile.out_end - tile.out_begin)
             found: list[torch.Tensor | None] = list(grad(result, wanted, along, allow_unused=True))

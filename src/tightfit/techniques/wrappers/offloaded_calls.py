@@ -14,6 +14,7 @@ from tightfit.effects.ambient import (
     may_saved_tensors_be_written,
     takes_saved_tensor_hooks,
 )
+from tightfit.effects.asked_of_saved import told
 from tightfit.engine.disk_copies import DiskSpace
 from tightfit.engine.saved_storage import SavedStorage
 from tightfit.engine.saved_tensors import SavedTensors, Selection
@@ -144,7 +145,7 @@ class _Around(OnlyHere):
             return self._inside(forward, *args, **kwargs)
         try:
             with self._saved.call(self._selection, label=self._technique):
-                return self._inside(forward, *args, **kwargs)
+                result = self._inside(forward, *args, **kwargs)
         except RuntimeError as error:
             if not are_saved_tensor_hooks_refused(error):
                 raise
@@ -154,6 +155,14 @@ class _Around(OnlyHere):
                 technique=self._technique,
                 places=[self._where] if self._where else [],
             ) from error
+        if self._saved.question:
+            raise self._verdict.refuse(
+                f"{self._where or 'a block that follows an offloaded one'} {told(self._saved.question)}; "
+                f"leave offload out: tightfit plan --without {self._technique}",
+                technique=self._technique,
+                places=[self._where] if self._where else [],
+            )
+        return result
 
     def _is_left_alone(self) -> bool:
         """Whether nothing is saved here, others have hooks for what is, or hooks cannot be."""

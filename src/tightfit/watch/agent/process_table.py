@@ -20,7 +20,7 @@ class ProcessTable:
         """Whose process it is; at most half a minute old."""
         known = self._known.get(pid)
         if known is not None and monotonic - known[1] < _CHECK_SECONDS:
-            if monotonic - known[2] >= 1.0:
+            if monotonic - known[2] >= _CHECK_SECONDS:
                 self._known[pid] = (known[0], known[1], monotonic)
             return known[0]
         facts = self._source.facts(pid)

@@ -12,7 +12,7 @@ from tightfit.forecast.admission import Admission, admit
 from tightfit.forecast.horizon import Horizon
 from tightfit.units import format_bytes
 from tightfit.watch.machine_state import MachineState
-from tightfit.watch.outlook.planner import OutlookSettings
+from tightfit.watch.outlook.planner import OutlookSettings, num_samples
 from tightfit.watch.readings import CardReading
 from tightfit.watch.store.history import History
 
@@ -87,8 +87,7 @@ def _advice(
     if past is None or not card.total_bytes:
         words = f"GPU {card.index}: its memory is not known"
         return Advice(index=card.index, uuid=card.uuid, admission=None, sentence=words)
-    # Samples are minutes here, however often the agent reads.
-    horizon = Horizon(count=max(1, round(settings.horizon_seconds / 60)), is_time=False)
+    horizon = Horizon(count=num_samples(past, settings.horizon_seconds), is_time=False)
     found = admit(
         [past], job_bytes=job_bytes, capacity_bytes=card.total_bytes, horizon=horizon, quantile=settings.quantile
     )

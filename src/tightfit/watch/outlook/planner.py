@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tightfit.errors import WatchError
 from tightfit.forecast.forecasts import forecast_series
+from tightfit.forecast.series import Series
 from tightfit.units import format_bytes
 from tightfit.watch.machine_state import Outlook
 from tightfit.watch.outlook.growth import steady_growth
@@ -28,8 +29,8 @@ class OutlookSettings:
 
     horizon_seconds: float = 3600.0
     quantile: float = 0.975
-    share: float = 0.003
-    card_minutes: int = 3 * 1440
+    share: float = 0.002
+    card_minutes: int = 1440
     process_minutes: int = 720
 
 
@@ -45,15 +46,15 @@ class OutlookPlanner:
 
     def __init__(self, database: Path, settings: OutlookSettings) -> None:
         self._database, self._settings = database, settings
-        self._history: History | None = None
         self._made: dict[int, _Made] = {}
         self._credit = _MAX_SAVED_SECONDS * settings.share
         self._last: float | None = None
         self.outlooks: Mapping[int, Outlook] = {}
         """Replaced as a whole, so that other threads may read it. Those of an agent before this one count until they are made anew."""
-        with contextlib.suppress(sqlite3.Error, WatchError):
-            self._history = History(database)
-            self.outlooks = self._history.outlooks()
+        with _reading(database) as history:
+            before = {} if history is None else history.outlooks()
+            horizon = (settings.horizon_seconds, settings.quantile)
+            self.outlooks = {s: each for s, each in before.items() if (each.horizon_seconds, each.quantile) == horizon}
             self._made = {series: _Made(each, -1, -math.inf) for series, each in self.outlooks.items()}
 
     def plan(self, needed: Mapping[int, tuple[int, bool]], wall: float, monotonic: float) -> dict[int, Outlook]:
@@ -64,27 +65,27 @@ class OutlookPlanner:
         made: dict[int, Outlook] = {}
         if self._credit <= 0.0:
             return made
-        for series in self._due(needed, monotonic):
-            if self._credit <= 0.0:
-                break
-            before = time.thread_time()
-            used, is_card = needed[series]
-            outlook = self._forecast(series, wall, used, is_card=is_card)
-            self._made[series] = _Made(outlook, used, monotonic)
-            if outlook is not None:
-                made[series] = outlook
-            self._credit -= time.thread_time() - before
+        due = self._due(needed, monotonic)
+        if not due:
+            return made
+        # Opened anew each time: the file may have been deleted, and another one be there.
+        with _reading(self._database) as history:
+            for series in due:
+                if self._credit <= 0.0:
+                    break
+                before = time.thread_time()
+                used, is_card = needed[series]
+                outlook = None if history is None else self._forecast(history, series, wall, used, is_card=is_card)
+                self._made[series] = _Made(outlook, used, monotonic)
+                if outlook is not None:
+                    made[series] = outlook
+                self._credit -= time.thread_time() - before
         if made or len(self._made) > len(needed):
             self._made = {series: each for series, each in self._made.items() if series in needed}
             self.outlooks = {s: each.outlook for s, each in self._made.items() if each.outlook is not None}
         return made
 
-    def close(self) -> None:
-        """Closes the history."""
-        if self._history is not None:
-            self._history.close()
-
-    def _due(self, needed: Mapping[int, tuple[int, bool]], monotonic: float) -> Iterator[int]:
+    def _due(self, needed: Mapping[int, tuple[int, bool]], monotonic: float) -> list[int]:
         """What is due, the most urgent first: what is above its bound, cards, what has changed, the rest."""
         rows = []
         for series, (used, is_card) in needed.items():
@@ -101,22 +102,21 @@ class OutlookPlanner:
                 rows.append((1, -age, series))
             elif used != made.used or age >= _UNCHANGED_SECONDS:
                 rows.append((2, -age, series))
-        return (series for _, _, series in sorted(rows))
+        return [series for _, _, series in sorted(rows)]
 
-    def _forecast(self, series: int, wall: float, used: int, *, is_card: bool) -> Outlook | None:
+    def _forecast(self, history: History, series: int, wall: float, used: int, *, is_card: bool) -> Outlook | None:
         settings = self._settings
         # The store may be locked, full or not written yet: then there is no forecast, and the next minute has one.
-        with contextlib.suppress(sqlite3.Error, LookupError, WatchError):
-            if self._history is None:
-                self._history = History(self._database)
+        with contextlib.suppress(sqlite3.Error, LookupError):
             count = settings.card_minutes if is_card else settings.process_minutes
-            past = self._history.minutes_of(series, count=count)
+            past = history.minutes_of(series, count=count)
             if len(past.values) < _MIN_SAMPLES:
                 return None
-            samples = max(1, round(settings.horizon_seconds / _SAMPLE_SECONDS))
+            samples = num_samples(past, settings.horizon_seconds)
             found = forecast_series(past, horizon=samples, quantile=settings.quantile)
-            grown = round(steady_growth(past) * settings.horizon_seconds)
-            is_growing = used + grown > found.upper_bytes
+            slope = steady_growth(past)
+            grown, hourly = round(slope * settings.horizon_seconds), round(slope * 3600)
+            is_growing = grown > 0 and used + grown > found.upper_bytes
             return Outlook(
                 made_at=wall,
                 horizon_seconds=settings.horizon_seconds,
@@ -124,9 +124,27 @@ class OutlookPlanner:
                 # What is used now is used in the next hour too, if only for a moment.
                 median_bytes=max(found.median_bytes, used),
                 upper_bytes=max(found.upper_bytes, used + grown),
-                model="growth" if is_growing and grown else found.model,
-                note=f"grows by {format_bytes(grown * 3600 // round(settings.horizon_seconds))} an hour"
-                if grown
-                else found.note,
+                growth_bytes_per_hour=hourly,
+                model="growth" if is_growing else found.model,
+                note=f"grows by {format_bytes(hourly)} an hour" if hourly else found.note,
             )
         return None
+
+
+def num_samples(past: Series, seconds: float) -> int:
+    """The samples of a series in the next `seconds`: its samples are minutes, or further apart where the agent reads less often."""
+    return max(1, math.ceil(seconds / (past.interval or _SAMPLE_SECONDS) - 1e-6))
+
+
+@contextlib.contextmanager
+def _reading(database: Path) -> Iterator[History | None]:
+    """The history, None where it cannot be read now."""
+    try:
+        history = History(database)
+    except WatchError:
+        yield None
+        return
+    try:
+        yield history
+    finally:
+        history.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ class AmdSource(AbstractSource):
             ImportError: amdsmi is not installed, or its library is not.
             SourceLost: there is no driver.
         """
-        self._library = library if library is not None else importlib.import_module("amdsmi")
+        self._library = library if library is not None else _imported()
         self._handles: list[Any] = []
         self._open()
 
@@ -79,12 +80,8 @@ class AmdSource(AbstractSource):
         activity = _number((self._optional(library.amdsmi_get_gpu_activity, handle) or {}).get("gfx_activity"))
         power = self._optional(library.amdsmi_get_power_info, handle) or {}
         watts = (_number(power.get(key)) for key in ("socket_power", "current_socket_power", "average_socket_power"))
-        celsius = self._optional(
-            library.amdsmi_get_temp_metric,
-            handle,
-            library.AmdSmiTemperatureType.HOTSPOT,
-            library.AmdSmiTemperatureMetric.CURRENT,
-        )
+        kind, metric = library.AmdSmiTemperatureType.HOTSPOT, library.AmdSmiTemperatureMetric.CURRENT
+        celsius = _number(self._optional(library.amdsmi_get_temp_metric, handle, kind, metric))
         return CardReading(
             uuid=printable(str(self._optional(library.amdsmi_get_gpu_device_uuid, handle) or f"amd-{index}")),
             index=index,
@@ -95,7 +92,8 @@ class AmdSource(AbstractSource):
             used_bytes=used,
             utilization=activity / 100 if activity is not None else None,
             power_watts=next((each for each in watts if each is not None), None),
-            temperature_celsius=_number(celsius),
+            # Versions before ROCm 6 answer in thousandths.
+            temperature_celsius=celsius / 1000 if celsius is not None and celsius > 1000 else celsius,
         )
 
     def _optional(self, ask: Callable[..., Any], *arguments: Any) -> Any:
@@ -103,6 +101,21 @@ class AmdSource(AbstractSource):
             return ask(*arguments)
         except self._library.AmdSmiException:
             return None
+
+
+def _imported() -> Any:
+    """The module.
+
+    Raises:
+        ImportError: it is not installed, or the library below it is not.
+    """
+    try:
+        # It prints what it misses, and stdout is for data.
+        with contextlib.redirect_stdout(sys.stderr):
+            return importlib.import_module("amdsmi")
+    except (KeyError, AttributeError, OSError) as error:
+        # As its wrapper fails where ROCm's library is not installed.
+        raise ImportError(f"amdsmi finds no library: {error}") from error
 
 
 def _number(answer: object) -> float | None:

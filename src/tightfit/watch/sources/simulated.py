@@ -76,6 +76,7 @@ class SimulatedSource(AbstractSource):
         self._begin = np.floor(_uniform(_mixed(self._places + np.uint64(2))) * self._life_seconds)
         self._uuids = tuple(f"SIM-{machine.seed:08x}-{index:04d}" for index in range(machine.num_cards))
         self._facts: dict[int, ProcessFacts] = {}
+        self._last: dict[int, ProcessReading] = {}
 
     def read(self, now: float) -> Reading:
         lost = self._machine.lost_between
@@ -89,12 +90,7 @@ class SimulatedSource(AbstractSource):
         totals = np.bincount(self._card_of[alive], sizes[alive], self._machine.num_cards)
         counts = np.bincount(self._card_of[alive], minlength=self._machine.num_cards)
         self._remember(now, alive, pids, life)
-        processes = tuple(
-            ProcessReading(card=self._uuids[card], pid=pid, used_bytes=size)
-            for card, pid, size in zip(
-                self._card_of[alive].tolist(), pids[alive].tolist(), sizes[alive].tolist(), strict=True
-            )
-        )
+        processes = self._readings(self._card_of[alive].tolist(), pids[alive].tolist(), sizes[alive].tolist())
         busy = _uniform(_mixed(_mixed(np.arange(len(totals), dtype=np.uint64)) + np.uint64(int(now))))
         cards = tuple(
             CardReading(
@@ -119,6 +115,17 @@ class SimulatedSource(AbstractSource):
 
     def close(self) -> None:
         self._facts.clear()
+
+    def _readings(self, cards: list[int], pids: list[int], sizes: list[int]) -> tuple[ProcessReading, ...]:
+        """The readings of all processes; those that are as they were are not made again."""
+        before, found = self._last, {}
+        for card, pid, size in zip(cards, pids, sizes, strict=True):
+            reading = before.get(pid)
+            if reading is None or reading.used_bytes != size:
+                reading = ProcessReading(card=self._uuids[card], pid=pid, used_bytes=size)
+            found[pid] = reading
+        self._last = found
+        return tuple(found.values())
 
     def _lives(self, now: float) -> tuple[_Hashes, NDArray[np.float64]]:
         """Which life each place is in, counted from 1970, and for how many seconds it has been."""
@@ -163,7 +170,7 @@ def _made_up(pid: int, number: int, started: float) -> ProcessFacts:
         started=started,
         user=_USERS[number % len(_USERS)],
         command=_COMMANDS[number // 5 % len(_COMMANDS)].format(n=number % 64 + 1),
-        container=f"docker {number * 7919:012x}" if number % 3 == 0 else "",
+        container=f"docker {(number + 1) * 0x9E3779B97F4A7 % (1 << 48):012x}" if number % 3 == 0 else "",
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightfit.forecast.series import Floats, Series
-from tightfit.watch.machine_state import Outlook
+from tightfit.watch.machine_state import Episode, Outlook
 from tightfit.watch.store.schema import LEVELS, SPANS, USED, open_to_read
 
 _FINEST = {"readings": 900.0, "minutes": 48 * 3600.0, "hours": math.inf}
@@ -32,7 +32,7 @@ class Layer:
 class CardHistory:
     """Memory of a card: for each bin its end, in Unix seconds, and the largest sample of it; (bins,) each, NaN where there was none.
 
-    `layers` are the processes with the largest peaks, the largest first; `others` are the rest of the processes together.
+    `layers` are the processes with the most memory over time, the largest first; `others` are the rest of the processes together.
     """
 
     times: Floats
@@ -63,6 +63,17 @@ class History:
             sqlite3.Error: the store cannot be read now.
         """
         return outlooks_of(self._connection)
+
+    def open_episodes(self) -> list[Episode]:
+        """Alerts that have not ended.
+
+        Raises:
+            sqlite3.Error: the store cannot be read now.
+        """
+        rows = self._connection.execute(
+            f"SELECT {', '.join(Episode.__slots__)} FROM episodes WHERE resolved_at IS NULL"
+        )
+        return [Episode(**dict(zip(Episode.__slots__, row, strict=True))) for row in rows]
 
     def series_of_cards(self) -> dict[str, int]:
         """The series of the memory of each card, by its UUID.
@@ -128,7 +139,7 @@ class History:
         edges = (begin + width * np.arange(1, bins + 1, dtype=np.float64) + wall - time) / 1000.0
         nothing = np.full(bins, np.nan)
         used = next((binned.pop(s) for s in list(binned) if names[s][0] is None), nothing)
-        ordered = sorted(binned, key=lambda series: -float(np.nanmax(binned[series])))
+        ordered = sorted(binned, key=lambda series: -float(np.nansum(binned[series])))
         layers = tuple(
             Layer(**dict(zip(("pid", "user", "command", "container"), names[s], strict=True)), values=binned[s])
             for s in ordered[:num_layers]
@@ -185,11 +196,12 @@ def _num_bins(times: NDArray[np.int64], span: int, bins: int) -> int:
 
 
 def _binned(rows: NDArray[np.int64], begin: int, width: float, bins: int) -> dict[int, Floats]:
-    """The largest sample of each series in each bin; one bin without a sample has that of the bin before, as samples do not come on the beat."""
+    """The largest sample of each series in each bin; a single bin without one has that of the bin before, as samples do not come on the beat."""
     cells = np.clip(((rows[:, 0] - begin) / width).astype(np.int64), 0, bins - 1)
     series, index = np.unique(rows[:, 1], return_inverse=True)
     table = np.full((len(series), bins), -1.0)
     np.maximum.at(table, (index, cells), rows[:, 2].astype(np.float64))
-    table[:, 1:] = np.where(table[:, 1:] < 0, table[:, :-1], table[:, 1:])
+    is_hole = (table[:, 1:-1] < 0) & (table[:, :-2] >= 0) & (table[:, 2:] >= 0)
+    table[:, 1:-1] = np.where(is_hole, table[:, :-2], table[:, 1:-1])
     table[table < 0] = np.nan
     return dict(zip(series.tolist(), table, strict=True))

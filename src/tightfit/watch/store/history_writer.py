@@ -28,7 +28,9 @@ _OF_THE_MACHINE = (
 _PRIMARY = 0xFF
 """The lower byte of SQLite's extended result codes."""
 _NUM_EPISODES = 1000
-_OUTLOOK = "INSERT OR REPLACE INTO outlooks VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_WAL_SHARE = 8
+"""The file written ahead may be an eighth of what the history may be: a checkpoint keeps it at 4 MiB, unless a reader is in the way."""
+_OUTLOOK = f"INSERT OR REPLACE INTO outlooks (series, {', '.join(Outlook.__slots__)}) VALUES (?{', ?' * len(Outlook.__slots__)})"
 _EPISODE = (
     "INSERT INTO episodes (rule, subject, message, fired_at, resolved_at) VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (rule, subject, fired_at) DO UPDATE SET message = excluded.message, resolved_at = excluded.resolved_at"
@@ -77,6 +79,12 @@ class HistoryWriter:
             return
         self._num_skipped = 0
         try:
+            if self._is_held_open():
+                self._num_to_skip = _MAX_SKIPPED
+                self.trouble = (
+                    f"another program holds the history open and lets it grow; {len(self._waiting)} readings wait"
+                )
+                return
             self._write(status)
         except sqlite3.Error as error:
             # All that waits is tried each time: so less and less often.
@@ -88,8 +96,7 @@ class HistoryWriter:
     def keep_outlooks(self, outlooks: Mapping[int, Outlook]) -> None:
         """Writes the forecasts of series, with the next reading."""
         for series, each in outlooks.items():
-            bounds = (each.horizon_seconds, each.quantile, each.median_bytes, each.upper_bytes)
-            self._beside.append((_OUTLOOK, (series, each.made_at, *bounds, each.model, each.note)))
+            self._beside.append((_OUTLOOK, (series, *(getattr(each, name) for name in Outlook.__slots__))))
 
     def keep_episodes(self, episodes: Iterable[Episode]) -> None:
         """Writes alerts that have begun or ended, with the next reading."""
@@ -134,7 +141,10 @@ class HistoryWriter:
             self._look_after()
 
     def _write_cards(self, last: Moment) -> None:
-        rows = [(json.dumps(dataclasses.asdict(card)), last.time, card.uuid) for card in last.cards]
+        rows = [
+            (json.dumps({name: getattr(card, name) for name in CardReading.__slots__}), last.time, card.uuid)
+            for card in last.cards
+        ]
         self._connection.executemany("UPDATE cards SET reading = ?, time = ? WHERE uuid = ?", rows)
 
     def _look_after(self) -> None:
@@ -159,6 +169,16 @@ class HistoryWriter:
                 self._make_room()
         if code in _NO_DATABASE:
             self._move()
+
+    def _is_held_open(self) -> bool:
+        """Whether the file written ahead is large and cannot be emptied, because a reader's transaction does not end: it would take the whole disk."""
+        try:
+            if os.stat(f"{self._path}-wal").st_size < self._max_bytes // _WAL_SHARE:
+                return False
+        except OSError:
+            return False
+        (is_busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return bool(is_busy)
 
     def _make_room(self) -> None:
         self._reserve.give_up()

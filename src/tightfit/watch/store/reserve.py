@@ -23,7 +23,10 @@ class Reserve:
             if self._path.exists() or shutil.disk_usage(self._path.parent).free < _MIN_FREE_BYTES:
                 return
             with open(self._path, "xb") as file:
-                os.posix_fallocate(file.fileno(), 0, _BYTES)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, _BYTES)
+                else:
+                    file.write(bytes(_BYTES))
 
     def give_up(self) -> None:
         """Gives the space back to the disk."""

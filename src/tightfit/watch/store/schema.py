@@ -35,7 +35,7 @@ _TABLES = (
         for level in LEVELS
     ),
     "CREATE TABLE outlooks (series INTEGER PRIMARY KEY, made_at REAL NOT NULL, horizon_seconds REAL NOT NULL, quantile REAL NOT NULL, "
-    "median_bytes INTEGER NOT NULL, upper_bytes INTEGER NOT NULL, model TEXT NOT NULL, note TEXT NOT NULL)",
+    "median_bytes INTEGER NOT NULL, upper_bytes INTEGER NOT NULL, growth_bytes_per_hour INTEGER NOT NULL, model TEXT NOT NULL, note TEXT NOT NULL)",
     "CREATE TABLE episodes (id INTEGER PRIMARY KEY, rule TEXT NOT NULL, subject TEXT NOT NULL, message TEXT NOT NULL, fired_at REAL NOT NULL, "
     "resolved_at REAL, UNIQUE (rule, subject, fired_at))",
 )

@@ -3,19 +3,23 @@
 import dataclasses
 import json
 import sqlite3
+from collections.abc import Mapping
 
 from tightfit.watch.readings import CardReading, ProcessFacts
 
 _Row = tuple[str, tuple[object, ...]]
-_CARD = "INSERT INTO cards (id, uuid, reading, time) VALUES (?, ?, ?, 0)"
-_PROCESS = "INSERT INTO processes (id, pid, identity, started, user, command, container) VALUES (?, ?, ?, ?, ?, ?, ?)"
-_SERIES = "INSERT INTO series (id, kind, card, process, last) VALUES (?, ?, ?, ?, ?)"
+# A store that has taken the place of another one is given rows anew, some of them more than once.
+_CARD = "INSERT OR IGNORE INTO cards (id, uuid, reading, time) VALUES (?, ?, ?, 0)"
+_PROCESS = "INSERT OR IGNORE INTO processes (id, pid, identity, started, user, command, container) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SERIES = "INSERT OR IGNORE INTO series (id, kind, card, process, last) VALUES (?, ?, ?, ?, ?)"
 
 
 @dataclasses.dataclass(slots=True)
 class _Known:
+    """A number, and the rows that a store needs for it."""
+
     number: int
-    row: _Row
+    rows: tuple[_Row, ...]
     is_used: bool = True
 
 
@@ -37,62 +41,49 @@ class SeriesNames:
         Raises:
             sqlite3.Error: the store does not say now whether it knows the name.
         """
-        # By what can be told apart at once: a number of a card or a process is looked up for new series alone.
-        key = ("series", kind, card.uuid, *((process.pid, process.identity) if process else ()))
+        key = (kind, card.uuid) if process is None else (kind, card.uuid, process.pid, process.identity)
         known = self._known.get(key)
-        if known is not None:
-            known.is_used = True
-            return known.number
-        card_number = self._card(card)
-        process_number = self._process(process) if process else 0
-        where = "kind = ? AND card = ? AND process = ?", (kind, card_number, process_number)
-        return self._number(key, "series", where, _SERIES, (kind, card_number, process_number, time))
+        if known is None:
+            # A number of a card or a process is looked up for new series alone.
+            known = self._known[key] = self._new_series(kind, card, process, time)
+        known.is_used = True
+        return known.number
 
     def forget_unused(self) -> None:
         """Forgets the names that nobody has asked for since the last call."""
-        self._known = {key: known for key, known in self._known.items() if known.is_used or key[0] == "card"}
+        self._known = {key: known for key, known in self._known.items() if known.is_used}
         for known in self._known.values():
             known.is_used = False
 
     def move_to(self, connection: sqlite3.Connection) -> None:
         """Goes on with another, empty store, in which the names that are known keep their numbers."""
         self._connection = connection
-        self.new = [known.row for known in self._known.values()]
+        self.new = [row for known in self._known.values() for row in known.rows]
 
-    def _card(self, card: CardReading) -> int:
-        where = "uuid = ?", (card.uuid,)
-        return self._number(
-            ("card", card.uuid), "cards", where, _CARD, (card.uuid, json.dumps(dataclasses.asdict(card)))
-        )
+    def _new_series(self, kind: str, card: CardReading, process: ProcessFacts | None, time: int) -> _Known:
+        reading = json.dumps(dataclasses.asdict(card))
+        of_card = self._number("cards", {"uuid": card.uuid}, _CARD, (card.uuid, reading))
+        number, rows = 0, of_card.rows
+        if process is not None:
+            names = {"pid": process.pid, "identity": process.identity}
+            facts = (process.started, process.user, process.command, process.container)
+            of_process = self._number("processes", names, _PROCESS, (*names.values(), *facts))
+            number, rows = of_process.number, (*rows, *of_process.rows)
+        names = {"kind": kind, "card": of_card.number, "process": number}
+        found = self._number("series", names, _SERIES, (*names.values(), time))
+        return _Known(found.number, (*rows, *found.rows))
 
-    def _process(self, process: ProcessFacts) -> int:
-        row = (
-            process.pid,
-            process.identity,
-            process.started,
-            process.user,
-            process.command,
-            process.container,
-        )
-        where = "pid = ? AND identity = ?", (process.pid, process.identity)
-        return self._number(("process", process.pid, process.identity), "processes", where, _PROCESS, row)
-
-    def _number(
-        self,
-        key: tuple[object, ...],
-        table: str,
-        where: tuple[str, tuple[object, ...]],
-        statement: str,
-        row: tuple[object, ...],
-    ) -> int:
+    def _number(self, table: str, names: Mapping[str, object], statement: str, values: tuple[object, ...]) -> _Known:
+        """The number that `names` (columns and values) have in a table, or will have."""
+        key = (table, *names.values())
         known = self._known.get(key)
-        if known is not None:
-            known.is_used = True
-            return known.number
-        found = self._connection.execute(f"SELECT id FROM {table} WHERE {where[0]}", where[1]).fetchone()
-        number = found[0] if found else self._next[table]
-        if not found:
-            self._next[table] += 1
-            self.new.append((statement, (number, *row)))
-        self._known[key] = _Known(number, (statement, (number, *row)))
-        return number
+        if known is None:
+            where = " AND ".join(f"{column} = ?" for column in names)
+            found = self._connection.execute(f"SELECT id FROM {table} WHERE {where}", tuple(names.values())).fetchone()
+            number = found[0] if found else self._next[table]
+            known = self._known[key] = _Known(number, ((statement, (number, *values)),))
+            if not found:
+                self._next[table] += 1
+                self.new += known.rows
+        known.is_used = True
+        return known

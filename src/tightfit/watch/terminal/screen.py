@@ -14,7 +14,7 @@ from tightfit.watch.terminal.view import HELP, View, selected
 from tightfit.watch.terminal.words import warnings
 
 _MIN_FULL_HEIGHT = 32
-_MAX_SAID = 4
+_MIN_SAID = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def screen(shown: Shown, view: View, width: int, height: int, *, is_ascii: bool 
         lines = _help()
     else:
         head = [_head(shown, width)]
-        said = _said(shown, view, _MAX_SAID)
+        said = _said(shown, view, max(_MIN_SAID, height // 5))
         room = max(0, height - len(head) - len(said))
         cards = _cards(shown, view, width, room // 2, is_ascii=is_ascii)
         history = _history(shown, view, width, height, room - len(cards), is_ascii=is_ascii)
@@ -56,11 +56,13 @@ def _said(shown: Shown, view: View, count: int) -> list[Text]:
     """What wants to be read first is what stays when there is little room: a question, what is wrong with the watching, alerts, advice."""
     lines = [Text(view.message, "bold")] if view.message else []
     lines += [Text(f"! {line}", "bold red") for line in warnings(shown.state, shown.now)]
-    lines += [Text(f"! {each.subject}: {each.message}", "yellow") for each in firing(shown.state.episodes)]
-    lines += [Text(line) for line in shown.advice]
-    if len(lines) > count:
-        lines = [*lines[: count - 1], Text(f"  and {len(lines) - count + 1} more (--once shows all)", "dim")]
-    return lines
+    advice = [Text(line) for line in shown.advice]
+    # What was asked for has half of what is left.
+    left = max(1, count - len(lines) - min(len(advice), count // 2))
+    alerts = [f"! {each.rule}: {each.subject}: {each.message}" for each in firing(shown.state.episodes)]
+    if len(alerts) > left:
+        alerts = [*alerts[: left - 1], f"! {len(alerts) - left + 1} more alerts (--once shows all)"]
+    return [*lines, *(Text(line, "yellow") for line in alerts), *advice][:count]
 
 
 def _cards(shown: Shown, view: View, width: int, room: int, *, is_ascii: bool) -> list[Text]:

@@ -13,7 +13,7 @@ def tables(state: MachineState, now: float) -> RenderableType:
     parts: list[RenderableType] = [_cards(state)]
     if state.processes:
         parts += [Text(""), _processes(state, now)]
-    alerts = [f"alert: {each.subject}: {each.message}" for each in firing(state.episodes)]
+    alerts = [f"alert: {each.rule}: {each.subject}: {each.message}" for each in firing(state.episodes)]
     parts += [Text(line) for line in (*alerts, *warnings(state, now))]
     return Group(*parts)
 

@@ -23,12 +23,18 @@ from torch.utils._pytree import tree_leaves
 from tightfit.effects.class_questions import ClassQuestion
 from tightfit.errors import ApplyError
 from tightfit.techniques.lazy_tensors.deferred_gradients import deferred_gradient, settle
-from tightfit.techniques.lazy_tensors.retained_graphs import REMEDY, KeptPass, runs_own_code, told_of_gradients
+from tightfit.techniques.lazy_tensors.retained_graphs import (
+    REMEDY,
+    KeptPass,
+    runs_own_code,
+    told_of_gradients,
+    writes_in_backward,
+)
 from tightfit.techniques.optimizer.updates.optimizer_steps import UpdateOne, groups_by_parameter, update_within_step
 from tightfit.techniques.session import Session
 from tightfit.techniques.wrappers.first_order import are_transforms_active
 from tightfit.techniques.wrappers.forwards import OnlyHere
-from tightfit.torch_hooks.backward import BackwardPass, on_backward
+from tightfit.torch_hooks.backward import BackwardPass, leaves_with_held_accumulators, on_backward
 from tightfit.torch_hooks.node_hooks import is_any_node_hooked, on_node_hooks
 from tightfit.torch_hooks.tensor_hooks import is_hooked, on_tensor_hooks
 
@@ -227,7 +233,16 @@ class Updates:
         self.is_over = False
 
     def install(self) -> None:
-        """Registers hooks on optimizers and backward passes, until the session is undone."""
+        """Registers hooks on optimizers and backward passes, until the session is undone.
+
+        Raises:
+            ApplyError: the program holds the accumulator of a gradient, whose hooks a second backward pass would call again.
+        """
+        owned = _owned(self._steppers)
+        if any(leaf in owned for leaf in leaves_with_held_accumulators()):
+            raise ApplyError(
+                f"the program holds the gradient accumulator of a parameter, whose hooks a second backward pass would call once more; {REMEDY}"
+            )
         for optimizer in self._steppers:
             update_within_step(self.session, optimizer, functools.partial(self._steps.step, optimizer))
         self.session.wrap_forward(self.session.model, _Inputs(self))
@@ -394,7 +409,7 @@ def _reason_of(node: Any) -> str:
     """The reason not to run a graph with this node twice; empty for most nodes."""
     if is_hooked(node):
         return "a tensor inside the model has a hook on its gradient, or keeps it"
-    return _NODES_WITH_MORE.get(type(node).__name__, "")
+    return _NODES_WITH_MORE.get(type(node).__name__, "") or writes_in_backward(node)
 
 
 def _drop(parameter: torch.Tensor) -> None:

@@ -1,0 +1,110 @@
+"""The arguments that start an engine with a server's settings: of vLLM, SGLang and TGI from the same estimate. The commands and their options are data: `commands.toml`.
+
+vLLM's share of the card holds activations too; SGLang's is of weights and cache alone, so it is worked out from those.
+"""
+
+import dataclasses
+import functools
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import UsageError
+from tightfit.serving.serve_settings import ResolvedSettings
+from tightfit.serving.serving_estimate import ServingEstimate
+from tightfit.serving.traced_server import Server
+
+ENGINES = ("vllm", "sglang", "tgi")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a server is started with: the model as the engine is to find it, the settings, the name of the weights' format (None: as they are), and bytes and tokens that follow."""
+
+    model: str
+    dtype: str
+    settings: ResolvedSettings
+    quantization: str | None
+    static_share: float
+    kv_tokens: int
+
+
+@functools.cache
+def commands() -> Mapping[str, Mapping[str, Any]]:
+    """The commands by engine, as `commands.toml` has them."""
+    return tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+
+
+def launch_of(server: Server, found: ServingEstimate, model: str) -> Launch:
+    """What `server` is started with; `model` is how the engine finds it. A checkpoint says itself which format it is in."""
+    weights = server.weight_format
+    is_own = weights is not None and bool(server.model.facts.quantization)
+    return Launch(
+        model=model,
+        dtype=server.model.facts.dtype,
+        settings=found.settings,
+        quantization=None if weights is None or is_own else weights.name,
+        static_share=(found.weights_bytes + found.kv_bytes) / found.capacity_bytes,
+        kv_tokens=found.kv_tokens,
+    )
+
+
+def launch_arguments(engine: str, launch: Launch) -> list[str]:
+    """The command of `engine` with its arguments.
+
+    Raises:
+        UsageError: the engine does not serve weights or a cache of that kind; the message says so.
+    """
+    of = commands()[engine]
+    arguments = [*of["command"], launch.model]
+    for setting, option in of["options"].items():
+        value = _value(setting, launch, engine, of)
+        if value is True:
+            arguments.append(option)
+        elif value not in (None, False, ""):
+            arguments += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    return arguments
+
+
+def all_launches(launch: Launch) -> dict[str, list[str]]:
+    """The arguments of each engine that serves such weights and such a cache."""
+    found = {}
+    for engine in ENGINES:
+        try:
+            found[engine] = launch_arguments(engine, launch)
+        except UsageError:
+            continue
+    return found
+
+
+def shell_line(arguments: Sequence[str]) -> str:
+    """The arguments as one line for a shell."""
+    return shlex.join(arguments)
+
+
+def _value(setting: str, launch: Launch, engine: str, of: Mapping[str, Any]) -> Any:
+    """The value of the option for `setting`; None, False and "" leave it out."""
+    settings = launch.settings
+    if setting == "quantization":
+        return None if launch.quantization is None else _named(of["weights"], launch.quantization, engine, "weights in")
+    if setting == "kv_dtype":
+        return _named(of["cache"], settings.kv_dtype, engine, "a cache in")
+    derived = {
+        # TGI takes no type of weights beside a format of them, and the engines cut no prompt that leaves no room for an answer.
+        "dtype": None if engine == "tgi" and launch.quantization else launch.dtype,
+        "static_share": round(launch.static_share, 3),
+        "max_prompt": max(1, settings.max_model_len - 1),
+        # TGI computes prompts whole.
+        "prefill_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
+        "kv_tokens": launch.kv_tokens,
+        "no_graphs": "0" if settings.enforce_eager else None,
+    }
+    return derived[setting] if setting in derived else getattr(settings, setting)
+
+
+def _named(names: Mapping[str, str], ours: str, engine: str, what: str) -> str:
+    if ours not in names:
+        raise UsageError(f"{engine} serves no {what} {ours}; it serves {', '.join(names)}")
+    return names[ours]

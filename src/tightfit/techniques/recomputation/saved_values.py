@@ -1,0 +1,124 @@
+"""Compares what a second run of a region saves for backward with what the first run saved, tensor by tensor, in every step.
+
+A backward pass goes through the graph of the first run, with its scalars, hooks and `ctx` objects; all that the second run contributes are the saved
+tensors. So where each of these has the bits that it had, the gradients are those of the plain run, whatever the region's code has read in between: a
+file, a queue, the clock, a library's state. At the host each tensor is read whole, at the speed of memory (`effects.contents`).
+
+What the program itself still holds of them when the second run begins (an activation that a module keeps) may have been written to past torch: the
+plain run would use what is there now, and the second run makes it anew. Their memory is read once more then.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightfit.effects.asked_of_saved import question_of
+from tightfit.effects.contents import StoredAt, checksum_of
+from tightfit.effects.reads import line_of_code
+from tightfit.torch_hooks.manifest import TOP_SAVED_HOOKS
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class _Saved:
+    """One tensor that the first run has saved: `checksum` of its bits, None if it could not be read; `place` is where it lies, for what an operator
+    has made.
+    """
+
+    __slots__ = ("_packed", "checksum", "place")
+
+    def __init__(self, checksum: int | None, place: StoredAt | None, packed: Any) -> None:
+        self.checksum = checksum
+        self.place = place
+        # A checkpoint has an object of its own for each, which goes with the node.
+        self._packed = weakref.ref(packed)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a node of the graph still has it."""
+        return self._packed() is not None
+
+
+class SavedValues:
+    """What the first run of one call has saved, in order. `weights` are the tensors, by `id`, whose contents are compared elsewhere."""
+
+    def __init__(self, weights: Container[int] = ()) -> None:
+        self._weights = weights
+        self._saved: list[_Saved] = []
+        self.question = ""
+        """Where the backward pass of a function asks what a saved tensor is, besides its values (`effects.asked_of_saved`)."""
+
+    @contextmanager
+    def of_first_run(self) -> Iterator[None]:
+        """Notes what is saved inside; the hooks of the checkpoint around it see it as before."""
+        hooks: Hooks | None = TOP_SAVED_HOOKS.value()(False)
+        if hooks is None:
+            yield
+            return
+        pack, unpack = hooks
+
+        def noted(tensor: torch.Tensor) -> Any:
+            self.question = self.question or question_of(sys._getframe(1))
+            checksum = self._checksum(tensor)
+            whole = tensor if tensor._base is None else tensor._base
+            place = None if checksum is None or whole.grad_fn is None else StoredAt(tensor)
+            packed = pack(tensor)
+            self._saved.append(_Saved(checksum, place, packed))
+            return packed
+
+        with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+            yield
+
+    @contextmanager
+    def of_later_run(self) -> Iterator["Mismatch"]:
+        """Compares what is saved inside with the first run's; the first difference is in what is yielded."""
+        found = Mismatch()
+        hooks: Hooks | None = TOP_SAVED_HOOKS.value()(False)
+        if hooks is None:
+            yield found
+            return
+        pack, unpack = hooks
+        waiting = iter(self._saved)
+
+        def compared(tensor: torch.Tensor) -> Any:
+            first = next(waiting, None)
+            if first is not None and not found.words and first.checksum is not None and first.is_needed:
+                checksum = self._checksum(tensor)
+                if checksum is not None and checksum != first.checksum:
+                    found.note(tensor)
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(compared, unpack):
+            yield found
+
+    def _checksum(self, tensor: torch.Tensor) -> int | None:
+        whole = tensor if tensor._base is None else tensor._base
+        if whole.requires_grad and id(whole) in self._weights:
+            return hash((id(whole), tensor.storage_offset(), tensor.stride()))
+        return checksum_of(tensor)
+
+    def is_any_written(self) -> bool:
+        """Whether a result that the first run has saved, and that the program still holds, has other values now."""
+        for saved in self._saved:
+            if saved.place is not None and saved.is_needed:
+                now = saved.place.checksum()
+                if now is not None and now != saved.checksum:
+                    return True
+        return False
+
+
+class Mismatch:
+    """The first saved tensor of a later run that is not that of the first one: `words` say which, and are empty if there is none."""
+
+    def __init__(self) -> None:
+        self.words = ""
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """`tensor` differs."""
+        line = line_of_code()
+        at = f" at {line}" if line else ""
+        self.words = f"saved other values for its backward pass ({tuple(tensor.shape)}, {tensor.dtype}){at}"

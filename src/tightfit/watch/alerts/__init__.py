@@ -1,0 +1,1 @@
+"""Alerts: rules about the machine, the episodes in which they hold, and where these are told."""

@@ -1,0 +1,1 @@
+"""The machine as metrics, for Prometheus and whatever reads OpenMetrics."""

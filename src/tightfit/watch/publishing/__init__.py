@@ -1,0 +1,1 @@
+"""Counters of torch's allocator, from programs that publish them to the agent of their machine."""

@@ -1,0 +1,1 @@
+"""The machine's figures for the tools that training runs are followed with."""

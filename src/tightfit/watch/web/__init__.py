@@ -1,0 +1,1 @@
+"""The machine in a browser: a small server of one page, its data, and metrics."""
