@@ -7,7 +7,7 @@ new storage is recorded, and recorded as freed when Python and autograd have dro
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
@@ -62,6 +62,13 @@ class _DtypeNames(dict["torch.dtype | None", int]):
         return index
 
 
+class _SharedFakeMode(FakeTensorMode):
+    """The fake tensors of one virtual GPU. A tensor refers to its mode, and a copy of it belongs to the same one."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 class VirtualGpu(TorchDispatchMode):
     """The mode. `handlers` replace single operators, `kernels` adds the scratch memory of CUDA kernels.
 
@@ -84,7 +91,7 @@ class VirtualGpu(TorchDispatchMode):
         self.host = HostMemory(recorder)
         # Without fallback kernels: torch would run an operator without a shape rule for real
         # (`run_fallback_kernel`), whatever its size and without a word. `fallback` does that within bounds.
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.fake = _SharedFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.truths = Truths()
         self.storages = DeviceStorages(recorder, self.shadows, self.truths)
         self.has_side_streams = False
