@@ -6,7 +6,7 @@ it has found before it reads it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,9 @@ _AND = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
 _OR = {aten.logical_or.default, aten.bitwise_or.Tensor}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
-
-ABOUT_FINITE = frozenset(
-    {
-        aten.isnan.default,
-        aten.isinf.default,
-        aten.ne.Tensor,
-        aten.eq.Scalar,
-        aten.logical_or.default,
-        aten.bitwise_or.Tensor,
-        aten._to_copy.default,
-        aten.max.default,
-        aten.amax.default,
-        aten.sum.default,
-        aten.any.default,
-    }
-)
+_ASKS_FOR_INFINITE = {aten.isnan.default, aten.isinf.default, aten.ne.Tensor, aten.eq.Scalar}
+_PASSES_ON = {aten._to_copy.default, aten.max.default, aten.amax.default, aten.sum.default, aten.any.default, *_OR}
+ABOUT_FINITE = frozenset(_ASKS_FOR_INFINITE | _PASSES_ON)
 
 
 class Truths:
@@ -72,15 +59,25 @@ class Truths:
 
     def counts_nothing(self, operator: OpOverload, args: Sequence[Any], out: torch.Tensor) -> bool:
         """Whether `out` says where values are not finite, or how many are. Called with the results of the operators `ABOUT_FINITE`."""
-        first = args[0]
-        is_asked = operator is aten.isnan.default or operator is aten.isinf.default
-        is_asked = is_asked or (operator is aten.ne.Tensor and _is_same(first, args[1]))
-        is_asked = is_asked or (operator is aten.eq.Scalar and isinstance(args[1], float) and math.isinf(args[1]))
-        known = [isinstance(a, FakeTensor) and a.untyped_storage()._cdata in self._not_finite for a in args[:2]]
-        if is_asked or (known and (all(known[: 2 if operator in _OR else 1]))):
+        if operator in _PASSES_ON:
+            counts = all(self._is_of_infinite(a) for a in args[: 2 if operator in _OR else 1])
+        elif operator is aten.ne.Tensor:
+            counts = _is_same(args[0], args[1])
+        elif operator is aten.eq.Scalar:
+            counts = isinstance(args[1], float) and math.isinf(args[1])
+        else:
+            counts = True
+        if counts:
             self._not_finite.add(out.untyped_storage()._cdata)
-            return True
-        return False
+        return counts
+
+    def _is_of_infinite(self, value: Any) -> bool:
+        return isinstance(value, FakeTensor) and value.untyped_storage()._cdata in self._not_finite
+
+    def written(self, targets: Iterable[torch.Tensor]) -> None:
+        """Tensors were written to: what they say is not known any more."""
+        if self._not_finite:
+            self._not_finite.difference_update(target.untyped_storage()._cdata for target in targets)
 
     def holds(self, tensor: Any) -> bool:
         """Whether `tensor` reads as True."""

@@ -220,7 +220,9 @@ class VirtualGpu(TorchDispatchMode):
         # After the outputs: most kernels ask for their scratch memory then (docs/how-it-works/cuda-rules.md).
         self._kernels.add(func, args, kwargs, out)
         self.shadows.follow(func, known, args, kwargs, outputs)
-        if func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.truths.counts_nothing(func, args, out):
+        if known.is_mutable:
+            self.truths.written(written(func, args, kwargs))
+        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.truths.counts_nothing(func, args, out):
             self._adopt_nothing(out)
 
     def _adopt_nothing(self, out: torch.Tensor) -> None:
@@ -290,3 +292,4 @@ class VirtualGpu(TorchDispatchMode):
         if self.on_write is not None:
             self.on_write(targets)
         self.shadows.forget_written(targets)
+        self.truths.written(targets)
