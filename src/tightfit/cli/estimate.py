@@ -35,6 +35,7 @@ from tightfit.reports.redacted import redacted
 
 if TYPE_CHECKING:
     from tightfit.capture.world import World
+    from tightfit.devices.device import Device
     from tightfit.reports.ranks import RankEstimate
     from tightfit.simulate.estimate import Estimate
     from tightfit.tape import Tape
@@ -84,7 +85,7 @@ def estimate(
     """
     from tightfit import fit
     from tightfit.recordings.write import write_tape
-    from tightfit.reports.ranks import ranks_of, worst_of
+    from tightfit.reports.ranks import worst_of
 
     started = time.monotonic()
     devices, end = device or (own_card(),), fit.margin_named(margin)
@@ -99,7 +100,7 @@ def estimate(
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
     how = {"tracing": tracing, "used": used}
-    world = _world(ranks, target, sweep)
+    world = _world(ranks, target, sweep, cards)
     if sweep:
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
             raise UsageError(
@@ -119,9 +120,7 @@ def estimate(
             write_tape(save_recording, tape, cards[0], settings, measured)
     finally:
         # Also where a file could not be written: the answer has been worked out by now.
-        nodes = [node_of(card, ranks.node) if tape.num_ranks > 1 else None for card in cards]
-        described = [ranks_of(of_ranks, node) for of_ranks, node in zip(found, nodes, strict=True)]
-        _print(estimates, described, json=json, elapsed_seconds=elapsed_seconds)
+        _print(estimates, _described(found, cards, ranks.node), json=json, elapsed_seconds=elapsed_seconds)
     return 0 if all(e.fits for e in estimates) else 1
 
 
@@ -152,8 +151,19 @@ def _ranks(tapes: "Sequence[Tape]", estimates: "Sequence[Estimate]") -> "list[Ra
     ]
 
 
-def _world(ranks: RankOptions, target: str, sweep: Sequence[str]) -> "World | None":
+def _described(
+    found: "Sequence[Sequence[RankEstimate]]", cards: "Sequence[Device]", node: str | None
+) -> list[dict[str, Any]]:
+    from tightfit.reports.ranks import ranks_of
+
+    return [ranks_of(ranks, node_of(card, node)) for ranks, card in zip(found, cards, strict=True)]
+
+
+def _world(ranks: RankOptions, target: str, sweep: Sequence[str], cards: "Sequence[Device]") -> "World | None":
     world = ranks.world()
+    for card in cards:
+        # A node without such cards is refused before anything is traced.
+        node_of(card, ranks.node)
     if world is not None and (sweep or target.endswith(".npz")):
         raise UsageError("--gpus traces a script: it takes no --sweep and no saved run")
     return world

@@ -40,11 +40,11 @@ def pipeline_of(tape: Tape) -> tuple[int, ...]:
 
 
 def role_of(tape: Tape, tapes: Sequence[Tape]) -> str:
-    """What the traced rank is among the `tapes` of one program: a stage of a pipeline, or one for all."""
+    """What the traced rank is among the `tapes` of one program: its place in a pipeline (of which it may have several stages), or one for all."""
     members = pipeline_of(tape)
     if not members:
         return "every rank" if len(tapes) == 1 else f"rank {tape.rank}"
     place = members.index(tape.rank)
     if place in (0, len(members) - 1):
-        return "last stage" if place else "first stage"
-    return f"stage {place + 1} of {len(members)}"
+        return "last of the pipeline" if place else "first of the pipeline"
+    return f"{place + 1} of {len(members)} of the pipeline"

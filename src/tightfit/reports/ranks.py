@@ -25,13 +25,13 @@ def worst_of(ranks: Sequence[RankEstimate]) -> RankEstimate:
     return max(ranks, key=lambda rank: rank.estimate.peak.device_bytes)
 
 
-def ranks_of(ranks: Sequence[RankEstimate], node: Node | None) -> dict[str, Any]:
+def ranks_of(ranks: Sequence[RankEstimate], node: Node) -> dict[str, Any]:
     """What `tightfit estimate --json` adds for a distributed program, else nothing: the rank that the other figures are of, the traced ranks, and the collectives
     of its last step by kind and size of the group; `bytes` and `seconds` are those of all `count` calls, each on its own, `bytes` as in `tightfit.tape.Collectives.num_bytes`.
     """
     worst = worst_of(ranks)
     tape = worst.tape
-    if tape.num_ranks == 1 or node is None:
+    if tape.num_ranks == 1:
         return {}
     return {
         "rank": tape.rank,

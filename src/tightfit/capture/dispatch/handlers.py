@@ -297,6 +297,17 @@ def _ctc_loss_backward(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], k
     return gradient
 
 
+def _set_storage(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`copy.deepcopy` of a tensor gives a new one a copy of its storage. Torch's cache of shapes would keep that among its keys (`_prep_args_for_hash` in
+    torch/_subclasses/fake_tensor.py), and it were never freed.
+    """
+    is_enabled, gpu.fake.cache_enabled = gpu.fake.cache_enabled, False
+    try:
+        return gpu.run(func, args, kwargs)
+    finally:
+        gpu.fake.cache_enabled = is_enabled
+
+
 def _refuse_compressed(gpu: VirtualGpu, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     raise CaptureError(
         f"{gpu.attribution.where()}: compressed sparse tensors (CSR, CSC, BSR, BSC) have no virtual kind in torch {torch.__version__}; use COO for the estimate"
@@ -327,6 +338,8 @@ HANDLERS: dict[OpOverload, Handler] = {
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _pack_padded,
     aten.histc.default: _histc,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
     **dict.fromkeys(_CTC_LIBRARIES, _never),
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,

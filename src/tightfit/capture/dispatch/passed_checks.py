@@ -15,13 +15,13 @@ from tightfit.errors.faults import is_own_file
 
 # What stands in a compiled condition between a read and the jump that depends on it.
 _TRANSPARENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "TO_BOOL"})
-_LEADING = "_IF_"  # POP_JUMP_IF_TRUE, POP_JUMP_FORWARD_IF_FALSE, JUMP_IF_FALSE_OR_POP ...
+_LEADING = "IF_"  # POP_JUMP_IF_TRUE, POP_JUMP_FORWARD_IF_FALSE, JUMP_IF_FALSE_OR_POP ...
 _UNCONDITIONAL = frozenset({"JUMP_FORWARD", "JUMP", "JUMP_NO_INTERRUPT"})
 _ENDS = ("RETURN_", "YIELD_", "FOR_ITER", "JUMP_BACKWARD", "SEND", "RERAISE")
 _MAX_INSTRUCTIONS = 400
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Between an operator of the program and its handler; torch's own checks (`torch._assert`) are elsewhere.
-_DISPATCHING = tuple(_TORCH + name for name in ("_compile.py", "_subclasses", "_ops.py", "utils", "overrides.py"))
+_DISPATCHING = tuple(_TORCH + name for name in ("_compile.py", "_subclasses/", "_ops.py", "utils", "overrides.py"))
 
 
 def passing_answer(frame: FrameType | None) -> bool | None:
