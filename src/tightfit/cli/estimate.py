@@ -99,7 +99,7 @@ def estimate(
     if save_recording is not None and len(cards) > 1:
         raise UsageError("--save-recording writes the run on one GPU: give one --device")
     asked = {"arguments": arguments, "parameters": parameter, "options": model.given()}
-    how = {"tracing": tracing, "used": used}
+    how, costs = {"tracing": tracing, "used": used}, {"used": used, "margin": end, "node": ranks.node}
     world = _world(ranks, target, sweep, cards)
     if sweep:
         if target.endswith(".npz") or save_tape is not None or save_recording is not None:
@@ -107,9 +107,8 @@ def estimate(
                 "--sweep traces a workload once for each row: it takes no saved run, --save-tape or --save-recording"
             )
         return _sweep(target, sweep, list(zip(devices, cards, strict=True)), settings, measured, asked, json, how)
-    tapes = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
-    tapes = [redacted(tape) for tape in tapes] if redact else tapes
-    costs = {"used": used, "margin": end, "node": ranks.node}
+    traced = _tapes(target, devices[0], asked, how, world, is_chosen=ranks.rank is not None)
+    tapes = [redacted(tape) if redact else tape for tape in traced]
     found = [_ranks(tapes, [fit.cost(tape, card, settings, measured, **costs) for tape in tapes]) for card in cards]
     tape, estimates = worst_of(found[0]).tape, [worst_of(of_ranks).estimate for of_ranks in found]
     elapsed_seconds = time.monotonic() - started
