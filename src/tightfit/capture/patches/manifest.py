@@ -371,6 +371,10 @@ IN_CHILD: tuple[Name, ...] = (
                 "torch.distributed.distributed_c10d:_new_process_group_helper",
                 "to have every process group be a fake one",
             ),
+            (
+                "torch.distributed.distributed_c10d:_get_object_coll_device",
+                "to receive objects where torch would",
+            ),
             ("torch.distributed.distributed_c10d:_resolve_process_group", "to find the group of a collective"),
             ("torch.distributed.distributed_c10d:_world.pg_map", "to tell a program the backend that it asked for"),
             ("torch.distributed:ProcessGroup._set_default_backend", "to have every process group be a fake one"),
