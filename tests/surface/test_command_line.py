@@ -32,6 +32,7 @@ OPTIONS = {
         "--largest-batch",
         "--lora-rank",
         "--margin",
+        "--node",
         "--nodes",
         "--optimizer",
         "--parameter",
