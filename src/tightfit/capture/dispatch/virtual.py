@@ -21,7 +21,7 @@ from tightfit.capture.dispatch.device_storages import DeviceStorages
 from tightfit.capture.dispatch.hosts import HostMemory
 from tightfit.capture.dispatch.known_values import Shadows
 from tightfit.capture.dispatch.operators import OperatorFacts, are_alike, facts, tensors, written
-from tightfit.capture.dispatch.unknown_conditions import Truths
+from tightfit.capture.dispatch.unknown_conditions import ABOUT_FINITE, Truths
 from tightfit.capture.observe.attribution import Attribution
 from tightfit.capture.observe.kernel_memory import KernelMemory
 from tightfit.capture.observe.recorder import Recorder
@@ -278,6 +278,16 @@ class VirtualGpu(TorchDispatchMode):
         self._kernels.add(func, args, kwargs, out, None if call is None else call.scratch)
         if call is None or call.has_small_outputs or known.is_mutable:
             self.shadows.follow(func, known, args, kwargs, outputs)
+        if known.is_mutable:
+            self.truths.written(written(func, args, kwargs))
+        elif func in ABOUT_FINITE and isinstance(out, torch.Tensor) and self.truths.counts_nothing(func, args, out):
+            self._adopt_nothing(out)
+
+    def _adopt_nothing(self, out: torch.Tensor) -> None:
+        """`out` says whether values are finite, and they are: what is read of it is 0."""
+        if not out.dim() and not self.shadows.known(out):
+            self.recorder.assume(self.attribution.where(), "values are assumed to be finite: no infinity, no NaN")
+            self.shadows.adopt(out, torch.zeros((), dtype=out.dtype))
 
     def note_operator(
         self,
@@ -356,6 +366,7 @@ class VirtualGpu(TorchDispatchMode):
         if self.on_write is not None:
             self.on_write(targets)
         self.shadows.forget_written(targets)
+        self.truths.written(targets)
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
