@@ -76,3 +76,15 @@ def counts_in_bins_have_the_sum_of_what_is_counted():
     counts = torch.bincount(experts, minlength=10)
     assert counts.sum().item() == 999
     assert torch.histc(experts.float(), bins=10, min=0, max=9).sum().item() == 999
+
+
+def what_is_known_of_a_tensor_that_is_gone_is_not_known_of_another_one_at_its_place():
+    x = unknown()
+    for _ in range(50):
+        empty = torch.zeros(0, device="cuda") * 2
+        del empty
+        assert (x[0, 0] * 3).item() == 1.0
+        at_host = torch.arange(2, device="cuda")[1].cpu() * 7
+        del at_host
+        assert x.sum().item() == 1.0
+        assert x.sum().cpu().item() == 1.0

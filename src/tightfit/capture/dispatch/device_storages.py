@@ -42,7 +42,12 @@ class DeviceStorages:
             return
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self.references or tensor.device.type != "cuda":
+        if address in self.references:
+            return
+        # One that is not followed, of no bytes or at the host, was freed here without a word.
+        self._shadows.forget(address)
+        self._truths.forget(address)
+        if tensor.device.type != "cuda":
             return
         num_bytes = storage.nbytes()
         # The caching allocator hands out no block for 0 bytes (CUDACachingAllocator.cpp, `allocate`).
