@@ -30,18 +30,19 @@ class TileRuns:
 
     def __init__(self) -> None:
         self._gives_same_bits: bool | None = None
-        self._shape: int | None = None
+        # Tiles at the ends of a chain of convolutions pad what those in the middle do not.
+        self._shapes: dict[int, int] = {}
 
     def forget(self) -> None:
         """There is a new proof."""
-        self._gives_same_bits = self._shape = None
+        self._gives_same_bits = None
+        self._shapes.clear()
 
-    def check(self, first: int | None, result: torch.Tensor, *, is_checked: bool) -> str:
-        """Compares the second run of a tile, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
+    def check(self, number: int, first: int | None, result: torch.Tensor, *, is_checked: bool) -> str:
+        """Compares the second run of tile `number`, in words if it differs. `first` is the checksum of the first run, None where it was not read."""
         shape = graph_shape(result.grad_fn)
-        if self._shape is not None and shape != self._shape:
+        if self._shapes.setdefault(number, shape) != shape:
             return "ran other operators when a tile was run again in the backward pass"
-        self._shape = shape
         again = None if first is None else checksum_of(result)
         if again is None:
             return ""
@@ -160,7 +161,7 @@ class _Tiled(torch.autograd.Function):
             part = tile.of(value.detach(), tiling.dim).requires_grad_(whole is not None)
             with torch.enable_grad(), ctx.ambient.put_back(), torch.autocast(**ctx.autocast):
                 result = tiling.run(tile, part)
-            told = tiling.runs.check(ctx.results[number], result, is_checked=tiling.is_checked)
+            told = tiling.runs.check(number, ctx.results[number], result, is_checked=tiling.is_checked)
             if not told and ctx.sums and sums_differ(ctx.sums[number], checksum([result]), result):
                 told = _OTHER_RESULT
             if told:
